@@ -1,12 +1,12 @@
 """Keras callbacks for training on many ranks.
 
-Give the same callbacks to `fit` on every rank: most of them exchange something with the other
-ranks, and a rank without the callback would leave the others waiting. On one rank they work without
-a launcher.
+Pass the same callbacks to `fit` on every rank: most of them communicate, and a rank without the
+callback would leave the others waiting. On one rank they need no launcher.
 
-Their order in the list matters: first what makes ranks start alike (`BroadcastVariables`), then
-what averages (`AverageBatchNorm`, `MetricAverage`), then Keras's own that decide by metrics
-(`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and what saves, with `Checkpoint` last.
+Their order in the list matters: first `BroadcastVariables`, which gives all ranks the same start,
+then callbacks that average (`AverageBatchNorm`, `MetricAverage`), then Keras callbacks that depend
+on metrics (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with
+`Checkpoint` last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [

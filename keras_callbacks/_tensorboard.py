@@ -1,4 +1,4 @@
-"""Scalars of callbacks for TensorBoard."""
+"""TensorBoard scalars of callbacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from tfposeidon.communication import runtime
 
 
 class ScalarWriter:
-    """Writer of TensorBoard scalars; only the first rank that trains writes.
-
-    Args:
-      log_dir: Folder of the event files; `None` writes nothing.
-    """
+    """Writer of TensorBoard scalars; only the first worker writes, and only if `log_dir` is set."""
 
     def __init__(self, log_dir: str | os.PathLike[str] | None) -> None:
         self._log_dir = log_dir
@@ -28,12 +24,7 @@ class ScalarWriter:
             self._writer = tf.summary.create_file_writer(os.fspath(self._log_dir))
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Writes one point of each curve.
-
-        Args:
-          scalars: Value by tag ("cache/hits").
-          step: Index on the horizontal axis; callbacks give the epoch.
-        """
+        """Writes scalars by tag ("cache/hits") at a step, which is the epoch in callbacks."""
         if self._writer is None:
             return
         with self._writer.as_default():
@@ -41,7 +32,7 @@ class ScalarWriter:
                 tf.summary.scalar(tag, value, step=step)
 
     def close(self) -> None:
-        """Writes what is buffered and closes the file."""
+        """Flushes and closes the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""Averages or sums over ranks what layers keep of their batches."""
+"""Averages moving statistics of layers over ranks, and sums partial state."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tfposeidon.training.entries import variables_of
 class AverageBatchNorm(keras.callbacks.Callback):
     """Averages the moving statistics of layers over ranks.
 
-    It does so before each evaluation and at the end of each epoch. In training every rank's
-    `BatchNormalization` layers see that rank's batches only, and their moving statistics differ
-    from rank to rank; so does what other layers keep in floating-point variables that no gradient
-    moves, such as codebooks (`tp.state.register` says otherwise). Of state that is registered as
-    partial rank 0 gets the sum over ranks, and all others zeros. Without this callback ranks would
+    The callback runs before each evaluation and at the end of each epoch. In training, every rank's
+    `BatchNormalization` layers see only that rank's batches, so moving statistics differ between
+    ranks. The same applies to floating-point variables of other layers that receive no gradient,
+    such as codebooks (`tp.state.register` changes this). Without this callback, ranks would
     evaluate and save different models. All ranks take part, and all of them hold the same means (in
-    float32) afterwards.
+    float32) afterwards. For state registered as partial, rank 0 receives the sum over ranks, and
+    all others zeros.
 
     Put it before `MetricAverage` and `Checkpoint`.
 
-    Cost: one all-reduce of these variables, 4 bytes for each element.
+    Cost: one all-reduce of these variables, 4 bytes per element.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]

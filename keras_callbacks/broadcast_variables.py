@@ -1,4 +1,4 @@
-"""Makes all ranks start with the same model."""
+"""Starts all ranks with the same model."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from tfposeidon.training import replicated, session
 
 
 class BroadcastVariables(keras.callbacks.Callback):
-    """Gives every rank the model and optimizer state of one rank when training begins.
+    """Broadcasts the model and optimizer state of one rank when training begins.
 
-    Moving statistics and frozen weights are part of it, and so is what preprocessing layers of the
-    model have learnt by `adapt` and keep outside of variables: statistics, bins, vocabularies.
-    Seeds follow from those of that rank, and are different on each: otherwise samples of two ranks
-    would share their dropout masks and augmentation.
-    Layers that are not part of the model, such as those in a `tf.data` pipeline, are not found:
-    adapt them to the same data on every rank. State that differs between ranks by design, such as
-    the residuals of sparse schemes, is left alone.
+    The broadcast includes moving statistics, frozen weights, and the state that preprocessing
+    layers of the model have adapted outside of variables: statistics, bins, vocabularies. Each
+    rank's seeds are derived from those of the root, and differ between ranks: otherwise samples of
+    two ranks would share dropout masks and augmentation. Layers outside of the model, such as those
+    in a `tf.data` pipeline, are not included: adapt them to the same data on every rank. State that
+    differs between ranks by design, such as the residuals of sparse schemes, is unchanged.
 
-    Put it first, and in particular before `Checkpoint`, which then restores what is each rank's
-    own.
+    Put it first, and in particular before `Checkpoint`, which then restores the state of each rank.
 
     Args:
-      root_rank: Rank whose state all others receive; the same on every rank.
+      root_rank: Rank that broadcasts its state (default 0); the same on every rank.
 
     Raises:
       RuntimeError: In `fit`, on all ranks, if they built different models; the message names the
         first variable that differs. Also if the model has no weights yet.
-      RuntimeError: At the end of an epoch, on all ranks, if their weights have parted because the
+      RuntimeError: At the end of an epoch, on all ranks, if their weights have diverged because the
         model's optimizer does not communicate.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.
 
-    Cost: one broadcast for each variable, once per `fit`.
+    Cost: one broadcast per variable, once per `fit`.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.BroadcastVariables()]
@@ -47,7 +45,7 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # With an optimizer of ours `fit` compares by itself.
+        # With a communicating optimizer, `fit` compares the values.
         if runtime.size() == 1 or session.optimizers_of(self.model):
             return
         if problem := replicated.difference(self.model, runtime.wire()):

@@ -1,4 +1,4 @@
-"""Keeps a cache's dataset in step with training."""
+"""Synchronizes a cache's dataset with the position of training."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing_extensions import override
 
 
 class CachePosition(keras.callbacks.Callback):
-    """Tells a `datacache.Cache` which epoch is trained and how many of its steps are done.
+    """Sets the epoch and the step of training in a `datacache.Cache`.
 
     Epoch `e` of `fit` then reads epoch `e` of the dataset, in that epoch's order, or with
-    `steps_per_epoch` goes on after `e` times so many steps: a job that goes on at another
-    `initial_epoch`, or from a `Checkpoint`, sees the samples that it would have seen. And
-    `cache.state_dict(data)` always says where training is. Every rank tells its own cache; nothing
-    is sent.
+    `steps_per_epoch` starts after `e` times that number of steps. So a job that starts at another
+    `initial_epoch`, or resumes from a `Checkpoint`, reads the same samples as an uninterrupted job.
+    `cache.state_dict(data)` always contains the position of training. Every rank updates its own
+    cache, without communication.
 
     Args:
-      cache: The `datacache.Cache` that made the dataset given to `fit`.
-      data: The dataset given to `fit`: the cache's own, or what `map`, `prefetch` and the like made
-        of it. May be left out where the cache has made one dataset only, and an epoch of `fit` is
-        an epoch of it.
+      cache: The `datacache.Cache` that created the dataset passed to `fit`.
+      data: The dataset passed to `fit`: the cache's own, or a result of `map`, `prefetch` and the
+        like on it. Optional if the cache has created one dataset only, and an epoch of `fit` is an
+        epoch of it.
 
     Raises:
-      RuntimeError: In `fit`, if the cache has made several datasets and `data` is none of them, if
-        the dataset begins within an epoch, or the position does not follow from the epoch.
+      RuntimeError: In `fit`, if the cache has created several datasets and `data` is none of them,
+        if the dataset starts within an epoch, or if the position does not follow from the epoch.
 
     Example:
       >>> import datacache, keras, keras_callbacks, tempfile
@@ -46,7 +46,7 @@ class CachePosition(keras.callbacks.Callback):
     """
 
     knows_position = True
-    """Batches are those of an order over all ranks, whatever their number."""
+    """True: the order of batches spans all ranks, whatever their number."""
 
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class CachePosition(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # One call stands for so many steps; what goes beyond the data's end is not counted.
+        # One call covers several steps; the cache ignores steps beyond the end of the data.
         self.cache.count(self.model.steps_per_execution, self.data)
 
     @override

@@ -1,4 +1,4 @@
-"""Reports what a cache did in each epoch, in logs and TensorBoard."""
+"""Reports a cache's activity per epoch, in logs and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tfposeidon.training import session
 
 
 class CacheStatistics(keras.callbacks.Callback):
-    """Adds what a `datacache.Cache` counted in an epoch to its logs, and to TensorBoard.
+    """Adds the counts of a `datacache.Cache` to the logs of each epoch, and to TensorBoard.
 
-    All ranks exchange their counts and get the same numbers:
+    All ranks exchange their counts and report the same numbers:
 
     - `cache_hits`: share of samples that were ready in memory, in [0, 1].
     - `cache_source_megabytes`: megabytes that all ranks together read from the source.
     - `cache_wait_s`: seconds in which batches waited for samples, mean over ranks.
-    - `cache_healed`: samples that were found corrupt and made again, on all ranks.
+    - `cache_healed`: corrupt samples that were repaired, on all ranks.
 
     Args:
-      cache: The `datacache.Cache` whose dataset is given to `fit`.
+      cache: The `datacache.Cache` whose dataset is passed to `fit`.
       log_dir: Folder in which the first rank that trains writes the scalars `cache/hits` and so on;
-        `None` writes none.
+        `None` (default) writes none.
 
-    Cost: one exchange of a few hundred bytes for each rank and epoch.
+    Cost: one exchange of a few hundred bytes per rank and epoch.
 
     Example:
       >>> import datacache, keras, keras_callbacks, tempfile
@@ -77,13 +77,13 @@ class CacheStatistics(keras.callbacks.Callback):
 
 
 def _summary(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Returns what goes into the logs, from what each rank counted in the epoch."""
+    """Returns the log entries from the counts of all ranks in the epoch."""
     total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
     samples = total["memory_hits"] + total["memory_misses"]
     return {
         "cache_hits": total["memory_hits"] / max(1, samples),
         "cache_source_megabytes": total["source_bytes"] / 1e6,
-        # Ranks wait at the same time, so that their sum is no time that anybody spent.
+        # Ranks wait concurrently, so the mean is meaningful and the sum is not.
         "cache_wait_s": total["wait_s"] / len(ranks),
         "cache_healed": total["healed"],
     }

@@ -1,4 +1,8 @@
-"""Saves a job so that it can go on as if it had not been interrupted."""
+"""Saves a job so that it can resume as if it had not been interrupted.
+
+A snapshot holds replicated state once, written by rank 0, and each rank's own state. On another
+number of ranks, sums over ranks are preserved and split again.
+"""
 
 from __future__ import annotations
 
@@ -33,58 +37,61 @@ from tfposeidon.training.entries import held_optimizers, parts, variables_of
 from tfposeidon.training.replicated import replicated_variables
 
 FORMAT = 6
-"""Format of what a snapshot holds; another number wherever that changes."""
+"""Format number of a snapshot's contents; every change increments it."""
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
-"""State of which each rank saves its own."""
+"""State that each rank saves separately."""
 _LAYER = "layer."
-"""Prefix of the names of what layers keep outside of variables, among a snapshot's arrays."""
+"""Prefix of the array names of layer state outside of variables."""
 
 
 class Checkpoint(keras.callbacks.Callback):
     """Saves model, optimizers and per-rank state in snapshots, and resumes from them.
 
-    It saves at the end of each epoch, and within epochs if asked. Every rank needs this callback:
-    rank 0 saves once what is equal on all ranks (weights, optimizer state, what preprocessing
-    layers have learnt), and every rank saves its own state (accumulated gradients, residuals,
+    It saves at the end of each epoch, and optionally within epochs. Every rank needs this callback:
+    rank 0 saves the state that is equal on all ranks (weights, optimizer state, adapted
+    preprocessing layers), and every rank saves its own state (accumulated gradients, residuals,
     moving statistics, seeds, metrics).
 
-    When `fit` begins, all ranks resume from the newest whole snapshot. A resumed run equals one
-    that was not interrupted if the data come in the same order: batches of an unfinished epoch that
-    were trained on before are read and skipped. (Where `fit` shuffles, they are others, and one log
-    line says so.) On another number of ranks, the sums of accumulated gradients and residuals are
-    kept, and training goes on between epochs; within one, a rank would skip other samples than
-    those that were trained on, unless `CachePosition` follows a cache by the same global batch.
-    What `scheme="auto"` has planned by is saved, too: on the same nodes a resumed run follows the
-    same plan. Callbacks that keep something of their own (`EarlyStopping`) start anew.
+    When `fit` begins, all ranks resume from the newest complete snapshot. A resumed run equals an
+    uninterrupted one if the data come in the same order: the batches of an unfinished epoch that
+    were trained on before are read and skipped. (If `fit` shuffles, the order differs, and a log
+    line warns of it.) On another number of ranks, the sums of accumulated gradients and residuals
+    are preserved, and training resumes between epochs. Within an epoch, a rank would skip other
+    samples than those already trained on, unless `CachePosition` tracks a cache with the same
+    global batch. The measurements behind `scheme="auto"` are saved, too: on the same nodes, a
+    resumed run follows the same plan. Callbacks with their own state (`EarlyStopping`) start from
+    their initial state.
 
-    Training goes on while files are written. A snapshot counts as soon as all ranks have found it
-    whole: some steps later, and at the latest when the next one is due or training ends.
+    Training continues while files are written. A snapshot is valid once all ranks have confirmed
+    that it is complete: some steps later, and at the latest when the next one is due or training
+    ends.
 
-    Put it last, so that it sees what other callbacks did at the end of the epoch. Under
-    `LocalUpdates`, ranks go on from weights that these have assigned. For a file to pass on, use
+    Put it last, so that it saves the effects of other callbacks at the end of the epoch. With
+    `LocalUpdates`, ranks continue from weights that these have assigned. To publish a model, use
     `model.save`.
 
     Args:
-      folder: Folder that all ranks see; created if it is missing.
-      every_n_steps: Steps from one snapshot to the next within epochs, at least 1; `None` saves at
+      folder: Folder that all ranks share; created if it is missing.
+      every_n_steps: Steps between snapshots within epochs, at least 1; `None` (default) saves at
         the end of epochs only.
-      keep: Number of snapshots that are kept, at least 1; older ones are deleted.
-      resume: True to go on from the newest snapshot in `folder`, if there is one; `"epoch"` to
-        begin the epoch anew in which that was made, whose first samples are then trained on twice.
+      keep: Number of snapshots to retain, at least 1 (default 2); older ones are deleted.
+      resume: True (default) to resume from the newest snapshot in `folder`, if any; False to start
+        a new run; `"epoch"` to restart the epoch of the snapshot, whose first samples are then
+        trained on twice.
 
     Raises:
-      ValueError: If `every_n_steps` or `keep` is below 1, or `resume` is another.
-      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, is of another
-        model, or was made within an epoch of other ranks or of another number of steps.
+      ValueError: If `every_n_steps` or `keep` is below 1, or `resume` has another value.
+      SnapshotError: In `fit`, on all ranks, if a snapshot cannot be written or read, belongs to
+        another model, or was saved within an epoch with another number of ranks or of steps.
 
-    Memory: a copy, in host memory, of what a rank saves, until its files are written.
+    Memory: a copy, in host memory, of the state that a rank saves, until its files are written.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.Checkpoint("/data/checkpoints", every_n_steps=1000)]
     """
 
     acts_at_server = True
-    """Where a server keeps the weights (`ElasticAveraging`), it alone saves."""
+    """With a server of global weights (`ElasticAveraging`), only the server saves."""
 
     def __init__(
         self,
@@ -105,13 +112,13 @@ class Checkpoint(keras.callbacks.Callback):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.resume = resume
-        # What `epoch_to_resume` has read for the next `fit`.
+        # The snapshot that `epoch_to_resume` has read for the next `fit`.
         self._read: Snapshot | None = None
         self._steps = 0
         self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
-        # Steps since the files of a snapshot were begun, and the step at which ranks look at them
-        # next.
+        # Steps since the writing of a snapshot started, and the step of the next check for
+        # completion.
         self._steps_since_start = self._next_look = 0
 
     @override
@@ -120,7 +127,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._session.begin_where_asked()
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
-        # Between the ranks whose state is saved: all, or a server alone.
+        # Joins the ranks whose state is saved: all ranks, or a server alone.
         self._wire = self._session.wire
         self._files = Snapshots(self.folder, self._wire, self.keep)
         snapshot, self._read = self._read or self._newest(self._files), None
@@ -129,20 +136,24 @@ class Checkpoint(keras.callbacks.Callback):
             self._restore(snapshot)
 
     def epoch_to_resume(self) -> int:
-        """Returns the epoch with which the next `fit` goes on; 0 if there is no snapshot.
+        """Returns the epoch at which the next `fit` resumes; 0 if there is no snapshot.
 
-        All ranks call it together. The snapshot is kept until then, so that nobody reads another.
+        All ranks call it together. The next `fit` uses the same snapshot, so that all ranks resume
+        from it.
+
+        Returns:
+          Index of the epoch, from 0.
 
         Raises:
-          SnapshotError: On all ranks, if there are snapshots and none is readable, or the newest is
-            of another release.
+          SnapshotError: On all ranks, if there are snapshots and none is readable, or the newest
+            belongs to another release.
         """
-        # All ranks read, as it is not known before `fit` who saves.
+        # All ranks read, since the saving ranks are unknown before `fit`.
         self._read = self._newest(Snapshots(self.folder, runtime.wire(), self.keep))
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
     def _newest(self, files: Snapshots) -> Snapshot | None:
-        """Returns the newest snapshot, if training is to go on from it."""
+        """Returns the newest snapshot if training should resume from it."""
         snapshot = files.read_latest() if self.resume else None
         if snapshot is not None:
             self._check_format(snapshot)
@@ -152,13 +163,13 @@ class Checkpoint(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         if self._pending_metrics:
-            # Keras resets metrics at the beginning of each epoch, just before this.
+            # Keras resets metrics at the start of each epoch, just before this hook.
             _assign(self._metrics(), self._pending_metrics)
             self._pending_metrics = []
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Asked before the batch: the last one to be skipped ends the skipping.
+        # Checked before the batch, since the last skipped batch ends the skipping.
         self._is_skipping = self._session.is_skipping
 
     @override
@@ -172,25 +183,25 @@ class Checkpoint(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # What a failure finds that comes before the next epoch.
+        # The epoch of a snapshot after a failure before the next epoch.
         self._epoch = epoch + 1
         self._write(self._epoch, 0)
 
     def on_job_failure(self) -> None:
-        """Saves what there is, where a server loses a worker in the middle of an epoch."""
+        """Saves the current state if a server loses a worker within an epoch."""
         self._write(self._epoch, 0)
         self._files.finish()
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
-        # Keras would begin the next `fit` there, too.
+        # Keras would start the next `fit` at that epoch, too.
         self._session.begin_where_asked()
 
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # Where ranks train weights of their own, the global ones are written once.
+        # With local weights on each rank, the global weights are saved.
         with self._session.global_weights():
             self._start_write(epoch, batches)
         self._steps_since_start, self._next_look = 0, 1
@@ -205,7 +216,7 @@ class Checkpoint(keras.callbacks.Callback):
             "variables": as_json(replicas.describe_any(self._shared())),
             "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
-        # Not between epochs: Keras resets metrics when the next one begins.
+        # Not between epochs: Keras resets metrics at the start of the next one.
         metrics = self._metrics() if batches else []
         own = to_named_arrays(_values(self._own()), "own")
         own |= to_named_arrays(_values(metrics), "metric")
@@ -216,12 +227,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
 
     def _look_at_files(self) -> None:
-        """Looks whether the files are whole, 1, 2, 4, ... steps after they were begun."""
-        # All ranks have to look at the same steps, and each look is an exchange: hence few, and
-        # early ones.
+        """Checks for complete files 1, 2, 4, ... steps after writing started."""
+        # All ranks must check at the same steps, and each check is an exchange. So checks are few,
+        # and early.
         self._steps_since_start += 1
         if not self._session.knows_lengths and not self._session.is_in_step:
-            # Ranks are not in step: files are waited for at the end of the epoch.
+            # Ranks are not in step: they wait for the files at the end of the epoch.
             return
         if self._steps_since_start == self._next_look:
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
@@ -235,10 +246,9 @@ class Checkpoint(keras.callbacks.Callback):
         return {f"{_LAYER}{name}": value for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
-        """Returns an optimizer's scheme, and the indices of the variables that it trains.
+        """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
 
-        The indices are those in `model.variables`, and `None` for an optimizer that is not built
-        yet.
+        The indices are `None` for an optimizer that is not built.
         """
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
@@ -265,7 +275,7 @@ class Checkpoint(keras.callbacks.Callback):
         return variables_of(self.model, *_OWN)
 
     def _parts(self) -> tuple[list[Any], list[StateDescription]]:
-        """Returns the variables of optimizers that differ from rank to rank, and what they are."""
+        """Returns per-rank variables of the optimizers, and their descriptions."""
         pairs = list(parts(self.model))
         return [variable for variable, _ in pairs], [description for _, description in pairs]
 
@@ -275,7 +285,7 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # Before the comparison, which would miss the variables of an optimizer that is not built.
+        # Must precede the comparison, which would miss the variables of an unbuilt optimizer.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
@@ -299,7 +309,7 @@ class Checkpoint(keras.callbacks.Callback):
                 if name.startswith(_LAYER)
             },
         )
-        # Schemes first, as it is they that have the variables of a rank.
+        # Schemes first, since they create the per-rank variables.
         self._restore_schemes(snapshot)
         _assign(self._parts()[0], self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric") if batches else []
@@ -313,7 +323,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
 
     def _check_samples(self, snapshot: Snapshot) -> None:
-        """Refuses to go on within an epoch where other samples would be skipped."""
+        """Refuses to resume within an epoch if other samples would be skipped."""
         then = {"steps per epoch": snapshot.meta["steps_per_epoch"]}
         now = {"steps per epoch": self.params.get("steps")}
         if not self._session.knows_position:
@@ -330,11 +340,11 @@ class Checkpoint(keras.callbacks.Callback):
                 )
 
     def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """Restores the state of layers of this rank, and returns its arrays of the snapshot.
+        """Restores this rank's state of layers, and returns its arrays of the snapshot.
 
-        A rank that the saved job did not have takes averaged state from another rank. Its recurrent
-        states stay as they are, and its seeds differ from those of all ranks. On other ranks, rank
-        0 gets the sum of what is partial.
+        A rank that the saved job did not have uses the averaged state of another rank, retains its
+        recurrent states, and has seeds that differ from those of all ranks. If the layout of ranks
+        has changed, rank 0 receives the sum of partial state.
         """
         rank = self._wire.topology.rank
         is_new = rank not in snapshot.own
@@ -358,18 +368,16 @@ class Checkpoint(keras.callbacks.Callback):
         return own
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
-        """Builds optimizers for the variables that they trained when they were saved.
-
-        Those of a GAN, say, learn only in their first step which variables they train.
-        """
+        """Builds optimizers for the variables that they trained when they were saved."""
+        # Optimizers such as those of a GAN receive their variables only in their first step.
         variables = self.model.variables
         for held, saved in self._with_saved(snapshot):
-            # Where indices do not fit, the model is another one, which `_check` reports.
+            # If indices are out of range, the model differs, which `_check` reports.
             if not held.built and saved["trains"] and max(saved["trains"]) < len(variables):
                 held.build([variables[index] for index in saved["trains"]])
 
     def _restore_schemes(self, snapshot: Snapshot) -> None:
-        """Returns to the schemes that made the saved state, where something changes schemes."""
+        """Restores the saved schemes if a callback changes schemes, and the saved plans."""
         for held, saved in self._with_saved(snapshot):
             optimizer = session.without_loss_scale(held)
             policy = keras.saving.deserialize_keras_object(saved["scheme"])
@@ -394,8 +402,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
         """Returns the values of this rank's `_parts`.
 
-        What counts of them is the sum over ranks: on another number of ranks, or with other
-        buckets, a rank gets its part of the sum.
+        Their sum over ranks is preserved: with other ranks or buckets, a rank receives its part of
+        the sum.
         """
         variables, pieces = self._parts()
         names = self._names(snapshot)
@@ -403,7 +411,7 @@ class Checkpoint(keras.callbacks.Callback):
             snapshot.same_layout
             and _saved_descriptions(snapshot.own[self._wire.topology.rank], names) == pieces
         )
-        # Agreed on, as all ranks or none must come to the exchange in `read_all_ranks`.
+        # Agreed on, since `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         everybody = self._files.read_all_ranks(snapshot)
@@ -420,13 +428,13 @@ class Checkpoint(keras.callbacks.Callback):
             ) from error
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
-        """Returns the present paths of variables by saved ones, which a loaded model has not."""
+        """Returns the current paths of variables by saved paths, which differ in a loaded model."""
         now = replicas.describe_any(self._shared())
         pairs = zip(snapshot.meta["variables"], now, strict=False)
         return {saved: description.path for (saved, _, _), description in pairs}
 
     def _check_format(self, snapshot: Snapshot) -> None:
-        # The first ones had no number.
+        # The first formats had no number.
         found = snapshot.meta.get("format", 1)
         if found != FORMAT:
             raise SnapshotError(
@@ -461,7 +469,7 @@ def _saved_descriptions(
 
 
 def _with_names(value: Any, names: dict[str, str]) -> Any:
-    """Replaces paths of variables in JSON by present ones."""
+    """Replaces saved paths of variables in JSON by current paths."""
     if isinstance(value, dict):
         return {names.get(key, key): _with_names(item, names) for key, item in value.items()}
     if isinstance(value, list):
@@ -471,7 +479,7 @@ def _with_names(value: Any, names: dict[str, str]) -> Any:
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:
     tensors = [tf.convert_to_tensor(v) for v in variables]
-    # NumPy's files do not know bfloat16; float32 holds all of its values.
+    # NumPy's files do not support bfloat16; float32 represents all of its values.
     return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
 
 
@@ -488,5 +496,5 @@ def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
 
 
 def _fits(variable: Any, value: np.ndarray) -> bool:
-    # Some state grows from step to step: rows of factors that are being accumulated.
+    # Some state grows with each step, such as rows of factors during accumulation.
     return tf.TensorShape(variable.shape).is_compatible_with(value.shape)

@@ -1,4 +1,4 @@
-"""Brings state that ranks keep in parts together on the rank that saves."""
+"""Gathers sharded optimizer state on the rank that saves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfposeidon.training.entries import optimizers
 class GatherState(keras.callbacks.Callback):
     """Gathers the optimizer state on one rank after each epoch, for callbacks that save there.
 
-    `tfposeidon.ShardedOptimizer` keeps it in parts on all ranks. With this callback,
+    `tfposeidon.ShardedOptimizer` distributes its state over all ranks. With this callback,
     `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
-    callback, as each sends its part, and need it before the callback that saves. With other
-    optimizers it does nothing, and `keras_callbacks.Checkpoint` does not need it.
+    callback, since each sends its part, and need it before the callback that saves. With other
+    optimizers it has no effect. `keras_callbacks.Checkpoint` does not need it.
 
     Args:
-      rank: Rank that saves; the same on every rank.
+      rank: Rank that saves (default 0); the same on every rank.
 
     Memory: the whole optimizer state in that rank's host memory.
 
@@ -37,7 +37,7 @@ class GatherState(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in optimizers(self.model):
-            # Others keep the whole of it on each rank.
+            # Other optimizers hold their whole state on each rank.
             gather = getattr(optimizer, "gather_state", None)
             if gather is not None:
                 gather(self.rank)

@@ -16,36 +16,39 @@ from tfposeidon.training import session
 from tfposeidon.training.entries import optimizers
 
 SAME_RATE = 1e-7
-"""Relative difference up to which two learning rates are one: they are kept in float32."""
+"""Relative difference up to which two learning rates are equal: optimizers store float32."""
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to `initial_learning_rate * multiplier(epoch)`.
 
-    Every rank computes the rate by itself, so that all ranks need this callback with the same
-    arguments; `fit` compares their rates after each epoch. At the end of each epoch the rate goes
-    into the logs as `learning_rate`.
+    Every rank computes the rate independently, so all ranks need this callback with the same
+    arguments; `fit` compares their rates after each epoch. At the end of each epoch, the logs
+    receive the rate as `learning_rate`.
 
     Args:
-      initial_learning_rate: Rate that the multiplier multiplies, not negative. It is asked for, and
-        not read from the optimizer, because a resumed optimizer is in the middle of its schedule.
+      initial_learning_rate: Factor of the multiplier, not negative. It is an argument, since the
+        current rate of a resumed optimizer may come from the middle of its schedule.
       multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
-        fractions.
-      start_epoch: First epoch in which the callback sets the rate.
-      end_epoch: First epoch in which it no longer does; `None` for the end of training.
-      staircase: True to change the rate once per epoch; otherwise it changes before each batch.
-      momentum_correction: True to multiply the velocity by `b / a` when the rate changes from `a`
-        to `b` (Goyal et al. 2017, equation 10): Keras's SGD keeps the rate inside its velocity.
-      steps_per_epoch: Batches per epoch on one rank, needed without `staircase` where `fit` does
-        not know them.
+        fractional epochs.
+      start_epoch: First epoch in which the callback sets the rate (default 0).
+      end_epoch: First epoch in which it no longer sets the rate; `None` (default) for the end of
+        training.
+      staircase: True (default) to change the rate once per epoch; False to change it before each
+        batch.
+      momentum_correction: True (default) to multiply the velocity by `b / a` when the rate changes
+        from `a` to `b` (Goyal et al. 2017, equation 10), since the velocity of Keras's SGD includes
+        the rate.
+      steps_per_epoch: Batches per epoch on one rank, required without `staircase` if `fit` cannot
+        determine them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
         optimizers needs one callback for each.
-      **others: Arguments of Horovod's callback, which are refused with what to write.
+      **others: Arguments of Horovod's callback, which are refused with their replacement.
 
     Raises:
       TypeError: For unknown arguments, or without a multiplier.
       ValueError: If `initial_learning_rate` is negative. In `fit`, if the optimizer's rate is a
-        schedule, if the steps per epoch are needed and not known, or if the model has several
+        schedule, if the steps per epoch are required and unknown, or if the model has several
         optimizers and none is given.
 
     >>> import keras_callbacks
@@ -66,7 +69,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        # Before a rate that is missing: Horovod has another name for it.
+        # Precedes the check of the rate, which has another name in Horovod.
         arguments.check_no_more_arguments(type(self).__name__, others, arguments.CALLBACKS)
         if multiplier is None:
             raise TypeError(
@@ -99,7 +102,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._check_optimizer()
         if self.staircase:
             return
-        # Anew for each `fit`: the next one may have other data.
+        # For each `fit`, since the next one may have other data.
         self._steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self._steps:
             raise ValueError(
@@ -115,8 +118,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # The first batches of a resumed epoch were trained on before, and their rates are in the
-        # state.
+        # The first batches of a resumed epoch were trained on before, and the state includes their
+        # rates.
         if not self.staircase and not session.of(self.model).is_skipping:
             self._set(self._epoch + batch / self._steps)
 
@@ -140,7 +143,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 "A callback sets one rate. Received: an optimizer that holds "
                 f"{len(leaves(self.optimizer))} others. Give each of them a schedule of its own."
             )
-        # Keras's public `learning_rate` would give the value of a schedule, not the schedule.
+        # Keras's public `learning_rate` would return the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
@@ -158,7 +161,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if abs(new - old) <= SAME_RATE * max(abs(old), abs(new)):
             return
         optimizer.learning_rate = new
-        # A velocity made at rate 0 is 0, and stays right without correction.
+        # A velocity accumulated at rate 0 is 0, and needs no correction.
         if self.momentum_correction and old > 0:
             self._scaling.apply(_velocities(optimizer), new / old)
 
@@ -166,8 +169,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 def _velocities(optimizer: Any) -> list[Any]:
     """Returns the velocities of an optimizer, and those of its schemes.
 
-    Schemes that apply momentum before they select, such as `HiTopK(momentum=0.9)`, keep
-    velocities that follow the rate as Keras's do: see `tfposeidon.exchange.effective_rate`.
+    Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have velocities
+    that include the rate, as Keras's do: see `tfposeidon.exchange.effective_rate`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):
@@ -176,24 +179,19 @@ def _velocities(optimizer: Any) -> list[Any]:
 
 
 class _Scaling:
-    """Multiplies variables by factors in one traced function.
+    """Multiplies variables by a factor, in one traced function.
 
-    Eagerly it would be two ops for each variable before each batch whose rate is another one.
+    Eagerly, each variable would need two ops before each batch that changes the rate.
     """
 
     def __init__(self) -> None:
         self._variables: list[Any] = []
 
     def apply(self, variables: list[Any], factor: float) -> None:
-        """Multiplies variables by a factor.
-
-        Args:
-          variables: Variables; the function is traced when they are not those of the last call.
-          factor: Factor.
-        """
+        """Multiplies variables by a factor; traces again if the variables have changed."""
         if not variables:
             return
-        # Other ones where an optimizer was built, or has changed its scheme.
+        # They change when an optimizer is built or changes its scheme.
         if list(map(id, variables)) != list(map(id, self._variables)):
             self._variables = variables
             traced = tf.function(lambda factor: _scale(variables, factor), autograph=False)

@@ -1,4 +1,4 @@
-"""Warms up from the learning rate of one rank to that of all ranks together."""
+"""Increases the learning rate from that of one rank to that of all ranks together."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from tfposeidon.communication import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Raises the learning rate from that of one rank to that of all ranks together.
+    """Increases the learning rate linearly from that of one rank to that of all ranks together.
 
-    It goes from `initial_learning_rate / size`, where `size` is the number of ranks that train, to
-    `initial_learning_rate`, and changes before each batch. The rate rises in a straight line over
-    the first `warmup_epochs`, because the full rate is unstable while weights still change rapidly.
-    After that this callback leaves the rate alone, so that a `LearningRateSchedule` may follow with
-    `start_epoch=warmup_epochs`.
+    It starts at `initial_learning_rate / size`, where `size` is the number of ranks that train, and
+    reaches `initial_learning_rate` after `warmup_epochs`. It changes before each batch, because the
+    full rate is unstable while weights still change rapidly. After the warm-up this callback does
+    not set the rate, so a `LearningRateSchedule` may follow with `start_epoch=warmup_epochs`.
 
     Args:
       initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of
         ranks.
-      warmup_epochs: Length of the warm-up in epochs, above 0; need not be whole.
-      momentum_correction: True to multiply the velocity by the change of the rate; see
+      warmup_epochs: Length of the warm-up in epochs, above 0 (default 5); fractions are allowed.
+      momentum_correction: True (default) to multiply the velocity by the change of the rate; see
         `LearningRateSchedule`.
-      steps_per_epoch: Batches per epoch on one rank, needed where `fit` does not know them.
+      steps_per_epoch: Batches per epoch on one rank, required if `fit` cannot determine them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`.
-      **others: Arguments of Horovod's callback, which are refused with what to write.
+      **others: Arguments of Horovod's callback, which are refused with their replacement.
 
     Raises:
       TypeError: For unknown arguments.
@@ -78,13 +77,13 @@ class LearningRateWarmup(LearningRateSchedule):
     @override
     def _set(self, epoch: float) -> None:
         before = epoch - self.model.steps_per_execution / self._steps
-        # The first batch after the warm-up sets the full rate, unless another schedule has set its
-        # own by then.
+        # The first batch after the warm-up sets the full rate, unless another schedule has already
+        # set its own rate.
         if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._is_set(before)):
             super()._set(epoch)
 
     def _is_set(self, epoch: float) -> bool:
         """Returns whether the optimizer has the rate that this callback sets at `epoch`."""
         rate = self.initial_learning_rate * self._fraction(epoch)
-        # Optimizers keep float32.
+        # Optimizers store float32.
         return abs(float(self.optimizer.learning_rate) - rate) <= 1e-6 * rate

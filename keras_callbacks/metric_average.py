@@ -1,4 +1,4 @@
-"""Averages metrics over ranks, so that all ranks decide alike."""
+"""Averages metrics over ranks, so that callbacks make the same decisions on all ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from tfposeidon.training import session
 class MetricAverage(keras.callbacks.Callback):
     """Replaces each metric in the logs of an epoch by its mean over ranks.
 
-    Each rank computes metrics of its own data. All ranks exchange them at the end of the epoch and
-    get the same means, in which a rank weighs by the samples it has seen: in training for metrics
-    of training, in validation for those that begin with `"val_"`. Exact for metrics that are means
-    over samples (losses, accuracies), an approximation for others, such as the area under a curve.
+    Each rank computes metrics on its own data. At the end of the epoch all ranks exchange them and
+    receive the same means, weighted by the samples of each rank: validation samples for metrics
+    that begin with `"val_"`, training samples for others. Means are exact for metrics that are
+    means over samples (losses, accuracies), and approximate for others, such as the area under a
+    curve.
 
-    Put it before callbacks that decide by metrics (`EarlyStopping`, `ReduceLROnPlateau`,
-    `ModelCheckpoint`): they then do the same on every rank. Ranks that lack a metric, as where only
-    some of them validate, get the mean over those that have it. Metrics that are vectors, such as
-    `F1Score(average=None)`, are averaged by element; text and `None` are left alone. On one rank it
-    changes nothing.
+    Put it before callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`,
+    `ModelCheckpoint`), which then act identically on every rank. Ranks without a metric, as when
+    only some ranks validate, receive the mean over the other ranks. Vector metrics, such as
+    `F1Score(average=None)`, are averaged elementwise; text and `None` are unchanged. On one rank it
+    has no effect.
 
     Raises:
-      RuntimeError: At the end of an epoch, on all ranks, if a metric has other shapes on them.
+      RuntimeError: At the end of an epoch, on all ranks, if the shapes of a metric differ.
 
-    Cost: one exchange of some 50 bytes for each metric, once per epoch.
+    Cost: one exchange of about 50 bytes per metric, once per epoch.
 
     >>> import keras, keras_callbacks
     >>> callbacks = [
@@ -51,7 +52,7 @@ class MetricAverage(keras.callbacks.Callback):
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
-        # Keras resets the loss tracker right after this, and counts validation from 0.
+        # Keras resets the loss tracker right after this hook, and counts validation samples from 0.
         self._trained = self._samples_seen()
 
     @override
@@ -66,7 +67,7 @@ class MetricAverage(keras.callbacks.Callback):
             logs.update(_averages(logs, trained, self._validated, wire))
 
     def _samples_seen(self) -> float:
-        # Without a loss tracker nothing counts samples, and ranks weigh the same.
+        # Without a loss tracker samples are not counted, and ranks have equal weights.
         seen = samples_seen(self.model)
         return 1.0 if seen is None else seen
 
@@ -79,8 +80,8 @@ def _averages(logs: dict[str, Any], trained: float, validated: float, wire: Wire
         if value is not None
     }
     ranks = exchange_objects(own, wire, "tp.metrics")
-    # A rank may lack a metric, such as `val_loss` where only some ranks validate: it gets the mean
-    # of the others, by which callbacks on all ranks decide alike.
+    # A rank without a metric, such as `val_loss` where only some ranks validate, receives the mean
+    # of the others, so that callbacks act identically on all ranks.
     names = dict.fromkeys(name for metrics in ranks for name in metrics)
     return {
         name: _weighted_mean(
@@ -91,7 +92,7 @@ def _averages(logs: dict[str, Any], trained: float, validated: float, wire: Wire
 
 
 def _numbers(value: Any) -> np.ndarray | None:
-    """Returns a metric as float64; `None` for what is no number."""
+    """Returns a metric as float64, or `None` if it is not numeric."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:
@@ -101,7 +102,7 @@ def _numbers(value: Any) -> np.ndarray | None:
 
 
 def _weighted_mean(name: str, pairs: dict[int, list[Any]]) -> Any:
-    """Returns the mean of pairs of weight and value; without any weight, the plain mean."""
+    """Returns the mean of pairs of weight and value; if all weights are 0, the plain mean."""
     agreement.require_equal(
         {rank: np.shape(value) for rank, (_, value) in pairs.items()},
         f"All ranks must have metric {name!r} of one shape",

@@ -1,4 +1,7 @@
-"""Trains in phases at growing resolutions, each with its own batch, scheme and rates."""
+"""Trains in phases at increasing resolutions, each with its own batch size, scheme and rates.
+
+Think of a phase as one `fit`; the callback applies the phase's settings when the `fit` begins.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +23,29 @@ from tfposeidon.training import session
 from tfposeidon.training.entries import optimizers
 
 Rate = float | Callable[[float], float]
-"""A learning rate, or a function from the epoch, with its fraction, to one."""
+"""A learning rate, or a function from the fractional epoch to a learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Epochs that are trained at one resolution.
+    """Epochs at one image resolution.
 
     Attributes:
-      epochs: Number of epochs, from 1.
-      size: Side of the images in pixels, from 1.
-      batch: Samples of a step on each rank, from 1.
-      scheme: Communication scheme, as `DistributedOptimizer` takes it; `None` keeps that of the
-        phase before.
+      epochs: Number of epochs, at least 1.
+      size: Side of the images in pixels, at least 1.
+      batch: Samples per step on each rank, at least 1.
+      scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains that of the
+        previous phase.
       learning_rate: Rate of this phase: a number, or a function of the epoch, which counts from the
-        first phase. `None` for the rate that `ProgressiveResize` was given, times this batch over
-        that of the first phase (Goyal et al. 2017, section 2.1).
-      momentum: Momentum of the optimizer, in [0, 1); `None` keeps that of the phase before.
-      weight_decay: Weight decay of the optimizer, from 0; `None` keeps that of the phase before.
-      first_epoch: Index of its first epoch, which `ProgressiveResize` counts.
+        first phase. `None` for the rate of `ProgressiveResize`, times this batch over that of the
+        first phase (Goyal et al. 2017, section 2.1).
+      momentum: Momentum of the optimizer, in [0, 1); `None` retains that of the previous phase.
+      weight_decay: Weight decay of the optimizer, not negative; `None` retains that of the previous
+        phase.
+      first_epoch: Index of its first epoch, which `ProgressiveResize` computes.
 
     Raises:
-      ValueError: If an argument is not in its range.
+      ValueError: If an argument is out of its range.
 
     >>> Phase(epochs=13, size=96, batch=256, scheme="hitopk").end_epoch
     13
@@ -75,10 +79,11 @@ class Phase:
 
 
 class ProgressiveResize(keras.callbacks.Callback):
-    """Trains in phases at growing resolutions, with the scheme, the rates and the batch of each.
+    """Trains in phases at increasing resolutions, with the scheme, rates and batch size of each.
 
-    Small images train fast in the first epochs, large ones accurately in the last. Each phase is a
-    `fit` of its own, on its own data, as the number of steps in an epoch changes with the batch::
+    Small images make the first epochs fast, and large images make the last ones accurate. Each
+    phase is a `fit` of its own, on its own data, since the number of steps per epoch depends on the
+    batch size::
 
         resize = keras_callbacks.ProgressiveResize(phases, learning_rate=rate)
         for phase in resize.remaining(checkpoint.epoch_to_resume()):
@@ -90,34 +95,33 @@ class ProgressiveResize(keras.callbacks.Callback):
             )
 
     When a phase begins, the callback sets the optimizer's momentum and weight decay, changes the
-    scheme (as `SchemeSchedule` does, without losing a residual), prints one line, and lets go of
-    the step that was traced for the phase before, so that memory does not grow with the phases. A
-    phase traces the step once, and twice where the scheme changes, too. The learning rate is set
-    before each batch, or before each epoch where no rate is a function, with momentum correction:
-    see `LearningRateSchedule`. Functions need data that tell their length, or `steps_per_epoch` in
-    `fit`.
+    scheme (as `SchemeSchedule` does, without losing a residual), prints one line, and releases the
+    traced step of the previous phase, so that memory does not grow with the phases. A phase traces
+    the step once, or twice if the scheme changes, too. The callback sets the learning rate before
+    each batch, or before each epoch if no rate is a function, with momentum correction: see
+    `LearningRateSchedule`. Functions need data of known length, or `steps_per_epoch` in `fit`.
 
-    Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that is
-    resumed in any phase equals one that was not interrupted. What Keras does in each `fit` is done
-    in each phase: callbacks such as `EarlyStopping` begin anew, and with `use_ema` weights become
-    their averages at its end. `scheme="auto"` plans again in each phase, as it computes longer.
+    Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that
+    resumes in any phase equals an uninterrupted one. Keras's actions per `fit` happen in each
+    phase: callbacks such as `EarlyStopping` restart, and `use_ema` replaces weights by their
+    averages at its end. `scheme="auto"` plans again in each phase, since the compute time changes.
 
     Args:
       phases: Phases in their order, one or more.
-      learning_rate: Rate for the batch of the first phase: a number, or a function of the epoch
-        with its fraction, such as `lambda epoch: 8.0 * (1 - epoch / 28) ** 2`. It may be left out
-        where each phase has its own.
-      momentum_correction: True to multiply the velocity by the change of the rate; see
+      learning_rate: Rate for the batch size of the first phase: a number, or a function of the
+        fractional epoch, such as `lambda epoch: 8.0 * (1 - epoch / 28) ** 2`. Optional if each
+        phase has its own.
+      momentum_correction: True (default) to multiply the velocity by the change of the rate; see
         `LearningRateSchedule`.
 
     Attributes:
-      phases: The phases, with the epochs at which they begin.
+      phases: The phases, with their first epochs.
 
     Raises:
-      ValueError: If there is no phase, if some phases have a scheme or a momentum and the first has
-        none, or if a phase has no rate. In `fit`, if it goes beyond the phase of its epoch, if the
-        optimizer has no such setting, if the model has several optimizers, or if `Checkpoint` comes
-        before this callback.
+      ValueError: If there is no phase, if some phases have a scheme, momentum or weight decay and
+        the first has none, or if a phase has no rate. In `fit`, if it extends beyond the phase of
+        its epoch, if the optimizer lacks a setting, if the model has several optimizers, or if
+        `Checkpoint` precedes this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6 and table 4.
 
@@ -152,7 +156,7 @@ class ProgressiveResize(keras.callbacks.Callback):
             _check_first_phase_has(name, self.phases)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
-        # Within an epoch only functions change, for which its length has to be known.
+        # Within an epoch only functions change the rate, which requires the epoch's length.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         self._callbacks: list[keras.callbacks.Callback] = [
             LearningRateSchedule(
@@ -167,7 +171,13 @@ class ProgressiveResize(keras.callbacks.Callback):
         """Returns the learning rate at an epoch.
 
         Args:
-          epoch: Epoch with its fraction, from 0.
+          epoch: Fractional epoch, from 0.
+
+        Returns:
+          Learning rate for the batch size of the epoch's phase.
+
+        Raises:
+          ValueError: If the epoch follows the last phase.
         """
         phase = self.phase_at(int(epoch))
         rate, factor = phase.learning_rate, 1.0
@@ -182,8 +192,11 @@ class ProgressiveResize(keras.callbacks.Callback):
         Args:
           epoch: Index of the epoch, from 0.
 
+        Returns:
+          The phase that contains the epoch.
+
         Raises:
-          ValueError: If it comes after the last phase.
+          ValueError: If the epoch follows the last phase.
         """
         for phase in self.phases:
             if epoch < phase.end_epoch:
@@ -194,14 +207,15 @@ class ProgressiveResize(keras.callbacks.Callback):
         )
 
     def remaining(self, epoch: int = 0) -> list[Phase]:
-        """Returns the phases that are still to be trained, the one in progress included.
+        """Returns the remaining phases, including the one in progress.
 
         Args:
-          epoch: Index of the epoch to go on with, as `Checkpoint.epoch_to_resume` tells it.
+          epoch: Index of the epoch to resume at, as `Checkpoint.epoch_to_resume` returns it
+            (default 0).
 
         Returns:
-          Phases in their order. Where training is complete, it is the last one: its `fit` then
-          restores the model, and trains nothing.
+          Phases in their order. If training is complete, only the last one: its `fit` then restores
+          the model without training.
         """
         return [phase for phase in self.phases if phase.end_epoch > epoch] or [self.phases[-1]]
 
@@ -269,7 +283,7 @@ class ProgressiveResize(keras.callbacks.Callback):
             callback.on_epoch_end(epoch, logs)
 
     def _begin(self, phase: Phase) -> None:
-        """Sets what the traced step holds, and lets go of the step of the phase before."""
+        """Sets the settings that a traced step contains, and releases the previous phase's step."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
             value = self._kept(name, phase)
@@ -277,12 +291,13 @@ class ProgressiveResize(keras.callbacks.Callback):
                 for optimizer in optimizers(self.model):
                     _set(innermost(optimizer), name, value)
         self._session.retrace()
-        # Graphs refer to themselves, so that memory is not free before they are collected.
+        # Graphs contain reference cycles, so their memory is released only by the garbage
+        # collector.
         gc.collect()
         runtime.say("tfposeidon: %s", self._line(phase))
 
     def _kept(self, name: str, phase: Phase) -> Any:
-        """Returns what a phase sets or keeps of those before it; `None` if none of them sets it."""
+        """Returns a setting of a phase, or else of earlier phases; `None` if none sets it."""
         before = [p for p in self.phases if p.first_epoch <= phase.first_epoch]
         known = [value for p in before if (value := getattr(p, name)) is not None]
         return known[-1] if known else None
@@ -300,7 +315,7 @@ class ProgressiveResize(keras.callbacks.Callback):
 
 
 def _counted(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns the phases with the epochs at which they begin."""
+    """Returns the phases with their first epochs."""
     found: list[Phase] = []
     for phase in phases:
         begin = found[-1].end_epoch if found else 0
@@ -329,9 +344,9 @@ def _check_first_phase_has(name: str, phases: Sequence[Phase]) -> None:
 
 
 def _set(optimizer: Any, name: str, value: float) -> None:
-    """Sets what an optimizer's rule reads when a step is traced."""
+    """Sets an attribute that the optimizer reads when a step is traced."""
     before = getattr(optimizer, name, None)
-    # Velocities are made when an optimizer is built, and only if it has momentum.
+    # Keras creates velocities when an optimizer is built, and only if it has momentum.
     is_possible = before is not None and (name != "momentum" or bool(before) == bool(value))
     if not is_possible:
         raise ValueError(

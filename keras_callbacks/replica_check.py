@@ -1,4 +1,4 @@
-"""Compares the replicas of a model bit by bit, now and then."""
+"""Periodically compares the replicas of a model bit by bit."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ ACTIONS = ("stop", "repair", "report")
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Compares checksums of weights, optimizer state and layers' other state over ranks.
+    """Compares checksums of weights, optimizer state and other layer state over ranks.
 
-    Exchanges leave the same bits on every rank. What makes replicas differ all the same is faulty
-    hardware, or a script that does something on some ranks only. All ranks take part in each check.
+    Exchanges produce the same bits on every rank. Replicas can still diverge through faulty
+    hardware, or a script that runs some code on some ranks only. All ranks take part in each check.
 
     Args:
-      every_n_steps: Steps from one check to the next, at least 1.
-      action: Answer to replicas that differ: `"stop"` raises on all ranks, `"repair"` logs the
-        difference on rank 0 and gives all ranks the values of rank 0, `"report"` only logs it, and
-        lets `fit` go on where it compares values itself.
+      every_n_steps: Steps between checks, at least 1 (default 1000).
+      action: Response to a difference: `"stop"` (default) raises on all ranks; `"repair"` logs it
+        on rank 0 and broadcasts the values of rank 0; `"report"` only logs it, and turns errors of
+        `fit`'s own comparison of values into log lines.
 
     Raises:
-      ValueError: If an argument is not one of those above.
+      ValueError: If an argument is invalid.
       RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
         variable that differs and the ranks.
 
-    Cost: each check reads all weights and optimizer state once, and exchanges a checksum
-    for each.
+    Cost: each check reads all weights and optimizer state once, and exchanges a checksum for each.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.ReplicaCheck(every_n_steps=500, action="report")]
@@ -59,7 +58,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # One call stands for `steps_per_execution` steps, so that multiples may be stepped over.
+        # One call covers `steps_per_execution` steps, so it may pass over a multiple.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self._steps // self.every_n_steps > before // self.every_n_steps:
             with session.of(self.model).global_weights(assign=True):

@@ -16,25 +16,27 @@ from tfposeidon.training import session
 class SchemeSchedule(keras.callbacks.Callback):
     """Changes the communication scheme at the beginning of given epochs.
 
-    A job may begin with a sparse scheme, say, and go on with a dense one. No residual is lost. When
-    an epoch begins with a change, its first steps still go by the old scheme, which then sends
-    densely all that it has kept; after the first such step that counts (means are finite, and the
-    rate is not 0) the step is traced anew with the new scheme. Where ranks end an epoch with the
-    first one that is out of data, it is the last exchange of the epoch before that sends what was
-    kept. For that the length of the epoch must be known, from the data or from the epoch before it;
-    otherwise the change waits for the next epoch. Velocities of momentum correction start anew.
+    For example, a job may start with a sparse scheme and continue with a dense one. No residual is
+    lost. When an epoch begins with a change, its first steps still use the old scheme, which sends
+    all of its residuals densely. After the first such step that counts (means are finite, and the
+    rate is not 0), the step is traced again with the new scheme.
+
+    Where the first rank with exhausted input ends the epoch for all, the last exchange of the
+    previous epoch sends the residuals. For that the length of the epoch must be known, from the
+    data or from the epoch before it; otherwise the change is deferred to the next epoch. Velocities
+    of momentum correction restart at zero.
 
     Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
-    then goes on with the scheme that it was saved with.
+    then continues with its saved scheme.
 
     Args:
-      schedule: Scheme by first epoch, from epoch 0; schemes as `DistributedOptimizer` takes them.
-      verbose: True to print a line where an epoch goes by another scheme.
+      schedule: Scheme by first epoch, including epoch 0; schemes as for `DistributedOptimizer`.
+      verbose: True (default) to print a line for each epoch that changes the scheme.
 
     Raises:
-      ValueError: If the schedule does not begin at epoch 0, has an unknown scheme, or mixes schemes
+      ValueError: If the schedule does not start at epoch 0, has an unknown scheme, or mixes schemes
         with and without momentum correction. In `fit`, if the model has no `DistributedOptimizer`,
-        or if `Checkpoint` comes before this callback.
+        or if `Checkpoint` precedes this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6: MSTopK at the lower resolutions, then 2D torus.
 
@@ -64,7 +66,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._optimizers: list[Any] = []
         self._is_skipping = False
         self._epoch = self._batches = self._batches_before = 0
-        # Whether schemes were told to send everything before an epoch that changes them.
+        # True once schemes flush before an epoch that changes them.
         self._flushes_ahead = False
 
     @override
@@ -84,27 +86,29 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
-        # Now, and not in an epoch that comes hours later.
+        # Checked here, since the epoch of a change may be hours away.
         for optimizer in self._optimizers:
             for policy in self.schedule.values():
                 optimizer.check_change(policy)
         self._session.announce_scheme_changes()
-        # Epochs of this `fit` may have another length than those of the last one.
+        # The epochs of this `fit` may differ in length from those of the previous one.
         self._batches = self.params.get("steps") or 0
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
-        # Ranks that end an epoch together keep their exchange to its end, resumed ones too.
+        # Where epochs may end early, ranks retain their exchange until the end of an epoch, even a
+        # resumed one.
         if self._session.watches_absence and self._session.is_skipping:
             return
-        # A change that the last epoch could not make.
+        # A change that was deferred in the previous epoch.
         self._change_if_flushed()
         wanted, was_flushed = self._wanted_at(epoch), self._flushes_ahead
         self._flushes_ahead = False
         if self._goes_by(wanted):
             if was_flushed:
-                # Another `fit` than the one that was to follow: schemes would stay dense.
+                # This `fit` differs from the expected one; without a change the schemes would
+                # remain dense.
                 self._session.change_scheme(wanted)
             return
         if self.verbose:
@@ -116,7 +120,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Asked before the batch: the last one to be skipped ends the skipping.
+        # Checked before the batch, since the last skipped batch ends the skipping.
         self._is_skipping = self._session.is_skipping
 
     @override
@@ -124,7 +128,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._batches = batch + 1
         if self._is_skipping:
             return
-        # Ranks that end an epoch together need the exchange that they know until its end.
+        # Where epochs may end early, a rank that joins after its last batch knows only the traced
+        # exchange.
         if not self._session.watches_absence:
             self._change_if_flushed()
         elif self._is_time_to_flush and not self._goes_by(self._wanted_at(self._epoch + 1)):
@@ -133,7 +138,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     @property
     def _is_time_to_flush(self) -> bool:
-        """True once a single exchange of the epoch is left, by the length that it should have."""
+        """True if one exchange is left in the epoch, by its expected length."""
         if self._flushes_ahead or self._next is not None:
             return False
         left = self._batches_before - self._batches

@@ -16,26 +16,26 @@ from tfposeidon.training.session import optimizers_of
 
 
 class Throughput(keras.callbacks.Callback):
-    """Adds speed to the logs of each epoch, and to TensorBoard.
+    """Adds the training speed to the logs of each epoch, and to TensorBoard.
 
-    All ranks exchange their measurements at the end of the epoch and get the same numbers:
+    All ranks exchange their measurements at the end of the epoch and report the same numbers:
 
-    - `samples_per_second`: samples of all ranks together, by the clock of the slowest rank.
+    - `samples_per_second`: samples of all ranks together, over the time of the slowest rank.
     - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
-      after its last gradient; mean over ranks. 0 without a `DistributedOptimizer`; on GPUs, where
-      ops are queued, only a hint.
-    - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; where ranks
-      exchange once in several steps, the mean over these.
+      after its last gradient; mean over ranks. 0 without a communicating optimizer. On GPUs, where
+      ops are queued, it is only an indication.
+    - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; with one exchange
+      in several steps, the mean over these steps.
 
-    The first step of an epoch is left out, because the very first one traces and compiles; so is
-    validation. An epoch of one step shows 0 samples per second.
+    The first step of an epoch is excluded, because the very first one traces and compiles; so is
+    validation. An epoch of one step reports 0 samples per second.
 
     Args:
       log_dir: Folder in which the first rank that trains writes the scalars
-        `throughput/samples_per_second` and so on; `None` writes none.
+        `throughput/samples_per_second` and so on; `None` (default) writes none.
 
-    Cost: two exchanges of a few bytes for each rank and epoch, and three clocks in each step; a
-    model that was trained without it before has its step traced once more.
+    Cost: two exchanges of a few bytes per rank and epoch, and three clock ops per step. A model
+    that was trained before without this callback has its step traced once more.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.Throughput(log_dir="logs"), keras_callbacks.MetricAverage()]
@@ -45,8 +45,8 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = log_dir
         self._scalars = ScalarWriter(log_dir)
-        # Seconds, samples and seconds of exposed communication: after the first step, and in all
-        # others.
+        # Seconds, samples and seconds of exposed communication: after the first step, and for all
+        # later steps.
         self._begin: tuple[float, float, float] | None = None
         self._spent: list[float] = [0.0, 0.0, 0.0]
 
@@ -94,13 +94,13 @@ class Throughput(keras.callbacks.Callback):
         self._scalars.close()
 
     def _end_training(self) -> None:
-        # Keras resets its loss tracker for validation, so this comes before it, and only once.
+        # Runs before validation, for which Keras resets its loss tracker, and only once per epoch.
         if self._begin is not None:
             self._spent = [now - then for now, then in zip(self._now(), self._begin, strict=True)]
             self._begin = None
 
     def _now(self) -> tuple[float, float, float]:
-        # One that was found in its first step has no clocks.
+        # An optimizer that was found in its first step has no clocks.
         timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         return time.perf_counter(), samples_seen(self.model) or 0.0, exposed_s
@@ -108,5 +108,5 @@ class Throughput(keras.callbacks.Callback):
     def _bytes_sent(self) -> float:
         built = [optimizer for optimizer in optimizers_of(self.model) if optimizer.built]
         own = sum(optimizer.bytes_per_step for optimizer in built)
-        # Ranks of unequal nodes send unequal amounts; all show what rank 0 sends.
+        # Ranks on nodes of unequal sizes send unequal amounts; all ranks report that of rank 0.
         return exchange_objects(own, session.of(self.model).wire, "tp.bytes")[0]

@@ -1,1 +1,1 @@
-"""Workers that exchange with a server, each at its own pace."""
+"""Asynchronous elastic averaging: workers exchange weights with a server, each at its own pace."""

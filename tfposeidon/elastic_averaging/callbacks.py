@@ -1,4 +1,7 @@
-"""Callbacks where a server keeps the centre: which act there, and which cannot act at all."""
+"""Keras callbacks with a server of global weights: some run on the server, others are refused.
+
+The server holds the global weights and their metrics, and takes no training steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _AT_THE_SERVER = (
     keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.TensorBoard,
 )
-"""Callbacks of Keras that act on the server alone: they save, stop, or write about the centre."""
+"""Keras callbacks that run on the server only: they save, stop, or log the global weights."""
 _SAVING = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.ModelCheckpoint,
@@ -27,29 +30,16 @@ _BY_STEPS = {
     "save_freq": 'save_freq="epoch"',
     "update_freq": 'update_freq="epoch"',
 }
-"""Arguments that may be numbers of steps, and the ones to give instead."""
+"""Arguments that may be numbers of steps, and their supported replacements."""
 
 
 def acts_at_server(callback: Any) -> bool:
-    """Returns whether a callback acts on the server alone.
-
-    Args:
-      callback: A callback of Keras, of ours, or of the user's, which may say so by an attribute
-        `acts_at_server = True`.
-    """
+    """Returns whether a callback runs on the server only; others set `acts_at_server = True`."""
     return isinstance(callback, _AT_THE_SERVER) or getattr(callback, "acts_at_server", False)
 
 
 def check(callback: Any) -> None:
-    """Refuses a callback that could not do what it is for.
-
-    Args:
-      callback: A callback.
-
-    Raises:
-      ValueError: If it counts steps on the server, sets rates by the centre's metrics, or stops a
-        single worker.
-    """
+    """Refuses callbacks that need steps or rates on the server, or stop a single worker."""
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
@@ -72,16 +62,10 @@ def check(callback: Any) -> None:
 
 
 def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
-    """Returns the callbacks with others before those that keep the names of the first epoch's logs.
-
-    They tell these which names will come in later epochs.
-
-    Args:
-      callbacks: All callbacks.
-      names: Function that returns the names of metrics of validation.
-    """
+    """Inserts a callback before each `CSVLogger`, which announces the later epochs' metrics."""
     found: list[Any] = []
     for callback in callbacks:
+        # It takes its columns from the logs of the first epoch.
         if isinstance(callback, keras.callbacks.CSVLogger):
             found.append(_Announcement(callback, names))
         found.append(callback)
@@ -89,7 +73,7 @@ def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]])
 
 
 class _Announcement(keras.callbacks.Callback):
-    """Gives a logger its columns, once callbacks before it have added theirs to the logs."""
+    """Keras callback that sets a logger's columns after earlier callbacks have extended logs."""
 
     def __init__(self, logger: keras.callbacks.CSVLogger, names: Callable[[], list[str]]) -> None:
         super().__init__()
@@ -97,17 +81,13 @@ class _Announcement(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # Those of validation it would guess from those of training.
+        # The logger would guess names of validation metrics from those of training.
         if self._logger.keys is None:
             self._logger.keys = sorted({*logs, *self._names()})
 
 
 def fate_without_snapshot(callbacks: list[Any]) -> str:
-    """Returns what is left of the centre where no callback saves it when the job fails.
-
-    Args:
-      callbacks: All callbacks.
-    """
+    """Returns the state of the global weights after a failure, for jobs without a snapshot."""
     saving = [type(callback).__name__ for callback in callbacks if isinstance(callback, _SAVING)]
     remedy = "fit was given no keras_callbacks.Checkpoint"
     if saving:

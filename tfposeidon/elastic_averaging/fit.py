@@ -1,4 +1,8 @@
-"""`fit` where a server keeps the centre: workers train at their own pace, the server evaluates."""
+"""`fit` with a server: workers train at their own pace, and the server evaluates.
+
+On workers, Keras's `fit` runs between two callbacks that exchange with the server. On the server,
+`serving` replaces it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from tfposeidon.training import session
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Refuses what `fit` cannot do with a server."""
+    """Refuses arguments of `fit` that a server does not support."""
     job.check_roles()
     if arguments["validation_split"]:
         raise ValueError(
@@ -26,10 +30,7 @@ def _check(arguments: dict[str, Any]) -> None:
 
 
 def run(original: Any, call: inspect.BoundArguments) -> Any:
-    """Runs `fit` on a worker, or serves; all ranks call it together.
-
-    Returns the history: a worker's of training, the server's of the centre.
-    """
+    """Runs `fit` on a worker, or serves; collective, and returns the role's history."""
     _check(call.arguments)
     if job.is_server():
         return serving.serve(call.arguments)
@@ -39,31 +40,27 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
 def _work(original: Any, call: inspect.BoundArguments) -> Any:
     arguments = call.arguments
     own = _Worker(arguments)
-    # First at the end, as the others are to see the centre; last at the begin, after what the
-    # server's have restored there.
+    # `_Last` is first in the list, so that other callbacks see the global weights at the end.
+    # `_First` is last, so that it starts after the server's callbacks have restored a run.
     callbacks = [c for c in arguments["callbacks"] if not own_callbacks.acts_at_server(c)]
     arguments["callbacks"] = [_Last(own), *callbacks, _First(own)]
     arguments["validation_data"] = None
     try:
         return original(*call.args, **call.kwargs)
     finally:
-        # Where training has ended with an error.
+        # For training that has ended with an error.
         own.fall_silent()
 
 
 class _Worker:
-    """A worker's part in one `fit`.
-
-    Args:
-      arguments: Arguments of `fit`, by name.
-    """
+    """A worker's part in one `fit`."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
         self._link: Any = None
 
     def begin(self, model: keras.Model) -> None:
-        """Begins with the server's weights, at its epoch."""
+        """Starts with the server's weights, at its epoch."""
         self._optimizers, epoch = start.begin(self._arguments)
         if epoch is not None:
             session.of(model).resume_at(epoch, 0)
@@ -75,12 +72,7 @@ class _Worker:
         return bool(self._link.stops)
 
     def end_epoch(self, has_trained: bool, is_last: bool) -> None:
-        """Tells the server that an epoch has ended.
-
-        Args:
-          has_trained: False for an epoch without a batch.
-          is_last: True if no epoch follows.
-        """
+        """Notifies the server of the end of an epoch, with or without a batch."""
         job.end_epoch(self._link, self._optimizers, has_trained, is_last)
 
     def end(self) -> None:
@@ -89,7 +81,7 @@ class _Worker:
         self._link = None
 
     def fall_silent(self) -> None:
-        """Calls the server no more, unless it was left in good order."""
+        """Stops calling the server, unless `end` has completed."""
         if self._link is not None:
             self._link.fall_silent()
 
@@ -117,7 +109,7 @@ class _First(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
         self._worker.end_epoch(self._has_trained, is_last)
-        # Where the epoch had no batch, nobody else has looked.
+        # An epoch without a batch has not checked for it.
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:

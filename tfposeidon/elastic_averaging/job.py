@@ -1,4 +1,8 @@
-"""Begin and end of asynchronous training, for all ranks together."""
+"""Start and end of asynchronous training, collective over all ranks.
+
+`fit` and `ElasticAveraging.run` use these functions in turn: `begin`, `start_worker` or
+`start_server`, then `end_worker` or `serve`.
+"""
 
 from __future__ import annotations
 
@@ -30,37 +34,33 @@ class Asynchronous(Protocol):
 
     @property
     def server_alpha(self) -> float:
-        """Share of a worker's difference by which the centre moves."""
+        """Share of a worker's difference that the server adds to the global weights."""
 
     @property
     def agreed_settings(self) -> dict[str, Any]:
-        """Settings that have to be the same on all ranks."""
+        """Settings that must be equal on all ranks."""
 
     def check_detached(self) -> None:
-        """Refuses to begin where steps exchange already."""
+        """Refuses to start if steps exchange already."""
 
     def attach(self, worker: Worker, number: int) -> None:
-        """Makes steps exchange with a centre of the server."""
+        """Makes steps exchange with the server's center of this index."""
 
     def give_last(self) -> None:
-        """Exchanges what was trained since the last exchange."""
+        """Exchanges the training since the last exchange."""
 
     def give_slots(self) -> None:
-        """Hands the server the slots, and the number of steps that they are of."""
+        """Sends the optimizer state and its number of steps to the server."""
 
     def take_all(self) -> None:
-        """Takes the centre for the weights, and the server's slots."""
+        """Assigns the server's global weights and optimizer state."""
 
     def detach(self) -> None:
-        """Makes steps exchange no more."""
+        """Ends the exchanges in steps."""
 
 
 def check_roles() -> None:
-    """Refuses jobs without a server, or without a worker.
-
-    Raises:
-      ValueError: If it is one.
-    """
+    """Refuses jobs without a server, or without a worker."""
     if runtime.size() == 1:
         raise ValueError(
             "ElasticAveraging needs a server and a worker at least. Received: a job of one rank. "
@@ -74,14 +74,7 @@ def check_roles() -> None:
 
 
 def check_begun(what: str) -> None:
-    """Refuses to begin the job, without a server, for something that depends on it.
-
-    Args:
-      what: Subject of the error's first sentence, which depends on the job.
-
-    Raises:
-      RuntimeError: If nobody has begun the job.
-    """
+    """Refuses operations that depend on the ranks before `tfposeidon.init`."""
     if not runtime.has_begun():
         raise RuntimeError(
             f"{what} depends on the ranks of the job. Received: a job that has not begun. Call "
@@ -90,24 +83,16 @@ def check_begun(what: str) -> None:
 
 
 def is_server() -> bool:
-    """Returns whether this rank serves the others."""
+    """Returns whether this rank is the server."""
     return runtime.server_rank() == runtime.rank()
 
 
 def begin(
     optimizers: Sequence[Asynchronous], settings: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Makes all ranks begin with the server's weights and slots; all of them call it together.
+    """Starts all ranks with the server's weights and optimizer state; returns all `settings`.
 
-    Args:
-      optimizers: Optimizers that exchange; built, the same on all ranks.
-      settings: Small values of this rank that all others get, for JSON.
-
-    Returns:
-      What each rank has given, by rank.
-
-    Raises:
-      RuntimeError: On all ranks, if optimizers or their variables differ; if they train already.
+    Collective. Optimizers must be built; it raises on all ranks if they or their variables differ.
     """
     for optimizer in optimizers:
         optimizer.check_detached()
@@ -131,11 +116,7 @@ def begin(
 
 
 def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
-    """Begins to exchange with the server, after `begin`.
-
-    Args:
-      optimizers: Optimizers that exchange.
-    """
+    """Starts exchanges with the server, after `begin`."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     worker.start()
     for number, optimizer in enumerate(optimizers):
@@ -146,15 +127,8 @@ def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
 def end_epoch(
     worker: Worker, optimizers: Sequence[Asynchronous], has_trained: bool, is_last: bool
 ) -> None:
-    """Hands the server a worker's slots, and tells it that an epoch has ended.
-
-    Args:
-      worker: This worker's side of its pair.
-      optimizers: Optimizers that exchange.
-      has_trained: False for an epoch without a batch.
-      is_last: True if no epoch follows: what is left to exchange goes before it ends.
-    """
-    # First: once the epoch has ended, the server evaluates and saves.
+    """Sends a worker's optimizer state to the server, and notifies it of the end of an epoch."""
+    # Must precede the notification: the server evaluates and saves after it.
     for optimizer in optimizers:
         if is_last:
             optimizer.give_last()
@@ -163,12 +137,7 @@ def end_epoch(
 
 
 def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
-    """Gives the server what is left, waits for the other workers, and takes the last centre.
-
-    Args:
-      worker: This worker's side of its pair.
-      optimizers: Optimizers that exchange.
-    """
+    """Exchanges remaining training, waits for other workers, and takes the final global weights."""
     for optimizer in optimizers:
         optimizer.give_last()
     worker.wait_for_others()
@@ -181,11 +150,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
 
 
 def start_server(optimizers: Sequence[Asynchronous]) -> Server:
-    """Begins to serve the workers, after `begin`.
-
-    Args:
-      optimizers: Optimizers whose centres are served, which begin with their variables' values.
-    """
+    """Starts to serve the workers, after `begin`, from the current values of the variables."""
     workers = runtime.workers().ranks
     wires = {rank: runtime.pair_wire(rank) for rank in workers}
     for optimizer in optimizers:
@@ -212,13 +177,9 @@ def run(
     train: Callable[[], Any],
     on_failure: Callable[[], Any] | None = None,
 ) -> None:
-    """Calls a function on workers, while the server serves; all call it together, after `begin`.
+    """Runs `train` on workers while the server serves; collective, after `begin`.
 
-    Args:
-      optimizers: Optimizers that exchange; built, the same on all ranks.
-      train: Function without arguments that takes a worker's steps.
-      on_failure: Function without arguments that saves the centre, on the server, where the job
-        ends with an error; `None` for none.
+    On the server, `on_failure` saves the global weights if the job ends with an error.
     """
     if is_server():
         serve(start_server(optimizers), optimizers, [on_failure] if on_failure else [])
@@ -237,13 +198,7 @@ def run(
 def serve(
     server: Server, optimizers: Sequence[Asynchronous], savers: Sequence[Callable[[], Any]]
 ) -> None:
-    """Serves until workers have ended, with the last centre in all variables.
-
-    Args:
-      server: The server, which has started.
-      optimizers: Optimizers whose centres are served.
-      savers: Functions that save the centre where the job ends with an error.
-    """
+    """Serves until workers have ended; then assigns the final global weights to all variables."""
     show = functools.partial(show_centres, server, optimizers)
     without = "the centre is lost, as run was given no on_failure"
     with saved_at_failure(server, show, savers, without):
@@ -254,69 +209,41 @@ def serve(
 
 
 def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:
-    """Gives all workers what the server's variables hold, once none trains any more.
-
-    Args:
-      server: The server.
-      optimizers: Optimizers whose centres are served.
-    """
+    """Sends the server's variables to all workers, after all of them have finished training."""
     server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
     _end_together()
 
 
 def _end_together() -> None:
-    # A script that ends takes Horovod along, and with it the last calls of the others.
+    # A rank that exits shuts down Horovod, and aborts the last calls of the others.
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 
 def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
-    """Puts the centres into the server's variables, with the slots that workers have handed over.
-
-    Args:
-      server: The server.
-      optimizers: Optimizers whose centres are served.
-    """
+    """Assigns global weights and the workers' optimizer state to the server's variables."""
     for number, optimizer in enumerate(optimizers):
         assign_parts(optimizer.exchanged_variables, server.centre(number))
         assign_slots(optimizer.inner_optimizer, server.slots(number))
 
 
 def handed_over(inner_optimizer: Any) -> list[Any]:
-    """Returns what workers hand to the server: slots, and the rate, which callbacks may set.
-
-    Args:
-      inner_optimizer: A built Keras optimizer.
-    """
+    """Returns the variables that workers send: state, and rates, which callbacks may set."""
     return [*slots(inner_optimizer), *rates(inner_optimizer)]
 
 
 def slots_of(inner_optimizer: Any) -> Slots:
-    """Returns an optimizer's slots as they travel.
-
-    Args:
-      inner_optimizer: A built Keras optimizer.
-    """
+    """Returns the optimizer state in the form in which it is sent."""
     steps = int(step_counter(inner_optimizer).numpy())
     return Slots(joined(handed_over(inner_optimizer)), steps)
 
 
 def assign_slots(inner_optimizer: Any, given: Slots) -> None:
-    """Assigns slots to an optimizer.
-
-    Args:
-      inner_optimizer: A built Keras optimizer.
-      given: What `slots_of` has returned for another one of the same kind.
-    """
+    """Assigns the state that `slots_of` returned for an equal optimizer."""
     assign_parts(handed_over(inner_optimizer), given.values)
     step_counter(inner_optimizer).assign(given.steps)
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns the parts of a vector to variables.
-
-    Args:
-      variables: The variables that the vector was made of.
-      vector: Vector as `joined` returns it.
-    """
+    """Assigns the parts of a vector from `joined` to variables."""
     for variable, part in zip(variables, parted(vector, variables), strict=True):
         variable.assign(part)

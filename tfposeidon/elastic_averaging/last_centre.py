@@ -1,4 +1,4 @@
-"""What becomes of the centre where a job ends before its end."""
+"""Saving of the global weights if a job ends early, by an error or by the launcher."""
 
 from __future__ import annotations
 
@@ -16,25 +16,21 @@ log = logging.getLogger("tfposeidon")
 
 
 class _Terminated(SystemExit):
-    """The exit that SIGTERM asks for."""
+    """Exit in response to SIGTERM."""
 
 
 @contextlib.contextmanager
 def saved_at_failure(
     server: Server, show: Callable[[], None], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[None]:
-    """Lets the centre be saved before an error, or a launcher, ends the server.
+    """Saves the global weights before an error, or a launcher, ends the server.
 
-    Launchers end all ranks by SIGTERM where one has failed, and by SIGKILL seconds later.
-
-    Args:
-      server: The server, which then answers workers no more.
-      show: Function that puts the centre into the server's variables.
-      savers: Functions that save them.
-      without: Text of the log about the centre, for jobs without savers.
+    `show` assigns them to the server's variables, and `savers` save these. `without` is the log
+    message for jobs without savers.
     """
+    # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
     is_main = threading.current_thread() is threading.main_thread()
-    # Python sets handlers of signals in the main thread only.
+    # Python installs signal handlers in the main thread only.
     previous = signal.signal(signal.SIGTERM, _exit) if is_main else None
     try:
         yield
@@ -43,9 +39,9 @@ def saved_at_failure(
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, _Terminated):
             failure.report_signal("SIGTERM")
-        # Where the script goes on, workers are not to train for nobody.
+        # If the script continues, workers must not train without a server.
         server.fall_silent()
-        # A list, as each has its turn.
+        # A list, so that each saver runs, regardless of earlier failures.
         done = [_succeeds(save) for save in savers] if _succeeds(show) else []
         log.warning("tfposeidon: the job ends; %s.", _fate(done, savers, without))
         raise
@@ -55,7 +51,7 @@ def saved_at_failure(
 
 
 def _exit(*_: Any) -> None:
-    # What is being done is interrupted here, in the main thread.
+    # Interrupts the current operation of the main thread.
     raise _Terminated(128 + signal.SIGTERM)
 
 
@@ -63,7 +59,7 @@ def _succeeds(call: Callable[[], Any]) -> bool:
     try:
         call()
     except Exception:
-        # The error that ends the job is to be the last on the screen.
+        # The error that ends the job must be the last one in the log.
         log.exception("tfposeidon: the centre could not be saved by %s.", _name(call))
         return False
     return True

@@ -1,4 +1,8 @@
-"""`ElasticAveraging`: workers exchange weights with a server, each at its own pace."""
+"""`ElasticAveraging`: workers exchange weights with a server, each at its own pace.
+
+Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights, and once
+in several steps these and the server's global weights move toward each other.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +40,26 @@ BETA = 0.9
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class ElasticAveraging(OptimizerWrapper):
-    """Lets workers train by themselves, each at its own pace, around a centre that a server keeps.
+    """Optimizer for asynchronous workers that exchange weights with a server (EASGD).
 
-    Once in `sync_every` steps a worker exchanges its weights `x` with the server's centre `c`: the
-    worker moves by `-alpha (x - c)`, the centre by `server_alpha (x - c)`. Nobody waits for another
-    worker. One rank serves and trains nothing: call `tfposeidon.init(server_rank=0)` first. All
-    ranks run the same script; on the server, `fit` evaluates the centre on `validation_data`
-    whenever workers have ended an epoch, as a mean over them, and callbacks that save or stop act
-    there. After `fit` all ranks hold the centre. The synchronous form needs no server:
+    Once in `sync_every` steps, a worker exchanges its weights `x` with the server's global weights
+    `c` (the center): the worker adds `-alpha (x - c)`, and the server adds `server_alpha (x - c)`.
+    Workers do not wait for each other. One rank is the server and does not train: call
+    `tfposeidon.init(server_rank=0)` first. All ranks run the same script. On the server, `fit`
+    evaluates the global weights on `validation_data` when workers have ended an epoch, as a mean
+    over workers, and callbacks that save or stop run there. After `fit`, all ranks hold the global
+    weights. The synchronous form needs no server:
     `LocalUpdates(outer_optimizer=tfposeidon.local.Elastic())`.
 
     Args:
-      inner_optimizer: A Keras optimizer that is not wrapped yet. It updates a worker's weights at
-        every step, and its state is the worker's own. Workers hand it to the server when they end
-        an epoch: a resumed run begins with the mean over them.
-      sync_every: Steps of a worker from one exchange to the next, at least 1 (default 4).
-      alpha: Share of its distance from the centre that a worker gives up in an exchange, above 0
-        and at most 1; `None` (default) for 0.9 / workers.
-      server_alpha: Share of that distance by which the centre moves, above 0 and at most 1; `None`
-        (default) for `alpha`.
+      inner_optimizer: A Keras optimizer that is not wrapped. It updates a worker's weights at every
+        step, and its state is local to the worker. At the end of an epoch, workers send the state
+        to the server. A resumed run starts with the mean over workers.
+      sync_every: Steps of a worker between exchanges, at least 1 (default 4).
+      alpha: Share of its difference from the global weights that a worker subtracts in an exchange,
+        above 0 and at most 1; `None` (default) for 0.9 / workers.
+      server_alpha: Share of that difference that the server adds to the global weights, above 0 and
+        at most 1; `None` (default) for `alpha`.
       name: Name of the optimizer (default `"elastic_averaging"`).
       **others: Any other arguments, which are all refused.
 
@@ -64,13 +69,13 @@ class ElasticAveraging(OptimizerWrapper):
         (`use_ema`), under `tf.distribute`, or with another Keras backend than TensorFlow. In `fit`,
         in a job of one rank, or without a server.
 
-    Cost: in an exchange the weights and statistics travel once in each direction, as float32; at
-    the end of an epoch the slots of the inner optimizer travel to the server. The server has a copy
-    of weights and slots more. While an exchange runs, it has one copy of the weights beyond that,
-    and the worker two.
+    Cost: an exchange sends weights and averaged statistics once in each direction, as float32. At
+    the end of an epoch, a worker sends the inner optimizer's state to the server. The server stores
+    an additional copy of weights and optimizer state. During an exchange, the server needs one more
+    copy of the weights, and the worker two.
 
-    Source: Zhang, Choromanska and LeCun 2015 (asynchronous EASGD, EAMSGD with momentum inside);
-    Theano-MPI section 4, with separate alphas of server and workers.
+    Source: Zhang, Choromanska and LeCun 2015 (asynchronous EASGD; EAMSGD with momentum in the inner
+    optimizer); Theano-MPI section 4, with separate alphas of server and workers.
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -105,7 +110,7 @@ class ElasticAveraging(OptimizerWrapper):
         )
         arguments.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
-        # It only plans: exchanges go by a pair's wire, when a worker calls.
+        # Used for planning only: exchanges use a pair's communicator, when a worker calls.
         self._exchange = Step(self, policy, DEFAULT_BUCKET_BYTES, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
@@ -116,7 +121,7 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the inner optimizer's state.
+        """Creates the inner optimizer's state.
 
         Args:
           variables: The trainable variables.
@@ -124,11 +129,11 @@ class ElasticAveraging(OptimizerWrapper):
         Raises:
           ValueError: If a variable is not floating point.
         """
-        # Keras gives none when it loads an .h5 file.
+        # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # On the CPU, as branches and Python read them.
+        # On the CPU, since branches and Python read it.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
@@ -137,7 +142,7 @@ class ElasticAveraging(OptimizerWrapper):
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables of the inner optimizer; on the server, as workers have handed them over."""
+        """Variables of the inner optimizer; on the server, with the workers' state."""
         return list(self.inner_optimizer.variables)
 
     @property
@@ -158,10 +163,10 @@ class ElasticAveraging(OptimizerWrapper):
 
     @property
     def alpha(self) -> float:
-        """Share of its distance from the centre that a worker gives up in an exchange.
+        """Share of its difference from the global weights that a worker subtracts in an exchange.
 
         Raises:
-          RuntimeError: If it follows from the number of workers, and the job has not begun.
+          RuntimeError: If it depends on the number of workers, and the job has not started.
         """
         if self._alpha is not None:
             return self._alpha
@@ -170,10 +175,10 @@ class ElasticAveraging(OptimizerWrapper):
 
     @property
     def server_alpha(self) -> float:
-        """Share of a worker's distance from the centre by which the centre moves.
+        """Share of a worker's difference that the server adds to the global weights.
 
         Raises:
-          RuntimeError: As `alpha` does, if that decides.
+          RuntimeError: As for `alpha`, if it depends on `alpha`.
         """
         return self.alpha if self._server_alpha is None else self._server_alpha
 
@@ -190,11 +195,11 @@ class ElasticAveraging(OptimizerWrapper):
     @property
     @override
     def plan(self) -> Plan:
-        """Plan of an exchange of one worker with the server, with bytes and memory.
+        """Communication plan of an exchange between a worker and the server, with bytes and memory.
 
         Raises:
-          RuntimeError: If the optimizer is not built, and so does not know its variables, or if the
-            job has not begun.
+          RuntimeError: If the optimizer is not built, so that its variables are unknown, or if the
+            job has not started.
         """
         plan = super().plan
         if runtime.server_rank() is None:
@@ -218,7 +223,7 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def _made_plan(self) -> Plan:
-        # All that travels, as it travels.
+        # All exchanged variables, in the dtype of the exchange.
         described = [
             dataclasses.replace(describe(variable), dtype="float32")
             for variable in self.exchanged_variables
@@ -229,7 +234,7 @@ class ElasticAveraging(OptimizerWrapper):
 
     @override
     def prepare(self, variables: Sequence[Any]) -> None:
-        """Does nothing: `build` has made what a step needs."""
+        """Has no effect: `build` has created all state for a step."""
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
@@ -242,7 +247,7 @@ class ElasticAveraging(OptimizerWrapper):
                 "serves. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
-        # Of calls, as a loss scale skips updates.
+        # Counts calls, not updates, since a loss scale skips updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
@@ -252,7 +257,7 @@ class ElasticAveraging(OptimizerWrapper):
         self._since.assign(0)
 
     def _begin_anew(self) -> None:
-        """Goes on from the centre, at this worker's rate, which callbacks may have set here."""
+        """Restarts from the global weights with this worker's rates, which callbacks may set."""
         of_rates = rates(self.inner_optimizer)
         before = [tf.identity(rate) for rate in of_rates]
         self.take_all()
@@ -264,7 +269,7 @@ class ElasticAveraging(OptimizerWrapper):
         values = joined(variables)
         difference = tf.py_function(self._swap_values, [values], tf.float32)
         parts = parted(tf.ensure_shape(difference, values.shape), variables)
-        # Statistics of workers stay apart.
+        # Statistics of workers stay separate.
         for variable, part in zip(self._trainable_variables, parts, strict=False):
             variable.assign_sub(self.alpha * part)
 
@@ -294,24 +299,24 @@ class ElasticAveraging(OptimizerWrapper):
         models: Sequence[keras.Model] = (),
         on_failure: Callable[[], Any] | None = None,
     ) -> None:
-        """Trains by a loop of one's own: on workers it calls `train`, and the server serves.
+        """Trains with a custom loop: workers call `train`, and the server serves.
 
-        All ranks call it together, and begin with the server's weights. When it returns, all of
-        them hold the last centre. To evaluate or save the centre in between, call it once per
-        epoch: workers then wait for one another at its end.
+        All ranks call it together, and start with the server's weights. When it returns, all of
+        them hold the final global weights. To evaluate or save the global weights in between, call
+        it once per epoch: workers then wait for each other at its end.
 
         Args:
-          train: Function without arguments that takes a worker's steps.
-          others: Further optimizers whose steps `train` takes, such as that of a GAN's generator.
-          models: Models whose layers' statistics, such as those of batch normalization, the server
-            follows, as those that are trained; without them statistics are each rank's own.
+          train: Function without arguments that runs a worker's steps.
+          others: Further optimizers with steps in `train`, such as that of a GAN's generator.
+          models: Models whose layer statistics, such as those of batch normalization, are part of
+            the global weights. Without them, statistics are local to each rank.
           on_failure: Function without arguments, such as one that saves the models. The server
-            calls it with the centre in the variables if a worker is lost, if it fails itself, or if
-            it is ended by SIGTERM.
+            calls it with the global weights in the variables if a worker is lost, if the server
+            fails, or on SIGTERM.
 
         Raises:
           ValueError: In a job of one rank, without a server, or if an optimizer is not built or is
-            no `ElasticAveraging`.
+            not an `ElasticAveraging`.
           RuntimeError: If ranks differ in their variables, settings or models.
 
         Example:
@@ -331,7 +336,7 @@ class ElasticAveraging(OptimizerWrapper):
                     f"is {'built' if optimizer.built else 'not built'}. Use ElasticAveraging, and "
                     "call optimizer.build(variables) before."
                 )
-        # With one of them, as `fit` does.
+        # Only one optimizer exchanges statistics, as in `fit`.
         for optimizer in others:
             optimizer._carry(list)
         self._carry(
@@ -369,21 +374,17 @@ class ElasticAveraging(OptimizerWrapper):
         return FitHooks(run=fit.run, wire=runtime.own_wire, is_in_step=False)
 
     def _carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        # Centres keep the length that they have begun with.
+        # A center cannot change its length after the start.
         if self._worker is None:
             self._statistics = statistics
 
     @property
     def exchanged_variables(self) -> list[Any]:
-        """Variables whose values are exchanged: trained ones, then statistics."""
+        """Variables whose values are exchanged: trained variables, then statistics."""
         return [*self._trainable_variables, *self._statistics()]
 
     def check_detached(self) -> None:
-        """Refuses to begin where steps exchange already.
-
-        Raises:
-          RuntimeError: If they do.
-        """
+        """Refuses to start if steps exchange already, as in `fit` within `run`."""
         if self._worker is not None:
             raise RuntimeError(
                 "Training around a server begins once at a time. Received: fit or run within run, "
@@ -392,33 +393,28 @@ class ElasticAveraging(OptimizerWrapper):
             )
 
     def attach(self, worker: Worker, number: int) -> None:
-        """Makes steps exchange with a centre of the server.
-
-        Args:
-          worker: This worker's side of its pair with the server.
-          number: Number of the centre.
-        """
+        """Makes steps exchange with the server's center of this index."""
         self._worker, self._number = worker, number
         self._length = sum(math.prod(v.shape) for v in self.exchanged_variables)
         self._given_steps = int(step_counter(self.inner_optimizer).numpy())
         self._since.assign(0)
 
     def give_last(self) -> None:
-        """Exchanges what was trained since the last exchange."""
+        """Exchanges the training since the last exchange."""
         if int(self._since.numpy()):
             self._exchange_now()
 
     def give_slots(self) -> None:
-        """Hands the server the slots and the number of steps that they are of, if it has grown."""
+        """Sends the optimizer state and its number of steps to the server, after new steps."""
         given = job.slots_of(self.inner_optimizer)
-        # What is not finite would stay in the server's mean. The next exchange says so.
+        # Non-finite values would persist in the server's mean. The next exchange logs them.
         is_finite = bool(tf.reduce_all(tf.math.is_finite(given.values)))
         if is_finite and given.steps != self._given_steps:
             self._link().give_slots(self._number, given)
             self._given_steps = given.steps
 
     def take_all(self) -> None:
-        """Takes the centre for the weights, and the server's slots with their number of steps."""
+        """Assigns the server's global weights and optimizer state, with its number of steps."""
 
         def take() -> tuple[tf.Tensor, tf.Tensor, int]:
             values, given = self._link().take(self._number)
@@ -429,12 +425,12 @@ class ElasticAveraging(OptimizerWrapper):
         job.assign_slots(self.inner_optimizer, Slots(of_slots, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
-        """Makes steps exchange no more."""
+        """Ends the exchanges in steps."""
         self._waited_s, self._worker = self.exposed_s, None
 
 
 def _pair_of_plan() -> Wire:
-    """Returns the wire that a plan is made for: a worker's with the server."""
+    """Returns the communicator that a plan is made for: that of a worker and the server."""
     job.check_begun("The plan of ElasticAveraging")
     if runtime.server_rank() is None:
         return runtime.own_wire()
@@ -443,7 +439,7 @@ def _pair_of_plan() -> Wire:
 
 
 def _notes_of_layout(bytes_per_step: float) -> list[str]:
-    """Returns where the server is, and what passes through its links at the pace of one step."""
+    """Returns remarks on the server's location, and its traffic for one step of each worker."""
     topology, server = runtime.wire().topology, runtime.server_rank()
     assert server is not None
     workers = runtime.workers()

@@ -1,4 +1,8 @@
-"""The server's side: centres, and a thread for each worker."""
+"""Server side of asynchronous training: global weights, and a thread for each worker.
+
+Think of `Server` as a set of request loops. Each waits for calls of one worker and answers them,
+while the main thread reads `epochs` and evaluates.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,24 @@ from tfposeidon.elastic_averaging.slots import ServedSlots, Slots
 log = logging.getLogger("tfposeidon")
 
 LOOKS_EVERY_S = 1.0
-"""Seconds between two looks for workers that are late."""
+"""Seconds between checks for late workers."""
 
 
 class ServedCentre:
-    """A centre on the server, which moves towards each worker that exchanges with it.
+    """Global weights on the server, which each exchange moves toward a worker's weights.
 
-    Args:
-      start: Its first values, a float32 vector.
-      alpha: Share of a worker's difference by which it moves.
+    `start` is a float32 vector, and `alpha` the share of a worker's difference that is added.
     """
 
     def __init__(self, start: tf.Tensor, alpha: float) -> None:
-        # Less than nothing, as it is added to what workers give.
+        # Stored negated, so that one sum all-reduce yields x - center.
         self._minus, self._alpha = tf.Variable(-start, trainable=False), alpha
         self._lock = threading.Lock()
 
     @property
     def values(self) -> tf.Tensor:
-        """Its values now, a float32 vector; they may be assigned while no worker trains."""
-        # Without the lock, which is held while a worker exchanges that may have been lost.
+        """Current values, a float32 vector; they may be assigned while no worker trains."""
+        # Without the lock, which an exchange with a lost worker may hold.
         return -self._minus.read_value()
 
     @values.setter
@@ -46,61 +48,39 @@ class ServedCentre:
             self._minus.assign(-values)
 
     def swap(self, wire: Wire) -> None:
-        """Exchanges with a worker that has called.
-
-        Args:
-          wire: Wire of the pair.
-        """
-        # One worker at a time: each sees what the one before has left.
+        """Exchanges with a worker that has called."""
+        # One worker at a time: each receives the result of the previous exchange.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # In place: there are two vectors of the server's, and not three. Who reads waits.
+            # In place: the server stores two vectors instead of three. Locking makes readers wait.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
             )
 
     def give(self, wire: Wire) -> None:
-        """Gives itself to a worker that has called.
-
-        Args:
-          wire: Wire of the pair.
-        """
+        """Sends its values to a worker that has called."""
         give(wire, self.values, "tp.centre")
 
 
 @dataclass
 class Progress:
-    """How far a worker has come.
-
-    Attributes:
-      exchanges: Exchanges so far.
-      epochs: Epochs that it has ended.
-      is_idle: True if it had no batch in the last one.
-      has_ended: True if it trains no more.
-      has_left: True if it calls no more.
-      last_exchange_s: Time of its last exchange, as `time.monotonic` tells it.
-    """
+    """Progress of one worker."""
 
     exchanges: int = 0
     epochs: int = 0
+    # True if its last epoch had no batch.
     is_idle: bool = False
     has_ended: bool = False
+    # True after the worker's last call.
     has_left: bool = False
+    # As of `time.monotonic`.
     last_exchange_s: float = field(default_factory=time.monotonic)
 
 
 class Server:
-    """Serves workers, each on a thread of its own, until they have left.
+    """Serves workers, each in its own thread, until they have left.
 
-    Args:
-      wires: Wire of the pair with each worker, by the worker's rank.
-      centres: Centres that workers exchange with, by number.
-      slots: Slots of the optimizer of each centre.
-      stall_limit_s: Seconds without an exchange after which a worker is said to be late; 0 for
-        never.
-
-    Attributes:
-      progress: How far each worker has come, by its rank.
+    After `stall_limit_s` seconds without an exchange, a worker is reported as late; 0 disables it.
     """
 
     def __init__(
@@ -112,8 +92,8 @@ class Server:
     ) -> None:
         self._wires, self._centres, self._slots = wires, centres, slots
         self._stall_limit_s = stall_limit_s
-        # Horovod's thread carries out whatever is ready, one after another, while workers of other
-        # pairs wait for it: a single one at a time, then, of what is large.
+        # Horovod's single thread runs ready collectives in sequence, while workers of other pairs
+        # wait for it. So only one large transfer runs at a time.
         self._transfer = threading.Lock()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -122,35 +102,27 @@ class Server:
         self.progress = {rank: Progress() for rank in wires}
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts to serve."""
         for rank in self._wires:
-            # Daemons: a server that fails does not wait for workers.
+            # Daemons: a failing server must not wait for workers.
             threading.Thread(
                 target=self._serve, args=(rank,), daemon=True, name=f"tfposeidon-serves-{rank}"
             ).start()
 
     def stop_workers(self) -> None:
-        """Asks workers to stop; each learns of it in its next call but one."""
+        """Asks workers to stop; each receives the request in its second call from now."""
         self._stops = True
 
     def fall_silent(self) -> None:
-        """Answers no more, as after an error: Horovod ends the job if nobody else does."""
+        """Stops answering, as after an error: Horovod ends the job unless another rank does."""
         self._is_silent = True
 
     def centre(self, number: int) -> tf.Tensor:
-        """Returns the values of a centre, a float32 vector.
-
-        Args:
-          number: Number of the centre.
-        """
+        """Returns the values of a center, a float32 vector."""
         return self._centres[number].values
 
     def slots(self, number: int) -> Slots:
-        """Returns the slots of a centre's optimizer, as workers have handed them over.
-
-        Args:
-          number: Number of the centre.
-        """
+        """Returns the optimizer state of a center, as workers have sent it."""
         return self._slots[number].now
 
     @property
@@ -159,13 +131,9 @@ class Server:
         return sum(worker.exchanges for worker in self.progress.values())
 
     def let_go(self, centres: Sequence[tf.Tensor]) -> None:
-        """Gives all workers the last centres, once none trains any more, and waits until they left.
+        """Sends final weights to all workers after training, and waits until they have left.
 
-        Args:
-          centres: Values of each centre, float32 vectors.
-
-        Raises:
-          Exception: What a thread has raised, as when a worker was lost.
+        `centres` are float32 vectors. It raises the error of a thread, such as a lost worker.
         """
         for served, values in zip(self._centres, centres, strict=True):
             served.values = values
@@ -179,14 +147,11 @@ class Server:
         return all(getattr(worker, state) for worker in self.progress.values())
 
     def epochs(self) -> Iterator[int]:
-        """Yields the number of the newest epoch, from 0, that workers have ended.
+        """Yields the index of the newest epoch that workers have ended, as a mean over workers.
 
-        That is as a mean over those that have batches. Numbers in between are left out where
-        several epochs have ended since the last one was asked for. It ends when no worker trains
-        any more, with the last epoch of the worker that came farthest.
-
-        Raises:
-          Exception: What a thread has raised, as when a worker was lost.
+        Only workers with batches count. It skips epochs that ended while the caller was busy. After
+        training has ended, the last epoch is that of the most advanced worker. It raises the error
+        of a thread, such as a lost worker.
         """
         seen = 0
         while True:
@@ -207,10 +172,10 @@ class Server:
 
     def _ended_epochs(self) -> int:
         everybody = self.progress.values()
-        # Epochs without a batch end at once, and would end those of the others early.
+        # Epochs without a batch end immediately, and would end those of other workers early.
         counts = [worker.epochs for worker in everybody if not worker.is_idle]
         counts = counts or [worker.epochs for worker in everybody]
-        # A worker may have stopped by itself: the others' last epoch is to end all the same.
+        # A worker may have stopped early; the last epoch of the others must still be counted.
         return max(counts) if self._all("has_ended") else sum(counts) // len(counts)
 
     def _report_late(self) -> None:
@@ -268,7 +233,7 @@ class Server:
                 self._changed.notify_all()
 
     def _report_broken(self, rank: int) -> None:
-        # At the end all workers take the centre.
+        # At the end, all workers take the global weights.
         if not self.progress[rank].has_ended:
             log.warning(
                 "tfposeidon: the weights of worker %d are not finite; it goes on from the centre.",

@@ -1,4 +1,7 @@
-"""`fit` of a server: it evaluates the centre, and its callbacks save and stop."""
+"""`fit` of a server: it evaluates the global weights, and its callbacks save and stop.
+
+The server runs Keras's callback hooks at the end of the workers' epochs, without steps of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,7 @@ log = logging.getLogger("tfposeidon")
 
 
 def serve(arguments: dict[str, Any]) -> Any:
-    """Serves the workers, and evaluates the centre as they end epochs.
-
-    Args:
-      arguments: Arguments of `fit`, by name, with a list of callbacks.
-
-    Returns:
-      The history of the centre.
-    """
+    """Serves the workers, and evaluates when they end epochs; returns the server's history."""
     model = arguments["self"]
     log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
     callbacks = keras.callbacks.CallbackList(
@@ -32,23 +28,24 @@ def serve(arguments: dict[str, Any]) -> Any:
         add_history=True,
         add_progbar=arguments["verbose"] != 0,
         model=model,
-        # Never batches, of which the server has none; "auto" is left where there is a terminal.
+        # No progress bar per batch, since the server has no batches. "auto" remains here only in a
+        # terminal.
         verbose=2 if arguments["verbose"] else 0,
         epochs=arguments["epochs"],
         steps=1,
     )
     model.stop_training = False
     callbacks.on_train_begin()
-    # Now, as callbacks such as Checkpoint may have restored an earlier run.
+    # Here, after callbacks such as Checkpoint may have restored an earlier run.
     optimizers, epoch = start.begin(arguments)
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = own_callbacks.fate_without_snapshot(callbacks.callbacks)
     with saved_at_failure(own.server, own.show, savers, without):
-        # As Keras takes it on workers.
+        # In the same way as Keras on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
         own.show()
-        # Before workers take the centre: callbacks may give the model other weights.
+        # Before workers take the weights: callbacks may change the weights of the model.
         callbacks.on_train_end(logs)
         job.let_workers_go(own.server, optimizers)
     session.of(model).begin_where_asked()
@@ -56,16 +53,7 @@ def serve(arguments: dict[str, Any]) -> Any:
 
 
 class _Serving:
-    """The server's part in one `fit`; it serves from the beginning.
-
-    Args:
-      arguments: Arguments of `fit`, by name.
-      callbacks: Callbacks, which have begun.
-      optimizers: The model's optimizers, whose centres are served.
-
-    Attributes:
-      server: The server.
-    """
+    """The server's part in one `fit`; it serves from construction on."""
 
     def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
@@ -76,18 +64,11 @@ class _Serving:
         self.server = job.start_server(optimizers)
 
     def show(self) -> None:
-        """Puts the centre into the model."""
+        """Assigns the global weights to the model."""
         job.show_centres(self.server, self._optimizers)
 
     def end_epochs(self, first: int) -> dict[str, Any]:
-        """Ends epochs as workers end theirs, until these train no more.
-
-        Args:
-          first: Index of the epoch to begin with.
-
-        Returns:
-          The logs of the last one.
-        """
+        """Ends epochs as workers end theirs, from `first` on; returns the logs of the last one."""
         logs: dict[str, Any] = {}
         begun = first
         self._begin_epoch(begun)
@@ -108,7 +89,7 @@ class _Serving:
             self._callbacks.on_epoch_begin(epoch)
 
     def _skip_to(self, begun: int, epoch: int) -> None:
-        """Leaves out epochs that ended in an evaluation: each would show the same centre."""
+        """Skips epochs that ended during an evaluation: each would have the same global weights."""
         if epoch > begun:
             log.warning(
                 "tfposeidon: epoch(s) %d to %d ended meanwhile; the server goes on with epoch %d.",
@@ -120,7 +101,6 @@ class _Serving:
 
     def _end_epoch(self, epoch: int, ended: range) -> dict[str, Any]:
         self.show()
-        # How often workers have exchanged so far.
         logs: dict[str, Any] = {"exchanges": float(self.server.exchanges)}
         if self._is_validated(ended):
             logs |= self._metrics_of_centre()
@@ -156,6 +136,6 @@ class _Serving:
         try:
             names = self._model.get_metrics_result()
         except ValueError:
-            # Metrics that are not built know no names, until they have seen data.
+            # The names of unbuilt metrics are unknown until they have seen data.
             return list(self._metrics_of_centre())
         return [f"val_{name}" for name in names]

@@ -1,4 +1,7 @@
-"""Slots of optimizers on their way between workers and the server, and what the server keeps."""
+"""Optimizer state that workers and the server exchange, and its mean on the server.
+
+Workers send their state at the end of epochs, and resumed runs start with the mean.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +15,30 @@ from tfposeidon.elastic_averaging.calls import give, receive
 
 
 class Slots(NamedTuple):
-    """Slots of an optimizer, with the number of steps in which it has gathered them.
-
-    Attributes:
-      values: Its slots, a float32 vector.
-      steps: Steps that it has taken, by which it may correct the bias of its slots.
-    """
+    """Optimizer state as a float32 vector, with its number of steps, as bias correction uses it."""
 
     values: tf.Tensor
     steps: int
 
 
 def give_slots(wire: Wire, slots: Slots) -> None:
-    """Gives the other side of a pair slots; it calls `receive_slots`.
-
-    Args:
-      wire: Wire of the pair.
-      slots: The slots.
-    """
+    """Sends optimizer state to the other side of a pair, which calls `receive_slots`."""
     give(wire, slots.values, "tp.slots")
     give(wire, tf.constant([slots.steps], tf.int64), "tp.steps")
 
 
 def receive_slots(wire: Wire) -> Slots:
-    """Returns the slots that the other side of a pair gives.
-
-    Args:
-      wire: Wire of the pair.
-    """
+    """Returns the optimizer state that the other side of a pair sends with `give_slots`."""
     values = receive(wire, "tp.slots", tf.float32)
     return Slots(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
 
 
 class ServedSlots:
-    """An optimizer's slots on the server: a mean of the newest that workers have handed over.
+    """Optimizer state on the server: a mean of the newest states that workers have sent.
 
-    Each worker begins with them, in a run that is resumed or where its own weights were not finite.
-
-    Slots of a worker that is in the mean already begin another one, so that each worker is in it
-    once at most, without a vector for each of them. A fast worker's are then the mean for a while.
-
-    Args:
-      start: Slots that all workers begin with.
+    Workers start with it in a resumed run, and after their weights were not finite. A second state
+    of the same worker starts a new mean, so that each worker counts once without a stored vector
+    per worker. So a fast worker's state may temporarily be the whole mean.
     """
 
     def __init__(self, start: Slots) -> None:
@@ -64,24 +49,19 @@ class ServedSlots:
 
     @property
     def now(self) -> Slots:
-        """The mean of slots, and of the steps in which they were gathered."""
+        """The mean of the states, and of their numbers of steps."""
         with self._lock:
             steps = list(self._steps.values()) or [self._start_steps]
             return Slots(self._values.read_value(), sum(steps) // len(steps))
 
     def take(self, wire: Wire, worker: int) -> None:
-        """Takes a worker's slots, once it has called.
-
-        Args:
-          wire: Wire of the pair.
-          worker: The worker's rank.
-        """
+        """Receives a worker's state after its call, and updates the mean."""
         slots = receive_slots(wire)
         with self._lock:
             if worker in self._steps:
                 self._steps.clear()
             self._steps[worker] = slots.steps
-            # In place, as they may be twice as large as the weights.
+            # In place, since the state may be twice as large as the weights.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._values.handle,
                 alpha=1.0 / len(self._steps),
@@ -90,9 +70,5 @@ class ServedSlots:
             )
 
     def give(self, wire: Wire) -> None:
-        """Gives a worker the slots, once it has called.
-
-        Args:
-          wire: Wire of the pair.
-        """
+        """Sends the state to a worker after its call."""
         give_slots(wire, self.now)

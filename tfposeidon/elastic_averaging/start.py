@@ -1,4 +1,7 @@
-"""What ranks agree on when asynchronous training begins, by `fit` or a loop of one's own."""
+"""Agreement of all ranks at the start of asynchronous training, in `fit` or a custom loop.
+
+The server's values are the start of all ranks, for the exchanged variables and the other state.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,14 @@ from tfposeidon.state.placement import Placement, is_seed
 from tfposeidon.training import entries, layer_state, session
 
 _EQUAL = ("epochs", "initial_epoch")
-"""Arguments of `fit` that have to be the same on all ranks."""
+"""Arguments of `fit` that must be equal on all ranks."""
 
 
 def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
-    """Makes all ranks begin with the server's weights, at its epoch; all of them call it together.
+    """Starts all ranks with the server's weights; returns optimizers and the resumed epoch.
 
-    Args:
-      arguments: Arguments of `fit`, by name.
-
-    Returns:
-      The model's optimizers, and the epoch at which the server resumes an earlier run; `None` if it
-      does not.
-
-    Raises:
-      ValueError: If an optimizer does not exchange with the server, or is not built.
-      RuntimeError: On all ranks, if optimizers or epochs differ.
+    Collective. The epoch is `None` for a new run. It raises on all ranks if optimizers or epochs
+    differ.
     """
     model = arguments["self"]
     optimizers = _optimizers(model)
@@ -48,14 +43,9 @@ def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
 
 
 def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
-    """Makes all ranks begin a loop of one's own with what the server has; all call it together.
+    """Starts a custom loop on all ranks with the server's state; collective.
 
-    Args:
-      optimizers: Optimizers that exchange; built, the same on all ranks.
-      models: Models that the loop trains, the same on all ranks.
-
-    Raises:
-      RuntimeError: On all ranks, if optimizers or models differ.
+    It raises on all ranks if optimizers or the numbers of models differ.
     """
     agreement.require_equal(
         [given["models"] for given in job.begin(optimizers, {"models": len(models)})],
@@ -67,14 +57,10 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
 
 
 def _share_rest(model: Any, optimizers: list[Any]) -> None:
-    """Gives workers what the server's model has besides what is exchanged.
+    """Sends workers the server's state of the model that is not exchanged; collective.
 
-    These are frozen weights, counters, and what layers keep outside of variables; seeds become
-    other ones on each rank.
-
-    Args:
-      model: The model, the same on all ranks, which call it together.
-      optimizers: Optimizers whose variables are exchanged.
+    This state includes frozen weights, counters, and state outside of variables. Seeds become
+    different on each rank.
     """
     server = runtime.server_rank()
     assert server is not None
@@ -93,11 +79,7 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Returns the model's optimizers, all of which exchange with the server.
-
-    Raises:
-      ValueError: If one does not, or is not built.
-    """
+    """Returns the model's optimizers; raises unless all are built and exchange with the server."""
     found = session.of(model).optimizers
     if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
         raise ValueError(

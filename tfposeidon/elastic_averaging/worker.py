@@ -1,4 +1,7 @@
-"""A worker's side of its pair with the server."""
+"""Worker side of a pair with the server.
+
+A `Worker` calls the server for exchanges, and a background thread calls it while steps are slow.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,32 @@ from tfposeidon.elastic_averaging.calls import Call, make_call, receive, sum_of_
 from tfposeidon.elastic_averaging.slots import Slots, give_slots, receive_slots
 
 LONGEST_SILENCE_S = 15.0
-"""Seconds after which a worker tells that it is alive, where limits are no shorter."""
+"""Longest time in seconds between calls, unless the stall limit requires a shorter one."""
 ASKS_EVERY_S = 0.2
-"""Seconds between two questions whether the server lets go."""
+"""Seconds between questions to the server whether it releases the worker."""
 
 
 class Worker:
-    """Calls the server: at exchanges, and in between so that Horovod does not take it for stalled.
+    """Calls the server for exchanges, and in between, so that Horovod does not report a stall.
 
-    Args:
-      wire: Wire of the pair of this worker and the server.
-      stall_limit_s: Seconds after which Horovod ends a job in which a rank is late; 0 for never.
-
-    Attributes:
-      stops: True once the server has asked workers to stop.
-      waited_s: Seconds that exchanges have taken so far.
+    Horovod ends a job in which a rank is late by `stall_limit_s` seconds; 0 disables the limit.
     """
 
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
-        # Horovod looks at intervals of a quarter of the limit.
+        # Horovod checks at intervals of a quarter of the limit.
         self._silence_s = min(LONGEST_SILENCE_S, stall_limit_s / 8 or LONGEST_SILENCE_S)
         self._lock = threading.Lock()
         self._last_call_s = time.monotonic()
         self._quits = threading.Event()
+        # True once the server has asked workers to stop.
         self.stops = False
+        # Seconds that exchanges have taken so far.
         self.waited_s = 0.0
 
     def start(self) -> None:
-        """Begins to tell the server that this worker is alive."""
-        # A daemon: a script that fails does not wait for it.
+        """Starts the background calls to the server."""
+        # A daemon: a failing script must not wait for it.
         threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
 
     def _keep_alive(self) -> None:
@@ -54,7 +53,7 @@ class Worker:
                 try:
                     self._call(Call.ALIVE)
                 except tf.errors.OpError:
-                    # The job ends: the next exchange says why.
+                    # The job is ending, and the next exchange raises the reason.
                     return
 
     def _call(self, call: Call, centre: int = 0) -> None:
@@ -62,14 +61,9 @@ class Worker:
         self._last_call_s = time.monotonic()
 
     def swap(self, centre: int, values: tf.Tensor) -> tf.Tensor:
-        """Exchanges with one of the server's centres.
+        """Exchanges with a center; returns `values` minus the center, the same bits as the server.
 
-        Args:
-          centre: Number of the centre.
-          values: This worker's values, a float32 vector; all finite.
-
-        Returns:
-          The values less the centre's, the same bits as the server has.
+        `values` is a float32 vector, all finite.
         """
         begin_s = time.perf_counter()
         with self._lock:
@@ -79,38 +73,25 @@ class Worker:
         return difference
 
     def give_slots(self, centre: int, slots: Slots) -> None:
-        """Hands the server this worker's slots.
-
-        Args:
-          centre: Number of the centre.
-          slots: Slots of the optimizer that exchanges with it.
-        """
+        """Sends this worker's optimizer state to the server."""
         with self._lock:
             self._call(Call.GIVE, centre)
             give_slots(self._wire, slots)
 
     def take(self, centre: int) -> tuple[tf.Tensor, Slots]:
-        """Returns a centre, a float32 vector, and the server's slots.
-
-        Args:
-          centre: Number of the centre.
-        """
+        """Returns a center's values, a float32 vector, and the server's optimizer state."""
         with self._lock:
             self._call(Call.TAKE, centre)
             centre_now = receive(self._wire, "tp.centre", tf.float32)
             return centre_now, receive_slots(self._wire)
 
     def end_epoch(self, has_trained: bool) -> None:
-        """Tells the server that this worker has ended an epoch.
-
-        Args:
-          has_trained: False for an epoch without a batch.
-        """
+        """Notifies the server of the end of an epoch, with or without a batch."""
         with self._lock:
             self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
 
     def wait_for_others(self) -> None:
-        """Tells the server that this worker trains no more, and waits until it is let go."""
+        """Notifies the server of the end of training, and waits until it releases this worker."""
         with self._lock:
             self._call(Call.ENDED)
         while not self._ask():
@@ -129,5 +110,5 @@ class Worker:
             self._call(Call.LEAVE)
 
     def fall_silent(self) -> None:
-        """Calls no more, as after an error: Horovod ends the job if nobody else does."""
+        """Stops calling, as after an error: Horovod ends the job unless another rank does."""
         self._quits.set()

@@ -1,4 +1,8 @@
-"""Rules by which weights that ranks have trained by themselves become one: see `LocalUpdates`."""
+"""Outer optimizers for `LocalUpdates`: they combine weights that ranks have trained independently.
+
+Each synchronization passes the mean difference from the global weights to one of these rules, which
+updates the global weights and determines where the ranks continue.
+"""
 
 from tfposeidon.local.rules import Average, Elastic, Outer, Rule, SlowMomentum
 

@@ -1,4 +1,7 @@
-"""The two exchanges of `LocalUpdates`: of differences between replicas, of gradients in a node."""
+"""The two exchanges of `LocalUpdates`: differences between replicas, and gradients in a node.
+
+With `hierarchical=True`, ranks of a node average gradients at every step, and nodes synchronize.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tfposeidon.sample_counts import SampleCount
 
 
 class Adding:
-    """Stand-in optimizer for plans of differences: it is linear, as rules are."""
+    """Stand-in optimizer for plans of differences: linear, as rules are."""
 
     gradient_accumulation_steps = None
 
@@ -25,23 +28,13 @@ class Adding:
 
     @property
     def agreed_settings(self) -> dict[str, Any]:
-        """Settings that have to be the same on all ranks, for JSON."""
+        """Settings that must be equal on all ranks, for JSON."""
         inner = settings(self._optimizer.inner_optimizer, "inner optimizer")
         return inner | self._optimizer.agreed_settings
 
 
 class Node:
-    """Updates weights by the mean gradients of the ranks of this rank's node.
-
-    Args:
-      optimizer: The `LocalUpdates`; its inner optimizer updates.
-      rounds: Exchange of the rounds between nodes.
-      bucket_bytes: Bytes up to which small gradients are fused.
-      sample_count: Function from a batch to the number that ranks weigh by.
-
-    Attributes:
-      exchange: Exchange of the gradients.
-    """
+    """Updates weights with the mean gradients of the ranks on this node."""
 
     def __init__(
         self, optimizer: Any, rounds: Step, bucket_bytes: int, sample_count: SampleCount | None
@@ -53,20 +46,14 @@ class Node:
             bucket_bytes,
             sample_count,
             runtime.node_wire,
-            # Nodes of one rank have no exchange that would take a number.
+            # Nodes of one rank run no exchange that would use up a number.
             prefix=lambda: f"{rounds.exchangers[-1].prefix}.node",
         )
-        # A rank that is out of data is missed in the node first.
+        # The exchange within the node detects an absent rank first.
         self.exchange.absence = rounds.absence
 
     def update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
-        """Updates the weights, and returns the samples that count.
-
-        Args:
-          grads: Gradients of this rank, one per variable.
-          variables: Variables of the gradients, in the same order.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-        """
+        """Updates the weights; returns the sample count, or 0 if a rank is absent."""
         updater = self._optimizer.updater
         self.exchange.is_timed = self._rounds.is_timed
         with self.exchange.call(grads, variables, count) as sent:
@@ -74,13 +61,13 @@ class Node:
             means.update(lambda found: updater.apply(found, variables))
         if means.everybody is None:
             return count
-        # Where a rank of the node is out of data, all of them have dropped the update.
+        # If a rank of the node has exhausted its input, all of its ranks have dropped the update.
         own = tf.cast(1.0 if count is None else count, tf.float32)
         return tf.where(means.everybody, own, 0.0)
 
 
 def check_policy(policy: policies.Policy) -> None:
-    """Refuses schemes that need what differences of weights do not have."""
+    """Refuses schemes with requirements that differences of weights do not meet."""
     reasons = {
         "it is chosen by steps that exchange gradients": policy.leaves_open,
         "differences of weights have no factors": policy.reads_factors,

@@ -1,4 +1,7 @@
-"""Contribution of a rank to a synchronization, its result, and a thread that exchanges them."""
+"""Contribution of a rank to a synchronization, its result, and the thread of the exchange.
+
+Think of a `Flight` as a future: the training thread starts it and reads the result steps later.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,10 @@ import tensorflow as tf
 
 
 class Sent(NamedTuple):
-    """Contribution of this rank.
+    """Contribution of this rank: trained weights minus global weights, and averaged statistics.
 
-    Attributes:
-      differences: Its weights minus the global ones, one tensor for each trained variable.
-      statistics: Its averaged state of layers.
-      count: Its weight, a float32 scalar: 0 if it has trained on nothing, or is not finite.
-      finite: True if its differences are finite, a bool scalar; the same on all ranks of a replica.
+    `count` is the rank's weight, a float32 scalar: 0 without samples or with values that are not
+    finite. `finite` is a bool scalar for the differences, equal on all ranks of a replica.
     """
 
     differences: list[tf.Tensor]
@@ -27,15 +27,11 @@ class Sent(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Result of an exchange, the same on all ranks but for `states`.
+    """Result of an exchange, the same on all ranks except for the new scheme `states`.
 
-    Attributes:
-      means: Mean difference of each trained variable.
-      statistics: Mean of each statistic.
-      states: New state of the schemes.
-      total: Sum of the weights of all ranks, a float32 scalar.
-      counts: True if any rank has contributed and the means are finite, a bool scalar.
-      absent: Number of ranks without data, a float32 scalar.
+    `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: any rank
+    contributed and the means are finite. `absent` is the number of ranks without data, a float32
+    scalar.
     """
 
     means: list[tf.Tensor]
@@ -47,12 +43,12 @@ class Found(NamedTuple):
 
 
 class Flight:
-    """An exchange in a thread, with the contribution of this rank."""
+    """Exchange in a thread, with the contribution of this rank."""
 
     def __init__(self, sent: Sent, exchange: Callable[[], Found]) -> None:
         self.sent = sent
         self._future: Future[Found] = Future()
-        # A daemon: a job that ends with an error does not wait for ranks that are gone.
+        # A daemon: a failing job must not wait for ranks that have exited.
         thread = threading.Thread(
             target=_run, args=(exchange, self._future), daemon=True, name="tfposeidon-exchange"
         )
@@ -69,7 +65,7 @@ class Flight:
         return self._future.result()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the exchange is over, whatever its outcome."""
+        """Waits until the exchange has ended, with or without an error."""
         self._thread.join(timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Global weights: equal on all ranks, and kept beside the weights that each rank trains.
+"""Global weights: equal on all ranks, and stored in addition to each rank's local weights.
 
 Think of two sets of values for the same variables. One of them is in the variables, the other one
 in copies, and `show` and `hide` swap the two.
@@ -18,16 +18,11 @@ from tfposeidon.exchange import replicas
 
 
 class GlobalWeights:
-    """Copies of variables, which hold the global weights while a rank trains its own.
+    """Copies of variables, which hold the global weights while a rank trains its local weights.
 
-    While the global weights are shown, the copies hold the weights that this rank goes on from.
-    Before the first step the variables hold the global weights, and the copies do not count.
-
-    Attributes:
-      variables: Variables that the optimizer trains, then averaged state of layers.
-      copies: A Keras variable for each of `variables`.
-      trained: Number of variables that the optimizer trains.
-      has_begun: True once a step has told the two apart.
+    While the global weights are shown, the copies hold this rank's local weights. Before the first
+    step, the variables hold the global weights, and the copies are not valid. `variables` are the
+    trained variables, then averaged state of layers, and `trained` counts the former.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -51,18 +46,18 @@ class GlobalWeights:
                 )
                 self.variables.append(variable)
                 self.copies.append(copy)
-        # A partial, as TensorFlow counts the traces of methods over all their objects, and warns.
+        # A partial: TensorFlow counts traces of a method over all its objects, and would warn.
         swap = functools.partial(self._swap_values)
         self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
     def carry(self, statistics: Sequence[Any]) -> None:
-        """Adds averaged state of layers; variables that it has already are left out."""
+        """Adds averaged state of layers; skips known variables."""
         known = {id(variable) for variable in self.variables}
         if new := [variable for variable in statistics if id(variable) not in known]:
             self._add(new)
 
     def begin(self) -> None:
-        """Makes the variables hold this rank's own weights, before a step."""
+        """Assigns this rank's local weights to the variables before a step."""
         if not self.has_begun:
             for copy, variable in zip(self.copies, self.variables, strict=True):
                 copy.assign(tf.convert_to_tensor(variable))
@@ -70,7 +65,7 @@ class GlobalWeights:
         self.hide()
 
     def show(self) -> bool:
-        """Makes the variables hold the global weights; returns True if they did not."""
+        """Assigns the global weights to the variables; returns True if they did not hold them."""
         if self.is_shown or not self.has_begun:
             return False
         self._may_be_shown = True
@@ -79,7 +74,7 @@ class GlobalWeights:
         return True
 
     def hide(self) -> None:
-        """Makes the variables hold this rank's own weights again, if `show` was called."""
+        """Assigns this rank's local weights again, if `show` was called."""
         if self.is_shown:
             self._shown = []
             self._swap()
@@ -87,40 +82,41 @@ class GlobalWeights:
 
     @property
     def is_shown(self) -> bool:
-        """True while the variables hold the global weights, and the copies this rank's own."""
-        # The variable is not read in each step: mostly it is known to be False.
+        """True while the variables hold the global weights, and the copies the local weights."""
+        # A Python flag avoids reading the variable in each step: it is mostly False.
         return self._may_be_shown and bool(self._is_shown.numpy())
 
     @property
     def is_apart(self) -> bool:
-        """True if the variables hold this rank's own weights, and the copies the global ones."""
+        """True if the variables hold the local weights, and the copies the global weights."""
         return self.has_begun and not self.is_shown
 
     @property
     def was_assigned(self) -> bool:
-        """True if other weights were assigned since they are shown."""
+        """True if other weights were assigned since the global weights are shown."""
         if not self.is_shown:
             return False
         now = self._values()
         if all(_lie_together(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
-        # Elsewhere, or on a GPU, whose memory has no address here.
+        # Values moved in host memory, or are on a GPU, where the addresses are not available.
         one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
         return one != other
 
     def restore(self, has_begun: bool) -> None:
-        """Goes on from a checkpoint, which was saved while the global weights were shown."""
+        """Continues from a checkpoint, which was saved while the global weights were shown."""
         self.has_begun = self._may_be_shown = has_begun
         self._is_shown.assign(has_begun)
         self.note_assigned()
 
     def note_assigned(self) -> None:
-        """Takes the values that are shown for those that were, whoever has assigned them."""
-        # No copies: TensorFlow writes into memory of its own where somebody else holds the tensor.
+        """Accepts the current values as the shown global weights, including assigned values."""
+        # References, not copies: TensorFlow allocates a new buffer if another reference holds the
+        # tensor.
         self._shown = self._values()
 
     def restart(self) -> None:
-        """Takes the values of the variables for the global weights and for this rank's own."""
+        """Uses the values of the variables as both global and local weights."""
         self.has_begun = self._may_be_shown = False
         self._is_shown.assign(False)
         self._shown = []
@@ -133,7 +129,7 @@ class GlobalWeights:
             "before a loop that goes on from them."
         )
         with tf.device("/CPU:0"):
-            # The op itself: `tf.debugging.Assert` puts a branch around it into each step.
+            # The raw op: `tf.debugging.Assert` adds a branch to each step.
             is_hidden = tf.logical_not(self._is_shown.read_value())
             return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
@@ -149,7 +145,7 @@ class GlobalWeights:
             own, other = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             variable.assign(other)
             copy.assign(own)
-        # In the same graph: an interruption finds both done, or none.
+        # In the same graph, so that an interruption leaves all or none of the changes.
         self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
@@ -159,7 +155,7 @@ class GlobalWeights:
 
     @property
     def differences(self) -> list[tf.Tensor]:
-        """This rank's trained weights minus the global ones."""
+        """This rank's trained weights minus the global weights."""
         pairs = zip(self.variables[: self.trained], self.copies, strict=False)
         return [
             tf.convert_to_tensor(variable) - tf.convert_to_tensor(copy) for variable, copy in pairs
@@ -167,7 +163,7 @@ class GlobalWeights:
 
     @property
     def own_statistics(self) -> list[tf.Tensor]:
-        """This rank's averaged state of layers; the global values where its own are not finite."""
+        """This rank's averaged state of layers; global values for variables that are not finite."""
         pairs = zip(self.variables[self.trained :], self.copies[self.trained :], strict=True)
         return [
             either(is_finite(variable), tf.convert_to_tensor(variable), tf.convert_to_tensor(copy))
@@ -176,7 +172,7 @@ class GlobalWeights:
 
 
 def _lie_together(then: tf.Tensor, now: tf.Tensor) -> bool:
-    """Returns whether two tensors of the host lie in the same memory."""
+    """Returns whether two tensors share the same host memory."""
     is_on_host = "CPU" in then.device and "CPU" in now.device
     return is_on_host and bool(np.asarray(then).ctypes.data == np.asarray(now).ctypes.data)
 

@@ -1,4 +1,4 @@
-"""What the plan of `LocalUpdates` says beside the bytes of a round."""
+"""Remarks of the plan of `LocalUpdates`, apart from the bytes of a synchronization."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from tfposeidon.units import readable_size
 
 
 def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> list[str]:
-    """Returns lines for the plan.
-
-    Args:
-      plan: Plan of a round.
-      schedule: When rounds are.
-      rule: What a round makes of the mean difference.
-      in_node: Plan of the gradients' exchange in the node, if there is one.
-    """
+    """Returns remarks on bytes per step, memory and exactness; `in_node` is the gradients' plan."""
     every, is_late = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)

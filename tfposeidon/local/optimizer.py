@@ -1,4 +1,8 @@
-"""`LocalUpdates`: ranks train by themselves, and exchange weights once in several steps."""
+"""`LocalUpdates`: ranks train local weights, and synchronize them once in several steps.
+
+Think of a Keras optimizer around an inner optimizer: each step updates this rank's weights, and
+each synchronization passes the mean difference from the global weights to an outer optimizer.
+"""
 
 from __future__ import annotations
 
@@ -36,45 +40,45 @@ from tfposeidon.wrapper import OptimizerWrapper, build_inner
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class LocalUpdates(OptimizerWrapper):
-    """Lets each rank train by itself, and brings their weights together once in several steps.
+    """Optimizer that trains local weights on each rank and synchronizes them once in several steps.
 
-    What is exchanged are differences from the *centre*, weights that are equal on all ranks; an
-    outer optimizer says how the centre follows the ranks. Communication falls by `sync_every`, at
-    some cost in accuracy: replicas are equal in their centre only. `evaluate`, `predict`, `save`
-    and callbacks at the end of an epoch see the centre; training goes on from each rank's own
-    weights. On one rank it is the inner optimizer.
+    Ranks exchange differences from the global weights, which are equal on all ranks, and an outer
+    optimizer updates the global weights. Communication decreases by the factor `sync_every`, at
+    some cost in accuracy, as the local weights of replicas differ. `evaluate`, `predict`, `save`
+    and callbacks at the end of an epoch use the global weights; training continues from each rank's
+    local weights. On one rank it behaves like the inner optimizer.
 
     Args:
-      inner_optimizer: A Keras optimizer that is not wrapped yet. It updates this rank's weights at
-        every step, and its state is this rank's own.
-      sync_every: Steps from one round to the next, at least 1 (default 32).
-      outer_optimizer: What a round does: `"average"` (default), `"elastic"`, `"outer"`,
+      inner_optimizer: A Keras optimizer that is not wrapped. It updates this rank's weights at
+        every step, and its state is local to the rank.
+      sync_every: Steps between synchronizations, at least 1 (default 32).
+      outer_optimizer: Update of the global weights: `"average"` (default), `"elastic"`, `"outer"`,
         `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, which stands for
         `tfposeidon.local.Outer` with it.
-      scheme: Scheme by which differences are exchanged (default `"torus2d"`), as for
-        `DistributedOptimizer`, but for those that need factors or momentum correction, and for
-        `"auto"`.
+      scheme: Scheme that exchanges the differences (default `"torus2d"`), as for
+        `DistributedOptimizer`, except for `"auto"` and for schemes that need factors or momentum
+        correction.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
-        only nodes train by themselves (default False: each rank does).
-      overlap_steps: Steps from an exchange to its result, below `sync_every`; the exchange runs
-        beside them, and all ranks take its result after the same step (default 0: the step waits
-        for it).
-      warmup_steps: Steps at the beginning with a round each, for post-local training (default 0).
+        nodes are the replicas (default False: each rank is one).
+      overlap_steps: Steps between an exchange and the use of its result, below `sync_every`. The
+        exchange runs in the background, and all ranks apply its result after the same step (default
+        0: the step waits for it).
+      warmup_steps: Initial steps with a synchronization each, for post-local training (default 0).
       bucket_bytes: Bytes up to which small differences are fused (default 4 MiB).
-      sample_count: Function by which `fit` weighs this rank; see `DistributedOptimizer`.
+      sample_count: Function by which `fit` weights this rank; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Any other arguments, which are all refused.
 
     Raises:
-      TypeError: For unknown arguments, or if `sample_count` is no function.
-      ValueError: If an argument is out of its range, if the scheme cannot carry differences, if the
-        inner optimizer averages weights (`use_ema`), under `tf.distribute`, or with another Keras
-        backend than TensorFlow.
+      TypeError: For unknown arguments, or if `sample_count` is not a function.
+      ValueError: If an argument is out of its range, if the scheme does not support differences, if
+        the inner optimizer averages weights (`use_ema`), under `tf.distribute`, or with another
+        Keras backend than TensorFlow.
 
-    Memory: a copy of the weights for the centre, what the rule keeps, and with `overlap_steps` two
-    copies more while an exchange is under way.
+    Memory: a copy of the weights for the global weights, the outer optimizer's state, and with
+    `overlap_steps` two more copies during an exchange.
 
-    Source: the rules name theirs. Zhang et al. 2015, Theano-MPI section 4 (elastic averaging).
+    Source: see the outer optimizers. Zhang et al. 2015, Theano-MPI section 4 (elastic averaging).
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -121,9 +125,9 @@ class LocalUpdates(OptimizerWrapper):
         arguments.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._rule = rules.parse(outer_optimizer)
-        # Now, as a rule's own optimizer cannot tell its rate while a step is traced.
+        # Read now: a rule's own optimizer cannot evaluate its learning rate while a step is traced.
         self._rule_settings = settings(self._rule, "outer_optimizer")
-        # Rounds exchange differences, which the rule adds up, whatever the optimizer inside is.
+        # Differences are added, so their plans do not depend on the inner optimizer.
         self._exchange = Step(exchanges.Adding(self), policy, bucket_bytes, sample_count)
         self._node = (
             exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
@@ -141,7 +145,7 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the inner optimizer's state, and the centre.
+        """Creates the inner optimizer's state and the global weights.
 
         Args:
           variables: The trainable variables.
@@ -149,17 +153,18 @@ class LocalUpdates(OptimizerWrapper):
         Raises:
           ValueError: If a variable is not floating point.
         """
-        # Keras gives none when it loads an .h5 file.
+        # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # On the CPU, as branches follow from it.
+        # On the CPU, since Python branches depend on it.
         with tf.device("/CPU:0"):
             self._number = self.add_variable((), dtype="int64", name="rounds")
         if runtime.size() > 1:
             self._build_synchronization(variables)
         else:
-            # Of copies, as in rounds: Keras names what an optimizer keeps after them.
+            # Keras names the state after its variables, so they must be copies, as on several
+            # ranks.
             self._rule.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.exchange.build()
@@ -185,9 +190,9 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables that are equal on all ranks, beside the centre: those of the rule.
+        """Variables that are equal on all ranks, apart from the global weights.
 
-        One rank has them, too, so that several go on from what it saves.
+        One rank has them, too, so that several ranks can resume from its checkpoint.
         """
         return [self._number, *self._rule.variables] if self.built else []
 
@@ -207,10 +212,10 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def plan(self) -> Plan:
-        """Plan of a round: which variable goes by which scheme, with bytes and reason.
+        """Communication plan of a synchronization: scheme, bytes and reason for each variable.
 
         Raises:
-          RuntimeError: If the optimizer is not built, and so does not know its variables.
+          RuntimeError: If the optimizer is not built, so that its variables are unknown.
         """
         plan = super().plan
         if self._synchronization is None:
@@ -246,14 +251,7 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        """Saves what the rule keeps; Keras saves the inner optimizer as a part of this one.
-
-        Args:
-          store: Keras's store for this optimizer.
-
-        Raises:
-          RuntimeError: If the variables hold this rank's own weights.
-        """
+        """Saves the rule's state; Keras saves the inner optimizer. Raises for local weights."""
         super().save_own_variables(store)
         if self._synchronization is not None and self._synchronization.weights.is_apart:
             raise RuntimeError(
@@ -267,11 +265,7 @@ class LocalUpdates(OptimizerWrapper):
 
     @override
     def load_own_variables(self, store: Any) -> None:
-        """Loads what the rule kept, if it was saved on several ranks.
-
-        Args:
-          store: Keras's store for this optimizer.
-        """
+        """Loads the rule's state, if it was saved on several ranks."""
         for index, variable in enumerate(self._rule.variables):
             if str(index) in store:
                 variable.assign(store[str(index)])
@@ -288,7 +282,7 @@ class LocalUpdates(OptimizerWrapper):
         self._carry_statistics()
 
     def _carry_statistics(self) -> None:
-        """Makes averaged state of the model's layers travel with the weights."""
+        """Adds averaged state of the model's layers to the synchronization."""
         if self._synchronization is not None:
             model = self._model()
             statistics = [] if model is None else entries.statistics_of(model, self)
@@ -302,7 +296,7 @@ class LocalUpdates(OptimizerWrapper):
             self._update(grads, variables, count)
             return
         self.prepare(variables)
-        # Ranks agree when a step is traced; what they exchange follows between executions.
+        # Ranks agree on the exchange when a step is traced; it runs between executions.
         with self._exchange.call(variables, variables, count):
             self._check_start(synchronization)
         if not synchronization.weights.has_begun:
@@ -312,16 +306,16 @@ class LocalUpdates(OptimizerWrapper):
             synchronization.count_samples(self._update(grads, variables, count))
 
     def end_step(self, steps: int = 1) -> None:
-        """Counts a step, and synchronizes the ranks if it is time.
+        """Counts steps, and synchronizes the ranks when the schedule requires it.
 
-        `fit` and `train_on_batch` call it. A loop of one's own calls it after each step, outside of
-        `tf.function`, on all ranks alike.
+        `fit` and `train_on_batch` call it. A custom loop must call it after each step, outside of
+        `tf.function`, on all ranks.
 
         Args:
-          steps: Number of steps that were executed since the last call (default 1).
+          steps: Number of steps executed since the last call (default 1).
 
         Raises:
-          RuntimeError: Within a `tf.function`; if an exchange in the background has failed.
+          RuntimeError: Within a `tf.function`, or if an exchange in the background has failed.
 
         Example:
           >>> import keras, tensorflow as tf, tfposeidon as tp
@@ -343,14 +337,14 @@ class LocalUpdates(OptimizerWrapper):
             self._synchronization.end_step(steps)
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
-        """Updates this rank's weights, and returns the samples that count."""
+        """Updates this rank's weights; returns the number of samples that count."""
         if self._node is not None:
             return self._node.update(grads, variables, count)
         self.updater.apply(with_merged_rows(grads), variables)
         return count
 
     def _check_start(self, synchronization: Synchronization) -> None:
-        """Checks, while the first step is traced, that all ranks begin with the same weights."""
+        """Checks during the first trace that all ranks start with the same weights."""
         if not self._has_checked_start:
             with tf.init_scope():
                 self._check_equal(synchronization.weights.equal_variables)
@@ -374,23 +368,23 @@ class LocalUpdates(OptimizerWrapper):
     @property
     @override
     def exposed_s(self) -> float:
-        """Communication that computation did not hide, in seconds over all steps so far."""
+        """Communication that did not overlap computation, in seconds over all steps so far."""
         own = 0.0 if self._synchronization is None else self._synchronization.exposed_s
         node = self._node
         return own + (node.exchange.exposed_s if node and node.exchange.is_timed else 0.0)
 
     @override
     def change_scheme(self, scheme: Any) -> None:
-        """Exchanges by another scheme from the next traced step on.
+        """Applies another scheme from the next traced step on.
 
         Args:
-          scheme: Any value that the constructor takes; the same on all ranks, at the same step.
+          scheme: Any value that the constructor accepts; the same on all ranks, at the same step.
 
         Raises:
-          ValueError: If the scheme cannot carry differences, or with `overlap_steps`, where an
-            exchange by the old one may be under way.
+          ValueError: If the scheme does not support differences, or with `overlap_steps`, where an
+            exchange with the old scheme may be pending.
         """
-        # What schemes keep stays with the same one.
+        # An equal scheme retains its error-feedback state.
         if policies.parse(scheme) != self.policy:
             super().change_scheme(scheme)
 
@@ -410,18 +404,18 @@ class LocalUpdates(OptimizerWrapper):
     @override
     @contextlib.contextmanager
     def global_weights(self, assign: bool = False) -> Iterator[None]:
-        """Puts the global weights into the variables, within this context.
+        """Assigns the global weights to the variables within this context.
 
-        Loops of one's own evaluate and save in it. `fit` and `train_on_batch` leave the global
-        weights in the variables, so that scripts need it nowhere else.
+        Custom loops evaluate and save models in it. `fit` and `train_on_batch` leave the global
+        weights in the variables, so other scripts do not need it.
 
         Args:
-          assign: True where weights that are assigned within it are the new global ones; each rank
-            goes on from its own (default False).
+          assign: True if weights assigned within the context become the new global weights; each
+            rank continues from its local weights (default False).
 
         Raises:
-          RuntimeError: If steps were taken and none was counted by `end_step`; at the end, if
-            weights were assigned without `assign`.
+          RuntimeError: If steps were executed and `end_step` counted none; at the end, if weights
+            were assigned without `assign`.
 
         Example:
           >>> import keras, tfposeidon as tp
@@ -471,12 +465,12 @@ class LocalUpdates(OptimizerWrapper):
             )
 
     def restart_from_weights(self) -> None:
-        """Makes all ranks go on from the values of the variables, as the new global weights.
+        """Makes all ranks continue from the current variables as the new global weights.
 
-        `fit` calls it where weights were assigned before it or between two epochs. Loops of one's
-        own call it after `load_weights`, on all ranks, with the same weights. It drops what a rank
-        has trained since the last synchronization, and the state of the schemes; the state of inner
-        and outer optimizers stays.
+        `fit` calls it after weights were assigned before it or between epochs. A custom loop calls
+        it after `load_weights`, on all ranks, with the same weights. It discards a rank's training
+        since the last synchronization and the state of the schemes. The state of inner and outer
+        optimizers is retained.
 
         Raises:
           RuntimeError: On all ranks, if their weights differ.
@@ -484,7 +478,7 @@ class LocalUpdates(OptimizerWrapper):
         if self._synchronization is not None:
             self._check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # Now: a step that is traced already would not.
+            # Here, since a step that is already traced does not call it.
             self._synchronization.begin_step()
 
     @override

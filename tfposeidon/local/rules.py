@@ -1,4 +1,8 @@
-"""Rules of a round: how the centre follows the ranks' weights, and these follow the centre."""
+"""Outer optimizers: how a synchronization updates the global weights and the ranks' own weights.
+
+Think of a rule as an optimizer of the global weights, with the mean difference of the ranks'
+weights as its (negative) gradient. Named rules and Keras optimizers are parsed into `Rule` objects.
+"""
 
 from __future__ import annotations
 
@@ -16,45 +20,50 @@ from tfposeidon.optimizers.wrapping import leaves
 
 
 class Rule(ABC):
-    """Base of the rules: what a round makes of the mean difference from the centre.
+    """Base class of outer optimizers, which apply the mean difference from the global weights.
 
-    Between rounds each rank trains weights of its own. A round exchanges how far these are from
-    the centre, weights that are equal on all ranks; a rule moves the centre, and says where the
-    rank goes on. Like Keras's optimizers, a rule belongs to one optimizer once it is built.
+    Between synchronizations each rank trains local weights. A synchronization exchanges their
+    differences from the global weights, which are equal on all ranks. A rule updates the global
+    weights and determines the weights from which each rank continues. Like a Keras optimizer, a
+    rule belongs to one optimizer once it is built.
     """
 
     weighs_samples: bool = True
-    """True if a rank counts by the samples of its round, False if all ranks count alike."""
+    """True to weight ranks by samples since the last synchronization, False for equal weights."""
 
     momentum: float = 0.0
-    """Momentum of the centre's own movement."""
+    """Momentum of the updates of the global weights."""
 
     @property
     def variables(self) -> list[Any]:
-        """Variables that it keeps from round to round, equal on all ranks."""
+        """Variables that persist between synchronizations, equal on all ranks."""
         return []
 
     def build(self, centre: Sequence[Any]) -> None:  # noqa: B027
-        """Makes its variables.
+        """Creates the rule's variables.
 
         Args:
-          centre: Keras variables that hold the centre.
+          centre: Keras variables that hold the global weights.
         """
 
     @abstractmethod
     def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
-        """Moves the centre.
+        """Updates the global weights.
 
         Args:
-          centre: Keras variables that hold the centre, which are assigned.
-          means: Mean over ranks of the differences from the centre, one for each variable.
+          centre: Keras variables that hold the global weights, which are assigned.
+          means: Mean over ranks of the differences from the global weights, one tensor per variable
+            with its shape and dtype.
         """
 
     def pull(self, replicas: int) -> float:
-        """Returns the share of its difference that a rank gives up in a round; 1 joins the centre.
+        """Returns the share of its difference that a rank gives up; 1 assigns the global weights.
 
         Args:
-          replicas: Number of replicas that train by themselves: ranks, or nodes.
+          replicas: Number of replicas with local weights: ranks, or nodes.
+
+        Returns:
+          Share in (0, 1]. Below 1, replicas keep different weights.
         """
         return 1.0
 
@@ -64,11 +73,7 @@ class Rule(ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rule:
-        """Makes a rule of what `get_config` returned.
-
-        Args:
-          config: Arguments of the constructor, by name.
-        """
+        """Creates a rule from a result of `get_config`."""
         return cls(**config)
 
     def __repr__(self) -> str:
@@ -78,9 +83,9 @@ class Rule(ABC):
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class Average(Rule):
-    """Averages the weights of all ranks, and all go on from the mean (local SGD).
+    """Averages the weights of all ranks, which continue from the mean (local SGD).
 
-    With `sync_every=1` and SGD without momentum it is synchronous training. With
+    With `sync_every=1` and SGD without momentum, this is synchronous training. With
     `LocalUpdates(warmup_steps=...)` it is post-local SGD.
 
     Source: Stich 2019 (local SGD); Lin et al. 2018, arXiv 1808.07217 (post-local SGD).
@@ -97,21 +102,22 @@ class Average(Rule):
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class Elastic(Rule):
-    """Pulls ranks and centre towards one another (EASGD); with Nesterov momentum inside, EAMSGD.
+    """Moves local and global weights toward each other (EASGD; EAMSGD with Nesterov momentum).
 
-    In a round each replica (a rank, or with `hierarchical=True` a node) gives up
-    `alpha = beta / replicas` of its difference from the centre, and the centre gains what all have
-    given up. Replicas stay apart.
+    In a synchronization, each replica (a rank, or a node with `hierarchical=True`) subtracts `alpha
+    = beta / replicas` of its difference from the global weights, and the global weights add the
+    same amounts. Replicas keep different weights. For EAMSGD, the inner optimizer uses Nesterov
+    momentum.
 
     Args:
-      beta: Share of the mean difference by which the centre moves, above 0 and at most 1: with
-        more, `replicas x alpha > 1`, and synchronous elastic averaging diverges.
+      beta: Share of the mean difference that the global weights add, above 0 and at most 1. Larger
+        values mean `replicas x alpha > 1`, for which synchronous elastic averaging diverges.
 
     Raises:
       ValueError: If `beta` is out of its range.
 
     Source: Zhang, Choromanska and LeCun 2015, arXiv 1412.6651, algorithm 1 with all workers in
-    step. Differs: there is no server; every rank keeps the centre.
+    step. Differs: there is no server; every rank holds the global weights.
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
@@ -144,21 +150,23 @@ class Elastic(Rule):
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class Outer(Rule):
-    """Moves the centre by an optimizer, for which the mean difference is the gradient (DiLoCo).
+    """Updates the global weights with an optimizer, from the mean difference as gradient (DiLoCo).
 
-    All ranks go on from the centre. It needs many rounds, or an inner optimizer with little
-    momentum: with few steps in a round, momentum inside and outside add up.
+    All ranks continue from the global weights. The method needs many synchronizations, or an inner
+    optimizer with little momentum: with few steps per synchronization, inner and outer momentum add
+    up.
 
     Args:
-      optimizer: A Keras optimizer for the centre; it is given centre minus mean weights as the
-        gradient. Default `SGD(0.7, momentum=0.9, nesterov=True)`, as in the source.
+      optimizer: A Keras optimizer for the global weights. Its gradient (the pseudo-gradient) is
+        global minus mean weights. Default `SGD(0.7, momentum=0.9, nesterov=True)`, as in the
+        source.
 
     Raises:
       ValueError: If `optimizer` is not a Keras optimizer.
 
-    Memory: what the optimizer keeps; one copy of the weights for momentum.
+    Memory: the optimizer's state; one copy of the weights for momentum.
 
-    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: ranks weigh by samples.
+    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: samples weight the ranks.
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.AdamW(4e-4)
@@ -189,7 +197,8 @@ class Outer(Rule):
 
     @override
     def build(self, centre: Sequence[Any]) -> None:
-        # It serves replicas of tf.distribute, and would hold the graph of each traced step.
+        # The original method serves `tf.distribute`, and would retain the graph of each traced
+        # step.
         for leaf in leaves(self.optimizer):
             leaf._all_reduce_sum_gradients = list
         self.optimizer.build(centre)
@@ -218,20 +227,20 @@ class Outer(Rule):
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class SlowMomentum(Outer):
-    """Moves the centre with momentum (SlowMo).
+    """Updates the global weights with momentum (SlowMo).
 
     Args:
-      momentum: Momentum of the centre, in [0, 1).
+      momentum: Momentum of the global weights, in [0, 1).
       rate: Factor on its velocity, above 0; 1 in the source.
 
     Raises:
       ValueError: If an argument is out of its range.
 
-    Memory: a copy of the weights for velocity.
+    Memory: one copy of the weights for velocity.
 
-    Source: Wang et al. 2020, ICLR (SlowMo), algorithm 1. Differs: velocity is kept in units of
-    weights, not of gradients, so that it is the same on all ranks whatever their learning rates;
-    with a constant rate that makes no difference. The inner optimizer's slots stay as they are.
+    Source: Wang et al. 2020, ICLR (SlowMo), algorithm 1. Differs: velocity is in units of weights,
+    not of gradients, so that it is equal on all ranks for any learning rates; with a constant rate
+    this makes no difference. The inner optimizer's state is unchanged.
 
     >>> import keras, tfposeidon as tp
     >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=12,
@@ -257,7 +266,7 @@ class SlowMomentum(Outer):
 
 
 FEWEST_WITH_MOMENTUM = 8
-"""Steps between synchronizations below which momentum inside and outside does harm."""
+"""Steps per synchronization below which inner and outer momentum together do harm."""
 
 NAMES = {
     "average": Average,
@@ -265,11 +274,11 @@ NAMES = {
     "outer": Outer,
     "slow_momentum": SlowMomentum,
 }
-"""Rules that users may name."""
+"""Rules by the names that users may pass."""
 
 
 def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
-    """Refuses schemes that keep differences which are still there in the next exchange."""
+    """Refuses error feedback if replicas keep differences that the next exchange sends again."""
     if keeps and rule.pull(2) < 1.0:
         raise ValueError(
             "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
@@ -280,7 +289,7 @@ def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
 
 
 def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
-    """Warns where momentum inside and outside add up within few steps."""
+    """Warns if inner and outer momentum add up within few steps."""
     if rule.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
         runtime.say(
             "tfposeidon: LocalUpdates(sync_every=%d): with momentum inside (%g) and outside (%g), "
@@ -294,14 +303,7 @@ def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
 
 
 def parse(rule: Any) -> Rule:
-    """Returns the rule that a user means.
-
-    Args:
-      rule: A rule, the name of one, or a Keras optimizer, which stands for `Outer` with it.
-
-    Raises:
-      ValueError: If it is none of these.
-    """
+    """Returns the rule for a rule, a name, or a Keras optimizer, which becomes `Outer`."""
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, keras.optimizers.Optimizer):
@@ -315,11 +317,7 @@ def parse(rule: Any) -> Rule:
 
 
 def momentum_of(optimizer: Any) -> float:
-    """Returns the momentum of a Keras optimizer, or what takes its place; 0 for none.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped any number of times.
-    """
+    """Returns the momentum (or `beta_1`) of a Keras optimizer, wrapped or not; 0 for none."""
     return max(
         float(getattr(leaf, "momentum", 0.0) or getattr(leaf, "beta_1", 0.0) or 0.0)
         for leaf in leaves(optimizer)

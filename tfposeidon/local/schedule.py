@@ -1,4 +1,4 @@
-"""When rounds are."""
+"""Steps at which ranks with local weights synchronize."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from tfposeidon import ranges
 
 @dataclass(frozen=True)
 class Schedule:
-    """When rounds are.
+    """Steps at which ranks with local weights synchronize.
 
-    Args:
-      sync_every: Steps from one round to the next, at least 1.
-      overlap_steps: Steps from an exchange to its result, below `sync_every`; 0 waits for it.
-      warmup_steps: Rounds at the beginning that have one step each, without delay.
-
-    Raises:
-      ValueError: If a number is out of its range.
+    An exchange starts every `sync_every` steps, and its result is applied `overlap_steps` later,
+    where 0 waits for it. The first `warmup_steps` synchronizations follow one step each, without
+    overlap.
     """
 
     sync_every: int
@@ -36,7 +32,7 @@ class Schedule:
             )
 
     def check_steps_per_execution(self, steps: int) -> None:
-        """Refuses executions of several steps that do not end where ranks synchronize."""
+        """Refuses `steps_per_execution` if synchronizations would fall within an execution."""
         if steps > 1 and self.warmup_steps:
             raise ValueError(
                 "With `warmup_steps` ranks synchronize after each step. Received: "

@@ -1,4 +1,8 @@
-"""Shows the global weights of `LocalUpdates` to the code of users, and hides them in steps."""
+"""Assigns the global weights of `LocalUpdates` for user code, and local weights for steps.
+
+`fit` calls this module's hooks and callbacks. Weights that user code assigns in between become the
+new global weights.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,9 @@ from tfposeidon.training.hooks import FitHooks
 
 
 class Showing:
-    """Shows and hides the global weights of one optimizer.
+    """Switches a model's variables between global and local weights around steps and callbacks.
 
-    Weights that are assigned while they are shown are those from which all ranks go on.
-
-    Args:
-      find: Function that returns the synchronization; `None` before the optimizer is built.
-      prepare: Called before the first step, to carry averaged state of layers.
-      end_fit: Called at the end of `fit`.
+    All ranks continue from weights that are assigned while the global weights are shown.
     """
 
     def __init__(
@@ -34,13 +33,15 @@ class Showing:
         prepare: Callable[[], None],
         end_fit: Callable[[], None],
     ) -> None:
+        # The synchronization is `None` before the optimizer is built. `prepare` runs before the
+        # first step, and adds averaged state of layers.
         self._find, self._prepare, self._end_fit = find, prepare, end_fit
-        # After `fit` all ranks take the first step, which may communicate.
+        # After `fit`, all ranks take the first step together, so it may communicate.
         self._looks_once = False
         self._shows_after_steps = True
 
     def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
-        """Returns what `fit` of a model does for the optimizer."""
+        """Returns the optimizer's hooks for `fit` of a model."""
         reference: Callable[[], Any] = weakref.ref(model)
 
         def begin_step() -> None:
@@ -57,7 +58,7 @@ class Showing:
         )
 
     def show(self) -> None:
-        """Puts the global weights into the variables, until the next step."""
+        """Assigns the global weights to the variables, until the next step."""
         if (synchronization := self._find()) is not None:
             synchronization.weights.show()
 
@@ -76,7 +77,7 @@ class Showing:
                 "LocalUpdates.restart_from_weights() afterwards, on all ranks."
             )
         if not synchronization.weights.has_begun:
-            # Statistics move in the step, before it comes to the optimizer.
+            # Statistics change in the step, before it calls the optimizer.
             self._prepare()
         synchronization.begin_step()
 
@@ -99,18 +100,16 @@ class Showing:
             self.show()
 
     def end_fit(self) -> None:
-        """Ends a `fit`: the first step after it looks whether other weights were assigned."""
+        """Ends a `fit`: the first step after it checks for assigned weights."""
         self.restart_if_assigned()
         self._looks_once = True
         self._end_fit()
 
     def restart_if_assigned(self, are_equal: bool = True) -> None:
-        """Shows the global weights, and makes all ranks go on from those that were assigned.
+        """Shows the global weights, and restarts all ranks from assigned weights; collective.
 
-        All ranks call it together. `are_equal=False` is for weights that a broadcast may follow.
-
-        Raises:
-          RuntimeError: On all ranks, if weights should be equal and are not.
+        It raises on all ranks if weights differ, unless `are_equal` is False, as before a
+        broadcast.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:
@@ -130,7 +129,7 @@ class Showing:
 
 
 class First(keras.callbacks.Callback):
-    """Shows the global weights before callbacks of the user look at them."""
+    """Keras callback that shows the global weights before the user's callbacks run."""
 
     def __init__(self, showing: Showing) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class First(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        # A broadcast may follow, and the state that other callbacks restore.
+        # A broadcast may follow, or other callbacks may restore the state.
         self._showing.restart_if_assigned(are_equal=False)
 
     @override
@@ -155,7 +154,7 @@ class First(keras.callbacks.Callback):
 
 
 class Last(keras.callbacks.Callback):
-    """Goes on from the weights that callbacks of the user have assigned."""
+    """Keras callback that restarts from weights that the user's callbacks have assigned."""
 
     def __init__(self, showing: Showing) -> None:
         super().__init__()
@@ -171,11 +170,12 @@ class Last(keras.callbacks.Callback):
 
 
 def looks_after_batches(callback: Any) -> bool:
-    """Returns whether a callback may look at weights, or save them, after batches."""
-    # Subclasses may do more.
+    """Returns whether a callback may read or save weights after batches."""
+    # Subclasses may have more hooks.
     if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
         return bool(callback.save_freq != "epoch")
-    # All others of Keras look at the end of epochs only; our own know of global weights.
+    # Other Keras callbacks read weights at the end of epochs only; those of `keras_callbacks`
+    # handle global weights.
     is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")
     if is_known and not isinstance(callback, keras.callbacks.LambdaCallback):
         return False

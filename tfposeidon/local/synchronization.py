@@ -1,9 +1,9 @@
-"""Synchronization: ranks exchange how far they are from the global weights, once in several steps.
+"""Synchronization: once in several steps, ranks exchange their differences from the global weights.
 
-It happens in Python, between the executions of train functions. Think of three graphs: `contribute`
-takes the differences, `exchange` averages them over the ranks, and `settle` moves the global
-weights by the mean, and this rank after them. With `overlap_steps` a thread runs `exchange` during
-the next steps, and `settle` follows after so many of them on all ranks.
+It runs in Python, between the executions of train functions. Think of three graphs: `contribute`
+computes the differences, `exchange` averages them over the ranks, and `settle` updates the global
+weights with the mean, and then this rank's weights. With `overlap_steps` a thread runs `exchange`
+during the next steps, and all ranks run `settle` after that number of steps.
 """
 
 from __future__ import annotations
@@ -36,25 +36,14 @@ from tfposeidon.state.rank_state import StateDescription
 log = logging.getLogger("tfposeidon")
 
 EXIT_PATIENCE_S = 3.0
-"""Seconds for which a process that ends waits for its last exchange."""
+"""Seconds that an exiting process waits for its last exchange."""
 
 
 class Synchronization:
-    """Counts steps, and synchronizes when enough have passed.
+    """Counts steps, and synchronizes after `sync_every` of them.
 
-    Args:
-      exchange: Agreement, plans and schemes of the differences.
-      inner: Function that returns the inner optimizer; `fit` may replace it.
-      rule: Outer optimizer, which is built here.
-      variables: Variables that the inner optimizer trains.
-      schedule: When to synchronize.
-      number: Keras variable that counts synchronizations.
-      replicas: Number of replicas that train by themselves: ranks, or nodes.
-      share: Share of this rank in its replica: 1, or one over the ranks of its node.
-
-    Attributes:
-      weights: Global weights, beside those that this rank trains.
-      exposed_s: Seconds for which steps have waited for an exchange.
+    A replica is a group of ranks with equal weights: one rank, or the ranks of one node. `share` is
+    this rank's part of its replica: 1, or one over the ranks of its node.
     """
 
     def __init__(
@@ -68,6 +57,7 @@ class Synchronization:
         replicas: int,
         share: float,
     ) -> None:
+        # A function, since `fit` may replace the inner optimizer.
         self._exchange_of, self._inner, self._rule = exchange, inner, rule
         self._variables, self._schedule, self._number = list(variables), schedule, number
         self._replicas, self._share = replicas, share
@@ -80,16 +70,17 @@ class Synchronization:
         self._steps = 0
         self._has_counted = self._have_agreed = self._is_under_way = False
         self._flight: Flight | None = None
-        # A checkpoint holds them, so that a resumed run makes the exchange once more.
+        # A checkpoint includes them, so that a resumed run can repeat the exchange.
         self._sent: list[tf.Variable] = []
         self._graphs: dict[str, Any] = {}
         self._traced_for: tuple[Exchanger, int] | None = None
+        # Seconds that steps have waited for an exchange.
         self.exposed_s = 0.0
-        # Before Horovod ends, which would take an exchange along.
+        # Must run before Horovod shuts down and aborts a pending exchange.
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self, statistics: Sequence[Any]) -> None:
-        """Makes the variables that are still missing; `statistics` travel with the weights."""
+        """Creates missing variables; `statistics` are synchronized together with the weights."""
         self.weights.carry(statistics)
         if self._schedule.overlap_steps:
             with tf.init_scope():
@@ -100,23 +91,24 @@ class Synchronization:
     # ------------------------------------------------------------------ steps
 
     def count_samples(self, count: Any) -> None:
-        """Adds the samples of an update, as an op of the step; `None` weighs all steps the same."""
+        """Adds the samples of an update, as an op of the step; `None` weights all steps equally."""
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
     def begin_step(self) -> None:
-        """Makes the variables hold this rank's own weights; the first step makes them."""
+        """Assigns this rank's own weights to the variables; the first step initializes them."""
         if not self.weights.has_begun:
-            # Weights that were assigned are where all begin: nothing that was kept belongs to them.
+            # Assigned weights are the new start of all ranks, so earlier error-feedback state is
+            # invalid.
             self._restart_count()
             if self.exchanger.states.exist:
                 self.exchanger.states.drop()
         self.weights.begin()
 
     def end_step(self, steps: int = 1) -> None:
-        """Counts steps that were executed, and synchronizes if it is time."""
+        """Counts executed steps, and synchronizes when the schedule requires it."""
         self._has_counted = True
         if not self._have_agreed:
-            # On the exchange, as they do in the optimizer's first step.
+            # Ranks agree on the exchange in the optimizer's first step.
             self._have_agreed = self.exchanger.prefix is not None
             if not self._have_agreed:
                 return
@@ -135,11 +127,8 @@ class Synchronization:
             self._synchronize(has_data=True)
 
     def join(self) -> bool:
-        """Takes part in the next synchronization of the other ranks, without data.
-
-        Returns True once no rank has data.
-        """
-        # Evaluation shows the global weights before the epoch has ended.
+        """Joins the next synchronization without data; returns True if no rank has data."""
+        # Evaluation may have assigned the global weights before the end of the epoch.
         was_shown = self.weights.is_shown
         self.begin_step()
         self._arrive()
@@ -149,18 +138,18 @@ class Synchronization:
         return absent == self.exchanger.wire.topology.size
 
     def restart(self) -> None:
-        """Goes on from the values of the variables, and drops what was trained and kept since."""
+        """Restarts from the values of the variables, without a pending exchange."""
         self.discard()
         self.weights.restart()
 
     @property
     def has_yet_to_settle(self) -> bool:
-        """True if steps were counted, and no synchronization has ended."""
+        """True if steps were counted, and no synchronization has completed."""
         has_none = int(self._number.numpy()) <= self._is_under_way
         return has_none and (self._is_under_way or self._steps > 0)
 
     def check_steps_are_counted(self) -> None:
-        """Refuses updates of which no step was ever counted."""
+        """Refuses updates if no step was ever counted."""
         has_steps = self._steps > 0 or self._has_counted
         if not has_steps and float(self._samples.numpy()) > 0.0:
             raise RuntimeError(
@@ -187,7 +176,7 @@ class Synchronization:
         self._flight = self._launched(sent)
 
     def _arrive(self) -> None:
-        """Waits for the exchange that is under way, if any, and settles it."""
+        """Waits for the pending exchange, if any, and applies its result."""
         if not self._is_under_way:
             return
         flight = self._present_flight()
@@ -197,23 +186,23 @@ class Synchronization:
         self.exposed_s += time.perf_counter() - begin
 
     def discard(self, timeout_s: float | None = None) -> None:
-        """Drops the exchange that is under way, once it is done or the time is up."""
+        """Discards the pending exchange after it has completed or the timeout has expired."""
         flight, self._flight, self._is_under_way = self._flight, None, False
         if flight is not None:
             flight.wait(timeout_s)
             if timeout_s is None:
-                # Raises its error, if it has failed.
+                # Raises the error of a failed exchange.
                 flight.found()
 
     def _present_flight(self) -> Flight:
-        """Returns the exchange that is under way; a run that was resumed makes it once more."""
+        """Returns the pending exchange; a resumed run starts it again."""
         if self._flight is None:
             self._flight = self._launched(self._sent_before())
         return self._flight
 
     def _launched(self, sent: Sent) -> Flight:
         graph = self._graph("exchange")
-        # In this thread: TensorFlow's traces are better off without another one.
+        # Traced in this thread, since tracing in several threads can interfere.
         graph.get_concrete_function(sent)
         return Flight(sent, lambda: graph(sent))
 
@@ -248,11 +237,11 @@ class Synchronization:
 
     @property
     def exchanger(self) -> Exchanger:
-        """Exchanger of the differences, by the present scheme."""
+        """Exchanger of the differences, with the current scheme."""
         return self._exchange_of.exchanger(self._variables)
 
     def _graph(self, name: str) -> Any:
-        """Returns a graph, which is traced again for another scheme or more statistics."""
+        """Returns a graph, traced again after a change of the scheme or of the statistics."""
         now = self.exchanger, len(self.weights.variables)
         if self._traced_for != now:
             partial = functools.partial
@@ -270,7 +259,7 @@ class Synchronization:
     def _contribution(self) -> Sent:
         differences, statistics = self.weights.differences, self.weights.own_statistics
         samples, finite = self._samples.read_value(), _all_finite(differences)
-        # Of updates, and not of steps: the ranks of a node drop those that one of them lacks.
+        # Samples, not steps: the ranks of a node drop an update if one of them is absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         count = samples if self._rule.weighs_samples else worked
         return Sent(differences, statistics, tf.where(finite, count, 0.0), finite)
@@ -282,7 +271,7 @@ class Synchronization:
         statistics = self._mean_statistics(exchanger, sent.statistics, weight)
         means, states = self._mean_differences(exchanger, sent.differences, weight)
         counts = tf.logical_and(_all_finite(means), presence.total > 0.0)
-        # Means of bfloat16 come in float32.
+        # Means of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, sent.differences, strict=True)]
         return Found(means, statistics, states, presence.total, counts, presence.absent)
 
@@ -296,7 +285,7 @@ class Synchronization:
         kept: list[tf.Tensor] = []
         last = weight
         for index, bucket in enumerate(exchanger.plan.buckets):
-            # One after the other, so that a collective of a step waits for one of them at most.
+            # In sequence, so that a collective of a step waits for at most one bucket.
             with tf.control_dependencies([last]):
                 own = [
                     tf.identity(difference) if member in bucket.members else None
@@ -315,7 +304,7 @@ class Synchronization:
             return []
         wire = exchanger.wire
         flat = joined(statistics)
-        # Those of a rank that does not count need not be finite.
+        # The statistics of a rank with zero weight may be NaN or infinite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(
             flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
@@ -323,7 +312,7 @@ class Synchronization:
         return parted(mean, statistics)
 
     def _settled(self, sent: Sent, found: Found, is_late: bool) -> tf.Tensor:
-        """Moves the global weights, and this rank; returns whether its statistics were finite."""
+        """Updates global weights and this rank; returns whether its statistics were finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
         are_finite = _all_finite(weights.variables[weights.trained :])
@@ -337,7 +326,7 @@ class Synchronization:
         for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
         if not self._rule.weighs_samples:
-            # Of all replicas: those that contribute nothing do not move the global weights either.
+            # Divided by all replicas: a replica without samples contributes a zero difference.
             share = found.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
         self._rule.move(weights.copies[: weights.trained], means)
@@ -346,11 +335,11 @@ class Synchronization:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(weights.copies[weights.trained :], found.statistics, strict=True):
-            # Those that some rank began with are not finite.
+            # Statistics that were not finite at the start of a rank make the mean not finite.
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Sent, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
-        """Moves this rank's weights; `before` has the global ones before a late settlement."""
+        """Updates this rank's weights; `before` has the global ones before a delayed update."""
         weights, pull = self.weights, self._rule.pull(self._replicas)
         # A replica that processed no samples keeps its weights.
         share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
@@ -361,15 +350,15 @@ class Synchronization:
             if is_trained and pull < 1.0:
                 moved = own - tf.cast(share, own.dtype) * sent.differences[index]
             elif is_trained and before:
-                # What this rank has trained meanwhile stays.
+                # Preserves the training of this rank during the exchange.
                 late = own + (now - before[index]) - sent.differences[index]
                 moved = either(counts, late, own)
             elif pull < 1.0 or before:
-                # Statistics of ranks that stay apart.
+                # Statistics of ranks with different weights stay separate.
                 moved = own
             else:
                 moved = either(counts, now, own)
-            # Statistics are each rank's own, also in a node whose ranks have the same weights.
+            # Statistics differ between ranks, even within a node whose ranks share weights.
             stays = sent.finite if is_trained else tf.logical_and(sent.finite, is_finite(own))
             variable.assign(either(stays, moved, now))
 
@@ -377,7 +366,7 @@ class Synchronization:
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """State that belongs to this rank, each with its description."""
+        """State of this rank with descriptions."""
         variables = [Counters(self), self._samples, *self.weights.copies]
         if self._schedule.overlap_steps:
             variables += [self._count, self._finite, *self._sent]
@@ -389,9 +378,9 @@ class Synchronization:
 
     @property
     def counters(self) -> list[int]:
-        """Numbers of Python that a resumed run goes on with."""
+        """Python counters that a checkpoint saves."""
         if self.weights.was_assigned:
-            # A resumed run begins from them, as this one is about to.
+            # A resumed run restarts from the assigned weights, as this run is about to.
             return [0, 0, 0]
         return [int(self.weights.has_begun), self._steps, int(self._is_under_way)]
 
@@ -404,7 +393,7 @@ class Synchronization:
 
 
 class Counters:
-    """Counters of a `Synchronization`, which a checkpoint reads and assigns like a variable."""
+    """Counters of a `Synchronization` that a checkpoint reads and assigns like a variable."""
 
     name, shape, dtype = "local_counters", (3,), tf.int64
 
@@ -412,19 +401,19 @@ class Counters:
         self._synchronization = synchronization
 
     def numpy(self) -> np.ndarray:
-        """Returns their values, `[3]` int64."""
+        """Returns the counters, `[3]` int64."""
         return np.asarray(self._synchronization.counters, "int64")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return self.numpy()
 
     def assign(self, values: Any) -> None:
-        """Sets their values."""
+        """Sets the counters."""
         self._synchronization.counters = np.asarray(values).tolist()
 
 
 def _wait_at_exit(reference: weakref.ref[Synchronization]) -> None:
-    # Not for ever: the other ranks may be gone.
+    # With a timeout: the other ranks may have exited.
     if (synchronization := reference()) is not None:
         synchronization.discard(EXIT_PATIENCE_S)
 

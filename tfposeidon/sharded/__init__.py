@@ -1,1 +1,1 @@
-"""Optimizer state on its owner: each rank updates a part of the variables, and all gather them."""
+"""Sharded optimizer state: each rank updates a part of the variables, and all ranks gather them."""

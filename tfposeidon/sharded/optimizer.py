@@ -1,4 +1,8 @@
-"""`ShardedOptimizer`: each rank keeps the optimizer's state for its own part of the variables."""
+"""`ShardedOptimizer`: each rank holds the optimizer state of its own part of the variables.
+
+Think of `DistributedOptimizer` with the all-reduce split in two: a reduce-scatter of gradients
+before the inner optimizer's update, and an all-gather of variables after it.
+"""
 
 from __future__ import annotations
 
@@ -32,43 +36,45 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-"""Optimizers whose rule updates each element by itself.
+"""Optimizers that update each element independently.
 
-Not Keras's Lamb, Adafactor and Muon: these take norms, rows or products of whole variables.
+Not Keras's Lamb, Adafactor and Muon: these use norms, rows or products of whole variables.
 """
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class ShardedOptimizer(DistributedOptimizer):
-    """Averages gradients as `DistributedOptimizer` does, with a P-th of the optimizer's state.
+    """Optimizer that averages gradients as `DistributedOptimizer` does, and shards its state.
 
-    Each rank keeps the state for its own part of the variables, applies the inner optimizer there,
-    and gathers the new values of the others: as many bytes as an all-reduce, a P-th of the memory
-    and of the update's work. Training is that of `DistributedOptimizer`, to rounding.
+    Each of P ranks holds the state for its own part of the variables, applies the inner optimizer
+    there, and gathers the new values of the other parts. This sends as many bytes as an all-reduce,
+    and divides the state's memory and the update's work by P. Training equals that of
+    `DistributedOptimizer` up to rounding.
 
-    The state is saved by `keras_callbacks.Checkpoint`, in parts. For a `.keras` file all ranks give
-    `fit` a `keras_callbacks.GatherState`, or call `gather_state`, first.
+    `keras_callbacks.Checkpoint` saves the state in parts. Before saving a `.keras` file, all ranks
+    pass `keras_callbacks.GatherState` to `fit`, or call `gather_state`.
 
     Args:
-      inner_optimizer: A Keras optimizer that is neither distributed nor built yet, and updates each
-        element by itself (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or `LAMB`.
-        One of your own says so by an attribute `updates_elementwise = True`.
-      scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`: variables
-        that go by another scheme than `"ps"` are updated by every rank.
+      inner_optimizer: A Keras optimizer that is neither distributed nor built, and updates each
+        element independently (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or
+        `LAMB`. A custom optimizer declares this with an attribute `updates_elementwise = True`.
+      scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`: every rank
+        updates all variables with other schemes than `"ps"`.
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
-      gradient_accumulation_steps: Calls of `apply` for one update; see `DistributedOptimizer`.
-      sample_count: Function by which ranks weigh; see `DistributedOptimizer`.
+      gradient_accumulation_steps: Calls of `apply` per update; see `DistributedOptimizer`.
+      sample_count: Function that returns a rank's weight; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"sharded_optimizer"`).
       **others: Any other arguments, which are all refused.
 
     Raises:
-      TypeError: For unknown arguments, or if `sample_count` is no function.
+      TypeError: For unknown arguments, or if `sample_count` is not a function.
       ValueError: If an argument is out of its range, if the inner optimizer needs whole variables,
-        or if the scheme leaves nothing to shard, or depends on factors.
+        or if the scheme shards no variable or depends on factors.
 
-    Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does; where
-    norms of gradients or layers are needed, one small all-reduce more.
-    Source: Zhang et al. 2017 (Poseidon), section 4.1, whose store updates at the server;
+    Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does, and one
+    small all-reduce if norms of gradients or layers are needed.
+
+    Source: Zhang et al. 2017 (Poseidon), section 4.1, whose parameter server applies updates;
     Rajbhandari et al. 2020 (ZeRO), stage 1.
 
     Example:
@@ -108,7 +114,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def _build_inner(self, variables: Sequence[Any]) -> None:
         inner = self.inner_optimizer
-        # Unbuilt, so that it builds its state for this rank's part and never for whole variables.
+        # Must be unbuilt, so that it creates state for this rank's part only.
         if inner.built:
             raise ValueError(
                 "The optimizer's state is made by ShardedOptimizer, in parts. Received: "
@@ -133,7 +139,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables of the inner optimizer that are equal on all ranks: all but those of shards."""
+        """Variables of the inner optimizer that are equal on all ranks, without state of shards."""
         variables = super().variables
         return variables if self._shards is None else self._shards.without_slots(variables)
 
@@ -143,23 +149,24 @@ class ShardedOptimizer(DistributedOptimizer):
         return [*super().rank_state, *(self._shards.rank_state if self._shards else ())]
 
     def gather_state(self, rank: int = 0) -> None:
-        """Brings the optimizer's whole state to one rank, which can save the model until it trains.
+        """Gathers the whole optimizer state on one rank, which can save it until the next step.
 
-        All ranks call it together. It takes the memory of the whole state on that rank's host.
+        All ranks call it together. The whole state must fit into that rank's host memory.
 
         Args:
-          rank: Rank that gets the state (default 0).
+          rank: Rank that receives the state (default 0).
         """
         if self._shards is not None:
             self._shards.gather_state(rank)
 
     def scatter_state(self, rank: int = 0) -> None:
-        """Gives every rank its part of the state, after a model was loaded on one rank alone.
+        """Distributes the state to its owners, after one rank alone has loaded a model.
 
-        All ranks call it together, before the next step; `keras_callbacks.BroadcastVariables` does.
+        All ranks call it together before the next step; `keras_callbacks.BroadcastVariables` calls
+        it.
 
         Args:
-          rank: The rank that has loaded the model (default 0).
+          rank: Rank that has loaded the model (default 0).
         """
         if self._shards is not None:
             self._shards.scatter_state(rank)
@@ -198,11 +205,7 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages.
-
-        Args:
-          var_list: The trainable variables.
-        """
+        """Ends `fit` like the inner optimizer: `use_ema` replaces variables by their averages."""
         if self._shards is not None and innermost(self).use_ema:
             self._shards.finalize()
         else:
@@ -233,10 +236,10 @@ def _check_policy(policy: policies.Policy) -> None:
 
 def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     optimizer = innermost(inner)
-    # A list of rules, not `isinstance`: a subclass with a rule of its own may need whole variables.
-    # Subclasses that change only their constructor keep the rule: AdamW has Adam's.
+    # An explicit list instead of `isinstance`: a subclass with its own `update_step` may need whole
+    # variables. Subclasses that change only the constructor inherit it: AdamW uses Adam's.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
-    # Norms of layers are summed over the parts.
+    # These optimizers sum the norms of layers over the parts.
     sums_norms = isinstance(optimizer, LayerWiseOptimizer)
     declared = getattr(optimizer, "updates_elementwise", False)
     if rule not in ELEMENTWISE and not sums_norms and not declared:

@@ -1,4 +1,7 @@
-"""Exchange by halves: each rank keeps its own part of the means, and gathers whole variables."""
+"""Scheme of sharded updates: reduce-scatter of gradients, and all-gather of updated variables.
+
+`OwnParts` leaves each mean with its shard owner; the optimizer gathers the updated values later.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tfposeidon.schemes.base import State
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParts(ParameterServer):
-    """Parameter server whose means stay with their servers."""
+    """Parameter server that leaves means with their shard owners."""
 
     name: ClassVar[str] = "ps"
 
@@ -38,17 +41,17 @@ class OwnParts(ParameterServer):
         return tf.split(mean, [end - begin for begin, end in self.parts(descriptions, topology)])
 
     def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
-        """Returns a whole bucket, `[length]`, of what each rank owns of it, such as `own`."""
+        """Returns a whole bucket, `[length]`, from the parts `own` of all ranks."""
         node, across = stages.shards_by_level(length, wire.topology)
         return stages.gather_by_levels(own, node, across, wire, name, None)
 
     def parts(
         self, descriptions: Sequence[Description], topology: Topology
     ) -> list[tuple[int, int]]:
-        """Returns what `topology.rank` owns of each variable: begin and end; (0, 0) for nothing."""
-        # A bucket is cut as one vector, wherever variables begin: a part may hold the end of one
-        # and the beginning of the next. There is one start more than variables: the end of the
-        # last.
+        """Returns the range of each variable that `topology.rank` owns; (0, 0) for none."""
+        # A bucket is split as one vector, regardless of variables: a part may hold the end of one
+        # variable and the start of the next. `starts` has one entry more than there are variables,
+        # the end of the last one.
         starts = itertools.accumulate((d.length for d in descriptions), initial=0)
         begin, end = self.own_range(sum(d.length for d in descriptions), topology)
         parts = [
@@ -60,7 +63,7 @@ class OwnParts(ParameterServer):
 
 @dataclass(frozen=True)
 class Sharded(Policy):
-    """Policy by which what goes by the parameter server stays there."""
+    """Policy that replaces the scheme `ParameterServer` with `OwnParts`."""
 
     policy: Policy
 
@@ -70,7 +73,7 @@ class Sharded(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         choice = self.policy.choose(description, topology)
-        # Not subclasses, which have an exchange of their own.
+        # Excludes subclasses, which have their own exchange.
         if type(choice.scheme) is not ParameterServer:
             return choice
         return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))

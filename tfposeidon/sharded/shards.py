@@ -1,8 +1,8 @@
-"""Shards of variables on each rank, and the optimizer's state for them alone.
+"""Shards of variables on each rank, and the optimizer state for them.
 
-The inner optimizer is built on shards in place of variables, and must not notice: shards have the
-names of their variables, norms and non-finite values are those of whole gradients, and the state is
-saved and loaded whole.
+The inner optimizer is built on shards in place of variables, without special support: shards have
+their variables' names, norms and finiteness are those of whole gradients, and the state is saved
+and loaded as a whole.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ from tfposeidon.state.rank_state import StateDescription
 
 
 class _ShardSlot(NamedTuple):
-    """State that the optimizer keeps for one shard.
+    """Optimizer state of one shard: `name` as the optimizer requested it, such as "momentum".
 
-    Attributes:
-      name: Name by which the optimizer asked for it, such as "momentum".
-      variable: Variable that holds it, as long as the shard.
-      member: Index of the shard's variable in those that the optimizer trains.
+    `variable` has the shard's length, and `member` is the index of the shard's variable.
     """
 
     name: str
@@ -47,32 +44,28 @@ class _ShardSlot(NamedTuple):
     member: int
 
     def index_in(self, optimizer: Any) -> int:
-        """Returns its index in the optimizer's variables, by which Keras saves it."""
+        """Returns its index in the optimizer's variables, which is its key in Keras's files."""
         return next(
             index for index, variable in enumerate(optimizer.variables) if variable is self.variable
         )
 
 
 class Shard(keras.Variable):
-    """A part of a variable, under the variable's name.
+    """A part of a variable, with the variable's name.
 
-    Optimizers derive the names of their state from it, and exclude variables from decay by it.
-
-    Args:
-      whole: Variable that the part belongs to.
-      length: Number of elements of the part.
+    Optimizers derive the names of their state, and exclusions from weight decay, from it.
     """
 
     def __init__(self, whole: Any, length: int) -> None:
         self.whole = whole
-        # Keras sanitises names of TensorFlow's variables in this way.
+        # Keras sanitizes the names of TensorFlow variables in this way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(
             tf.zeros([length], dtype),
             dtype=dtype,
             trainable=True,
-            # Keras takes no slashes in names; TensorFlow's are such as "scope/kernel:0".
+            # Keras refuses slashes in names; TensorFlow's are such as "scope/kernel:0".
             name=whole.name.partition(":")[0].rpartition("/")[2],
         )
 
@@ -85,15 +78,8 @@ class Shard(keras.Variable):
 class Shards:
     """Shards of variables that this rank updates.
 
-    Args:
-      exchanger: Exchanger of the gradients of all variables that the optimizer trains.
-      variables: Variables that the optimizer trains; those that go by other schemes than `OwnParts`
-        stay whole.
-
-    Attributes:
-      targets: Shards, and variables that stay whole, in the order of `variables`: the inner
-        optimizer is built on them and applied to them.
-      afterwards: Collectives after each exchange; another object where they have changed.
+    The inner optimizer is built on and applied to `targets`: shards, and whole variables for other
+    schemes than `OwnParts`, in the order of `variables`.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
@@ -107,9 +93,10 @@ class Shards:
         self._zeros, self._sinks = Zeros(), Zeros()
         for _, bucket, _ in self._buckets:
             self._zeros[bucket.dtype], self._sinks[bucket.dtype]
+        # Collectives after each exchange, a new object whenever they change.
         self.afterwards: Afterwards = self._contribute_nothing
         self._parts = self._parts_of(exchanger.wire.topology.rank)
-        # Where a rank serves nothing of a variable it has a single zero, which can be clipped and
+        # Where a rank owns no part of a variable it has a single zero, which can be clipped and
         # decayed like any value, and can carry a NaN that another rank has found.
         with tf.init_scope():
             shards = {
@@ -127,39 +114,31 @@ class Shards:
         return bool(self._parts)
 
     def build(self, inner_optimizer: Any) -> None:
-        """Builds the inner optimizer on shards, and has its state saved and loaded whole.
-
-        Args:
-          inner_optimizer: The optimizer inside `ShardedOptimizer`; not built.
-        """
+        """Builds the unbuilt inner optimizer on shards, and redirects saving and loading."""
         self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
         with self._recording_slots():
             inner_optimizer.build(self.targets)
-        # Replaced on the instance: Keras saves and loads nested optimizers one by one, and asks
-        # the innermost itself.
+        # Replaced on the instance: Keras saves and loads nested optimizers separately, and calls
+        # the unwrapped optimizer directly.
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
 
     def use(self, updater: Any) -> None:
-        """Gives means to another optimizer from this step on: a loss scale, or the inner one.
-
-        Args:
-          updater: Optimizer that applies means; see `OptimizerWrapper.updater`.
-        """
+        """Sets the optimizer that applies means from now on: a loss scale, or the inner one."""
         if updater is not self._updater:
             self._updater = updater
             self.afterwards = functools.partial(self._contribute_nothing)
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables that hold state of this rank's shards, each with its description."""
+        """Variables with state of this rank's shards, with descriptions."""
         for slot in self._slots:
             begin, end = self._parts[slot.member]
             whole = self._variables[slot.member]
             description = describe(whole)
-            # The single zero of a rank that serves nothing counts for no element of the whole.
+            # The single zero of a rank without a part covers no element of the variable.
             offset = begin if begin < end else description.length
             members = ((description.path, description.length),)
             yield (
@@ -174,25 +153,16 @@ class Shards:
             )
 
     def without_slots(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns those variables of the inner optimizer that are equal on all ranks.
-
-        Args:
-          variables: All variables of the inner optimizer.
-        """
+        """Returns the inner optimizer's variables that are equal on all ranks."""
         own = {id(slot.variable) for slot in self._slots}
         return [variable for variable in variables if id(variable) not in own]
 
     def received(self, means: Sequence[Any]) -> list[Any]:
-        """Brings means into the form in which the inner optimizer takes them.
+        """Converts means to the form that the inner optimizer accepts.
 
-        Args:
-          means: Mean gradients from the exchange, or on one rank gradients; `None` where there is
-            none.
-
-        Returns:
-          Dense means, those of shards as vectors, a zero where this rank has nothing of a variable,
-          clipped by norms of whole gradients as the inner optimizer would; NaN in place of what
-          some rank has found not to be finite.
+        Results are dense: vectors for shards, `[1]` zeros without a part, `None` without a
+        gradient. They are clipped by norms of whole gradients, and NaN if any rank has found values
+        that are not finite.
         """
         found = [None if mean is None else tf.convert_to_tensor(mean) for mean in means]
         for member, (begin, end) in self._parts.items():
@@ -203,8 +173,8 @@ class Shards:
                 found[member] = tf.reshape(mean, [-1])
             else:
                 dtype = mean.dtype.name
-                # TensorFlow leaves out a collective whose result nobody uses, as that of a rank
-                # which owns nothing of a bucket; the others would wait for it.
+                # TensorFlow prunes a collective whose result is unused, as on a rank that owns no
+                # part of a bucket; the other ranks would wait for it.
                 self._sinks[dtype].assign(tf.reduce_sum(mean))
                 found[member] = zeros([1], self._zeros[dtype])
         return self._clipped(found)
@@ -221,29 +191,25 @@ class Shards:
         return [means[m] if m in values else mean for m, mean in enumerate(clipped)]
 
     def apply(self, means: Means) -> None:
-        """Applies the inner optimizer to what this rank serves and to what stays whole, and pulls.
-
-        Args:
-          means: Mean gradients, with values from `received`.
-        """
+        """Applies the inner optimizer to shards and whole variables, and gathers the new values."""
         self._loaded = {}
         self._refresh()
-        # What was clipped by norms of whole gradients must not be clipped by norms of parts again.
+        # Means clipped by norms of whole gradients must not be clipped by norms of parts again.
         with _set_to_none(self._inner, "clipnorm", "global_clipnorm"):
             means.update(lambda found: self._updater.apply(found, self.targets))
-        # Also where the update is dropped: ranks that are out of data take part in this pull.
+        # Runs for dropped updates, too: ranks with exhausted input join this all-gather.
         updated = {member for member, mean in enumerate(means.values) if mean is not None}
         self._pull(updated, means.everybody)
 
     def refreshed(self) -> list[Any]:
-        """Returns the targets, with values from the variables."""
+        """Returns the targets with the current values of the variables."""
         self._refresh()
         return self.targets
 
     def choose_norms(
         self, optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str
     ) -> layer_norms.NormMethod:
-        """Returns the method for norms of layers of which ranks have parts; see `layer_norms`."""
+        """Returns the method for layer norms of sharded variables; see `layer_norms`."""
         if not self._parts or wire.topology.size == 1:
             return layer_norms.choose_norms(optimizer, variables, wire, prefix)
         if not isinstance(self._inner, LayerWiseOptimizer):
@@ -257,30 +223,29 @@ class Shards:
         return any(of_tensorflow(self.targets[member]) is variable for member in self._parts)
 
     def finalize(self) -> None:
-        """Ends `fit` as the inner optimizer does: `use_ema` turns variables into their averages."""
+        """Ends `fit` like the inner optimizer: `use_ema` replaces variables by their averages."""
         self._inner.finalize_variable_values(self.targets)
         self._pull(constrained=set())
 
     def _refresh(self) -> None:
-        """Copies values from the variables, which callbacks or loading may have changed."""
+        """Copies the values of the variables, which callbacks or loading may have changed."""
         for member, (begin, end) in self._parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
                 self.targets[member].assign(flat[begin:end])
 
     def _pull(self, constrained: set[int], counts: tf.Tensor | None = None) -> None:
-        """Gives the variables the values that all ranks have for their parts now.
+        """Assigns the gathered values of all parts to the variables.
 
-        Args:
-          constrained: Indices of variables that were updated, to which constraints are applied.
-          counts: True if they were updated in this step, a bool scalar; `None` if they always are.
+        Constraints apply to the variables in `constrained`, unless `counts` (a bool scalar) is
+        False because this step's update was dropped.
         """
         for index, bucket, scheme in self._buckets:
             pulled = self._gather_bucket(index, bucket, scheme)
             for member, value in zip(bucket.members, pulled, strict=True):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
-                # Not on shards: a constraint may take norms of the whole variable.
+                # On whole variables: a constraint may use norms of the variable.
                 constraint = variable.constraint if member in constrained else None
                 variable.assign(_constrained(value, constraint, counts))
 
@@ -289,7 +254,7 @@ class Shards:
         own = [
             tf.convert_to_tensor(self.targets[member])
             for member, (begin, end) in zip(bucket.members, parts, strict=True)
-            # The others are single zeros, see `received`.
+            # The others are single zeros; see `received`.
             if begin < end
         ]
         vector = zeros([0], self._zeros[bucket.dtype])
@@ -297,22 +262,18 @@ class Shards:
             vector = tf.cast(tf.concat(own, 0), bucket.dtype)
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
         whole = scheme.gather(vector, bucket.length, wire, name)
-        # As any other scheme unpacks what it has exchanged.
+        # In the same way as other schemes unpack their results.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
-        """Takes part in what other ranks do after the exchange, and leaves values as they are."""
+        """Joins the other ranks' collectives after the exchange, and leaves values unchanged."""
         means = self.received(means)
         self._refresh()
         self._pull(constrained=set())
         return means
 
     def gather_state(self, rank: int) -> None:
-        """Brings the whole state to one rank, where it can be saved until the next step.
-
-        Args:
-          rank: Rank that gets the state; the same on all ranks, which call this together.
-        """
+        """Gathers the state on one rank, which can save it until the next step; collective."""
         whole = {}
         saves = self._exchanger.wire.topology.rank == rank
         for number, slot in enumerate(self._slots):
@@ -322,19 +283,15 @@ class Shards:
         self._gathered = (self._step(), whole) if saves else None
 
     def scatter_state(self, rank: int) -> None:
-        """Gives every rank its part of the state that one has loaded, if it has loaded any.
-
-        Args:
-          rank: Rank that has loaded the state; the same on all ranks, which call this together.
-        """
+        """Distributes state that one rank has loaded, if any, to its owners; collective."""
         wire = self._exchanger.wire
-        # Only that rank knows, and all have to do the same.
+        # Only that rank knows, and all ranks must take the same branch.
         if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
             return
         for number, slot in enumerate(self._slots):
             whole = self._loaded.get(slot.index_in(self._inner))
             if whole is None:
-                # A broadcast takes no more than the shape from ranks other than its root.
+                # Only the root's values matter in a broadcast; other ranks supply the shape.
                 whole = np.zeros(self._variables[slot.member].shape)
             dtype = tf.float32 if slot.variable.dtype == "bfloat16" else slot.variable.dtype
             flat = wire.broadcast(
@@ -348,9 +305,9 @@ class Shards:
     def _gather(self, slot: _ShardSlot, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self._parts[slot.member]
-        # Without the single zero of a rank that serves nothing.
+        # Without the single zero of a rank that owns no part.
         own = tf.convert_to_tensor(slot.variable)[: end - begin]
-        # Horovod does not carry bfloat16; float32 holds all of it.
+        # Horovod does not support bfloat16; float32 represents all of its values.
         own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
         joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
         parts = [self._parts_of(rank)[slot.member] for rank in range(topology.size)]
@@ -381,13 +338,13 @@ class Shards:
             store[str(index)] = whole[index] if index in whole else variable.numpy()
 
     def _load(self, store: Any) -> None:
-        # Keras gives a group of its file, which is no mapping.
+        # Keras passes a group of its file, which is not a mapping.
         arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118
         for slot in self._slots:
             index = slot.index_in(self._inner)
             if str(index) in arrays:
                 begin, end = self._parts[slot.member]
-                # Kept for `scatter_state`, until the first step: it may be called on this rank.
+                # Retained for `scatter_state`, until the first step: it may be called on this rank.
                 self._loaded[index] = np.asarray(arrays[str(index)])
                 flat = self._loaded[index].reshape(-1)
                 arrays[str(index)] = flat[begin:end] if begin < end else slot.variable.numpy()
@@ -407,8 +364,8 @@ class Shards:
         }
 
     def _exclude_from_weight_decay(self) -> None:
-        """Excludes the shards of variables that are excluded, by themselves or by name."""
-        # Asked of TensorFlow's variable: its name, unlike Keras's own, says in which layer it is.
+        """Excludes shards from weight decay if their variable is excluded, also by name."""
+        # Queried with TensorFlow's variable: its name, unlike Keras's, contains the layer.
         members = [
             m
             for m in self._parts
@@ -420,7 +377,7 @@ class Shards:
 
     @contextmanager
     def _recording_slots(self) -> Iterator[None]:
-        """Records the variables that the optimizer makes for shards; later they all look alike."""
+        """Records the optimizer's variables for shards, which do not reveal their origin later."""
         members = {
             id(target): member
             for member, target in enumerate(self.targets)
@@ -458,7 +415,7 @@ def _set_to_none(target: Any, *names: str) -> Iterator[None]:
 def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) -> tf.Tensor:
     """Applies a constraint, unless the update was dropped.
 
-    Ranks that are out of data apply none in such a step, and a second time it may change bits.
+    Ranks with exhausted input apply none in such a step, and applying it twice may change bits.
     """
     if constraint is None:
         return value

@@ -1,4 +1,7 @@
-"""Norms and non-finite values of whole gradients, for optimizers that get parts of some."""
+"""Norms and finiteness of whole gradients, for optimizers that receive parts of some gradients.
+
+Squared norms of parts are summed over ranks, so that all ranks clip and skip steps identically.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,13 @@ from tfposeidon.optimizers.wrapping import innermost
 def clip_by_whole_norms(
     gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str
 ) -> list[Any]:
-    """Clips by norms of whole gradients, and shows values that are not finite to all ranks.
+    """Clips by norms of whole gradients, and propagates non-finite values to all ranks.
 
-    The optimizer must not clip once more: norms of parts differ between ranks.
-
-    Args:
-      gradients: Gradients: parts of this rank for indices in `served`, whole ones for others;
-        `None` where there is none.
-      served: Indices of gradients whose parts lie on all ranks.
-      optimizer: Optimizer of the gradients; it may scale losses.
-      wire: Collectives that join the ranks.
-      name: Name of the one small all-reduce, which is left out where nothing asks for it.
-
-    Returns:
-      Clipped gradients. If the optimizer clips by norm or scales losses, and a part on some rank is
-      not finite, then all parts on all ranks are NaN, so that all skip the step alike.
+    `gradients` holds this rank's parts at the indices in `served`, and whole gradients or `None`
+    elsewhere. If the optimizer clips by norm or scales losses, a non-finite part on any rank makes
+    all parts NaN on all ranks, so that all skip the step.
     """
+    # The optimizer must not clip again afterwards: norms of parts differ between ranks.
     inner = innermost(optimizer)
     by_norm = bool(inner.clipnorm or inner.global_clipnorm)
     if not (by_norm or (served and isinstance(optimizer, keras.optimizers.LossScaleOptimizer))):
@@ -39,11 +33,11 @@ def clip_by_whole_norms(
     result = list(gradients)
     squares, finite = _reduced([gradients[index] for index in served], wire, name)
     for index in served:
-        # One value that is not finite counts for all, as it does on a single rank.
+        # One non-finite value affects the whole gradient, as on a single rank.
         result[index] = tf.where(finite, gradients[index], float("nan"))
     if not by_norm:
         return result
-    # Gradients are clipped before the loss scale is taken off them, so the limit is scaled, too.
+    # Clipping precedes the division by the loss scale, so the limit is scaled, too.
     scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
     known = dict(zip(served, squares, strict=True))
     squared_norms = {
@@ -60,10 +54,10 @@ def clip_by_whole_norms(
 def _reduced(
     parts: Sequence[tf.Tensor], wire: Wire, name: str
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Returns the squared norm of each gradient, and whether all are finite, over all ranks."""
+    """Returns squared norms of gradients, and whether all values are finite, over all ranks."""
     if not parts:
         return [], tf.constant(True)
-    # Counted apart from the squares: these may overflow where all values are finite.
+    # Counted separately, since squares may overflow although all values are finite.
     unbounded = tf.add_n(
         [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
     )
@@ -73,7 +67,7 @@ def _reduced(
 
 
 def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-    # Keras does the same: if the norm is not finite, nothing is (norm - norm is NaN then).
+    # As in Keras: a norm that is not finite makes all values NaN (norm - norm is NaN then).
     factor = limit / tf.maximum(norm, limit) + (norm - norm)
     return gradient * tf.cast(factor, gradient.dtype)
 
@@ -83,12 +77,10 @@ def _square(gradient: Any) -> tf.Tensor:
 
 
 def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
-    """Returns a function for norms of variables of which ranks hold parts: it sums their squares.
+    """Returns a function for norms of variables, which sums the squares of parts over ranks.
 
-    Args:
-      wire: Collectives that join the ranks.
-      served: Function that returns whether this rank has only a part of a variable.
-      name: Name of the one small all-reduce.
+    `served` is True for variables of which each rank holds a part; `name` is for a small
+    all-reduce.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
@@ -96,7 +88,7 @@ def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms
         parts = [index for index, variable in enumerate(variables) if served(variable)]
         if not parts:
             return own
-        # In 64 bits: a square of what float32 holds may be more than it holds.
+        # In float64, since the square of a float32 value may exceed the range of float32.
         squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
         total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
         whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)

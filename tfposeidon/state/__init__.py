@@ -1,4 +1,4 @@
-"""State of a job: what it is to other ranks, on disk, and over another number of ranks."""
+"""State of a job: its placement on ranks, its files, and its redistribution over other ranks."""
 
 from tfposeidon.state.placement import Placement, register
 

@@ -1,4 +1,8 @@
-"""What state is to other ranks, and the state of a model's layers by it."""
+"""Placement of state on ranks, and the state of a model's layers with its placement.
+
+Think of a placement as the rule for combining the values of all ranks: take any, average, sum,
+concatenate, or leave each rank its own. Checkpoints, broadcasts and comparisons follow it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,17 @@ import numpy as np
 
 
 class Placement(enum.StrEnum):
-    """What a variable's values are to other ranks.
+    """Relation between the values of a variable on different ranks.
 
     Attributes:
-      REPLICATED: The same bits on all ranks, such as weights that are frozen, and counters.
-      AVERAGED: Each rank moves it by its own batches, and the mean over ranks counts, such as
+      REPLICATED: Identical on all ranks, such as frozen weights and counters.
+      AVERAGED: Updated by each rank from its own batches; the mean over ranks is the value, as for
         moving statistics.
-      LOCAL: A rank's own, such as seeds, and states of the sequences that it trains on.
-      PARTIAL: Each rank holds a part, and the sum over ranks counts, such as counts of tokens, and
+      LOCAL: Independent on each rank, such as seeds and the states of recurrent sequences.
+      PARTIAL: A summand on each rank; the sum over ranks is the value, as for token counts and
         residuals of sparse schemes.
-      SHARDED: Each rank holds a slice, such as optimizer state at servers. No state of layers is.
+      SHARDED: A slice on each rank, such as sharded optimizer state. State of layers cannot have
+        this placement.
     """
 
     REPLICATED = "replicated"
@@ -33,13 +38,7 @@ class Placement(enum.StrEnum):
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One piece of the state of a model.
-
-    Attributes:
-      name: Its path.
-      value: Variable that holds it, or what a layer keeps outside of variables.
-      placement: What it is to other ranks.
-    """
+    """One piece of a model's state: a variable, or a layer with state outside of variables."""
 
     name: str
     value: Any
@@ -47,32 +46,31 @@ class StateEntry:
 
 
 Placed = Iterable[tuple[Any, Placement | str]]
-"""Variables, each with its placement."""
+"""Pairs of variable and placement."""
 _registered: dict[type, Placement | Callable[[Any], Placed]] = {}
 
 
 def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) -> None:
-    """Says what the state of a class of layers is to other ranks, where the default is wrong.
+    """Registers the placement of a layer class's state, where the default is wrong.
 
-    By default, variables of a layer that no gradient moves are averaged if they are floating-point
-    numbers, and replicated otherwise; frozen weights are replicated; seeds, and the states of
-    Keras's recurrent layers, are local.
+    By default, variables of a layer that receive no gradient are averaged if they are floating
+    point, and replicated otherwise. Frozen weights are replicated. Seeds and the states of Keras's
+    recurrent layers are local. A callback declares the placement of its variables with a method
+    `state()`, which returns pairs of variable and placement.
 
     Args:
-      layer: Class of layers; it holds for its subclasses, too, if they are not registered.
+      layer: Class of layers. The placement also applies to subclasses that are not registered.
       placement: `"replicated"`, `"averaged"`, `"local"` or `"partial"`, for all variables of such a
-        layer that no gradient moves (what it keeps outside of variables, such as a vocabulary, is
-        local with `"local"`, and replicated otherwise); or a function of the layer that returns
-        pairs of variable and placement. The function may name variables that Keras does not list;
-        those that it leaves out are placed by default.
-
-    A callback says the same of its variables by a method `state()` that returns such pairs.
+        layer that receive no gradient. State outside of variables, such as a vocabulary, is local
+        with `"local"` and replicated otherwise. Or a function that takes the layer and returns
+        pairs of variable and placement. It may return variables that Keras does not list; variables
+        that it omits have the default placement.
 
     Raises:
       TypeError: If `layer` is not a class.
-      ValueError: If there is no such placement, or layers cannot have it (`"sharded"`).
+      ValueError: If the placement is unknown, or is `"sharded"`, which layers cannot have.
 
-    Cost: none before the state is looked at: a walk over the model's layers.
+    Cost: none at registration. Reading the state iterates over the model's layers.
 
     >>> import tfposeidon as tp
     >>> class Codebook(keras.layers.Layer):
@@ -87,12 +85,8 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
 
 
 def placed(pairs: Placed) -> list[StateEntry]:
-    """Returns an entry for each variable and its placement.
-
-    Raises:
-      ValueError: If there is no such placement.
-    """
-    # Those of `tf.Variable` have no path.
+    """Returns an entry for each pair of variable and placement."""
+    # A `tf.Variable` has no `path`.
     return [
         StateEntry(getattr(variable, "path", None) or variable.name, variable, _checked(placement))
         for variable, placement in pairs
@@ -100,27 +94,24 @@ def placed(pairs: Placed) -> list[StateEntry]:
 
 
 def entries_of_layers(model: Any) -> list[StateEntry]:
-    """Returns the variables of a model's layers, each once; no trained weights.
-
-    Layers that are not built yet are left out. The order is the same on all ranks.
-    """
+    """Returns the state of all built layers, each variable once, in the same order on all ranks."""
     found: dict[int, tuple[Any, Placement | str]] = {}
     for layer in model._flatten_layers():
         for variable, placement in _state_of(layer):
             found.setdefault(id(variable), (variable, placement))
-    # Layers may share a variable, and one of them may train it.
+    # Layers may share a variable that only one of them trains.
     for variable in model.trainable_variables:
         found.pop(id(variable), None)
     return placed(found.values())
 
 
 def state_of_layers(model: Any, *placements: Placement) -> list[Any]:
-    """Returns the variables of layers with one of these placements; see `entries_of_layers`."""
+    """Returns the variables of `entries_of_layers` with one of these placements."""
     return [one.value for one in entries_of_layers(model) if one.placement in placements]
 
 
 def seeds_of_layers(model: Any) -> list[Any]:
-    """Returns the state of each seed generator of a model's layers."""
+    """Returns the state variables of the seed generators in a model's layers, each once."""
     generators = [one for layer in model._flatten_layers() for one in layer._seed_generators]
     return list({id(one.state): one.state for one in generators}.values())
 
@@ -131,23 +122,23 @@ def is_seed(variable: Any) -> bool:
 
 
 def another_seed(state: Any, number: int) -> np.ndarray:
-    """Returns the state of a seed generator as far as this one, of another seed; for 0 this one."""
+    """Returns a generator's state with the same count and another seed; for 0, with its own."""
     seed, count = np.asarray(state)
-    # The golden ratio of 2**32, which is odd: no two of its multiples below are equal.
+    # The golden ratio of 2**32 is odd, so its multiples differ for all `number` below 2**32.
     return np.asarray([(int(seed) + number * 0x9E3779B9) % 2**32, count]).astype(
         state.dtype.as_numpy_dtype
     )
 
 
 def placement_outside_variables(layer: Any) -> Placement:
-    """Returns the placement of what a layer keeps in tables, lists and files."""
+    """Returns the placement of a layer's tables, lists and files."""
     rules = [_registered[known] for known in type(layer).__mro__ if known in _registered]
     is_local = bool(rules) and rules[0] == Placement.LOCAL
     return Placement.LOCAL if is_local else Placement.REPLICATED
 
 
 def _checked(placement: Any) -> Placement:
-    # No state of layers and callbacks is sharded: their readers would not know how to join it.
+    # Not sharded: readers of layer and callback state could not join the shards.
     known = [str(one) for one in Placement if one != Placement.SHARDED]
     if placement not in known:
         raise ValueError(
@@ -158,8 +149,8 @@ def _checked(placement: Any) -> Placement:
 
 
 def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
-    """Variables of a layer, but for those of layers inside it."""
-    # Keras's public lists have those of inner layers, and frozen weights among all others.
+    """Returns a layer's variables with placements, without those of inner layers."""
+    # Keras's public lists include inner layers, and do not separate frozen weights.
     found: dict[int, tuple[Any, Placement | str]]
     found = {id(v): (v, Placement.REPLICATED) for v in layer._trainable_variables}
     found |= {id(v): (v, by_dtype(v)) for v in layer._non_trainable_variables}
@@ -174,19 +165,19 @@ def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
 
 
 def by_dtype(variable: Any) -> Placement:
-    """Returns the placement of state that each rank moves by itself, of which nothing is known."""
+    """Returns the default placement of state that each rank updates independently."""
     is_float = keras.backend.is_float_dtype(variable.dtype)
     return Placement.AVERAGED if is_float else Placement.REPLICATED
 
 
 def _place_statistics(layer: Any) -> Placed:
-    # Statistics of a frozen layer do not move; a mean might round them.
+    # Statistics of a frozen layer are constant; averaging could round them.
     placement = Placement.AVERAGED if layer.trainable else Placement.REPLICATED
     return [(variable, placement) for variable in layer._non_trainable_variables]
 
 
 def _place_sequences(layer: Any) -> Placed:
-    # Keras does not list them among a layer's variables.
+    # Keras does not list these states among a layer's variables.
     return [(variable, Placement.LOCAL) for variable in keras.tree.flatten(layer.states or [])]
 
 

@@ -1,8 +1,8 @@
-"""Redistribution of state that differs from rank to rank, which keeps its sums.
+"""Redistribution of per-rank state over other ranks, which preserves sums over ranks.
 
-A residual is what a rank has not sent yet: what counts is its sum over all ranks, element by
-element. So the vectors of all ranks are put together by variable, and cut anew for the ranks and
-buckets that there are now.
+A residual is the part of a gradient that a rank has not sent yet, so only its elementwise sum over
+all ranks matters. The vectors of all ranks are summed by variable, and split again for the current
+ranks and buckets.
 """
 
 from __future__ import annotations
@@ -16,31 +16,20 @@ import numpy as np
 
 from tfposeidon.state.placement import Placement
 
-# Names in checkpoints, which were written before the attributes had theirs.
+# Field names in older checkpoints, which predate the attribute names.
 _ON_DISK = {"owners": "holders", "concatenated": "joined"}
 
 WholeKey = tuple[str, tuple[str, ...]]
-"""Name of a quantity, and the paths of the variables that it belongs to."""
+"""Name of a quantity, and the paths of its variables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateDescription:
     """Description of one array of a rank's state.
 
-    Attributes:
-      name: Name of the quantity, the same on all ranks.
-      members: Variables that the quantity belongs to: path and number of elements of each, in
-        order. Empty for what needs no variables to be told apart, such as an accumulated gradient,
-        whose name has a number.
-      offset: Index in the bucket, the members one after the other, at which it begins.
-      placement: What it is to other ranks; replicated by default.
-      owners: Number of ranks that own a share of each element, to be summed, of what is partial or
-        sharded; 0 for all else.
-      concatenated: True if the arrays of ranks do not add up, but stand one below the other, as the
-        rows of factors do. Then `owners` is the number of ranks that share the arrays out, and
-        `offset` is the index of this one.
-      scalar: True if it is one number for all members, equal on all ranks, such as a count of
-        steps.
+    A partial or sharded array covers a range of its bucket, which is its `members` concatenated. If
+    `concatenated`, ranks concatenate their arrays in turn, as for rows of factors, instead of
+    adding them: then `owners` is the number of ranks and `offset` the index of this one.
 
     >>> residual = StateDescription(
     ...     name="residual",
@@ -54,27 +43,25 @@ class StateDescription:
     """
 
     name: str
+    # Path and number of elements per variable, in order. Empty if `name` identifies the quantity,
+    # as for a numbered accumulated gradient.
     members: tuple[tuple[str, int], ...] = ()
     placement: Placement = Placement.REPLICATED
+    # Index in the bucket at which the array starts.
     offset: int = 0
+    # Number of ranks that own a share of each element, to be summed; 0 for other placements.
     owners: int = 0
     concatenated: bool = False
+    # True for one number per bucket that is equal on all ranks, such as a count of steps.
     scalar: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `from_dict` reads, for JSON."""
+        """Returns a dictionary for JSON that `from_dict` reads."""
         return {_ON_DISK.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
-        """Makes one from what `to_dict` returned.
-
-        Args:
-          content: Dictionary from `to_dict`, also after JSON has made lists of its tuples.
-
-        Returns:
-          The description, equal to the one that `to_dict` was called on.
-        """
+        """Creates a description from a result of `to_dict`, also if its tuples are lists."""
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
         values = {names.get(name, name): value for name, value in content.items()}
         members = tuple((path, length) for path, length in content["members"])
@@ -83,24 +70,19 @@ class StateDescription:
 
     @property
     def is_cut(self) -> bool:
-        """True if the array is a part of a bucket, which is cut otherwise on other ranks."""
+        """True if the array is a range of a bucket, and may be split differently on other ranks."""
         return bool(self.members) and self.owners > 0
 
     @property
     def whole_key(self) -> WholeKey:
-        """Key of an array that is never cut."""
+        """Key of an array that is never split."""
         return self.name, tuple(path for path, _ in self.members)
 
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
-        """Finds the variables of which an array holds a part.
+        """Yields the variables in an array of `length` elements; none if it is never split.
 
-        Args:
-          length: Number of elements of the array.
-
-        Yields:
-          Quantity and path of the variable, its number of elements, the slice of the variable that
-          the array holds, and the slice of the array that holds it. Nothing where the array is
-          never cut.
+        Each item holds the quantity and path, the variable's number of elements, the range in the
+        variable and the range in the array.
         """
         start = 0
         for path, elements in self.members if self.is_cut else ():
@@ -113,17 +95,15 @@ class StateDescription:
 
 
 RankState = Sequence[tuple[StateDescription, np.ndarray]]
-"""Arrays of one rank's state, each with its description."""
+"""Arrays of one rank's state with their descriptions."""
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """State that all ranks had saved.
+    """Combined state of all ranks.
 
-    Attributes:
-      totals: Sums over all ranks, as vectors, by quantity and path of a variable.
-      scalars: Numbers that were equal on all ranks, by quantity and path of a variable.
-      whole: Arrays that are never cut, of each rank that had one, in the order of ranks.
+    `whole` holds arrays that are never split, in the order of ranks. `totals` are sums over all
+    ranks, as vectors, by quantity and path; `scalars` are equal on all ranks.
     """
 
     totals: dict[tuple[str, str], np.ndarray]
@@ -132,20 +112,11 @@ class _Saved:
 
 
 def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarray]:
-    """Makes the arrays of one rank of a job from those of a job on other ranks.
+    """Creates the arrays of one rank in a job from the state of all ranks of an earlier job.
 
-    Args:
-      saved: State of each rank that there was.
-      wanted: State of one rank that there is now: only descriptions, shapes and dtypes are read,
-        and the values of scalars that nobody has saved.
-
-    Returns:
-      One array for each description: this rank's part of the sum over all ranks, divided by its
-      owners; what is equal on all ranks stays as it is, and what nobody has saved is zeros.
-
-    Raises:
-      ValueError: If something was saved that nobody wants, or variables that share a bucket now had
-        different scalars.
+    `wanted` supplies descriptions, shapes, dtypes, and values of scalars that were not saved. State
+    that was not saved becomes zeros. It raises a `ValueError` if a saved sum has no place in
+    `wanted`, or if variables of one bucket had different scalars.
     """
     found = _put_together(saved)
     _check_all_wanted(found, wanted)
@@ -177,7 +148,7 @@ def _put_together(saved: Sequence[RankState]) -> _Saved:
 
 
 def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
-    """Refuses to drop sums: gradients that were computed and not sent would be lost in silence."""
+    """Refuses to drop sums: computed gradients that were not sent would be lost silently."""
     unwanted = set(found.totals) - {
         (description.name, path) for description, _ in wanted for path, _ in description.members
     }
@@ -189,7 +160,7 @@ def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
 def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Returns the number that all members had, or the present one if nobody has saved any."""
+    """Returns the saved number of all members, or the current number if none was saved."""
     found = {
         path: scalars[description.name, path]
         for path, _ in description.members
@@ -207,7 +178,7 @@ def _cut(
     result = np.zeros_like(like)
     for key, _, inside, in_array in description.overlaps(like.size):
         if key in totals:
-            # Each owner takes an equal share, so that the sum over ranks stays.
+            # Each owner takes an equal share, which preserves the sum over ranks.
             result[in_array] = totals[key][inside] / description.owners
     return result
 
@@ -217,12 +188,12 @@ def _whole(
 ) -> np.ndarray:
     arrays = whole.get(description.whole_key, [np.zeros_like(like)])
     if description.placement == Placement.LOCAL:
-        # It says nothing to other ranks.
+        # Local state has no meaning on other ranks.
         return np.zeros_like(like)
     if description.placement == Placement.AVERAGED:
         return np.asarray(np.mean(arrays, axis=0), like.dtype)
     if description.concatenated:
-        # In turn, so that no rank gets two arrays more than another.
+        # In turn, so that the numbers of arrays per rank differ by one at most.
         return _below_one_another(arrays[description.offset :: description.owners], like)
     if description.owners:
         return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)

@@ -1,14 +1,14 @@
 """Snapshots of a job's state on disk.
 
-They are written beside their final path, renamed when they are whole, and checked when they are
-read::
+Ranks write into a temporary folder, which is renamed once it is complete, and readers verify the
+files::
 
     folder/snapshot-000012/meta.json      epoch, steps, ranks, variables
-                           model.npz      what is equal on all ranks, written by rank 0
-                           rank-3.npz     what is rank 3's own
+                           model.npz      arrays equal on all ranks, written by rank 0
+                           rank-3.npz     arrays of rank 3 alone
 
-A snapshot counts from the moment its folder has its name, which no other ever had, so a kill leaves
-the one before it. The newest is the one with the highest number, whatever the step.
+A snapshot is valid from the rename on. Names are never reused, so a killed job leaves the previous
+snapshot intact. The newest snapshot has the highest number, regardless of its step.
 """
 
 from __future__ import annotations
@@ -37,19 +37,14 @@ Arrays = dict[str, np.ndarray]
 
 
 class SnapshotError(RuntimeError):
-    """Error of a snapshot that could not be written or read, with what to do about it."""
+    """Error of a snapshot that could not be written or read, with its remedy."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Snapshot as one rank has read it.
+    """Snapshot as one rank has read it: `own` holds all ranks' arrays if the layout has changed.
 
-    Attributes:
-      meta: Small values that JSON can hold, equal on all ranks.
-      shared: Arrays that are equal on all ranks.
-      own: Arrays by rank: those of this rank alone, or of all ranks if they lie on other nodes now.
-      same_layout: True if the job has the same ranks on the same nodes as then.
-      folder: Folder of the snapshot.
+    The layout is the assignment of ranks to nodes. `meta` and `shared` are equal on all ranks.
     """
 
     meta: dict[str, Any]
@@ -60,20 +55,9 @@ class Snapshot:
 
 
 class Snapshots:
-    """Snapshots in one folder, which all ranks see. All ranks call each method together.
+    """Snapshots in one folder that all ranks share. All methods are collective.
 
-    Args:
-      folder: Folder, made if it is missing.
-      wire: Collectives over which ranks agree on what is whole.
-      keep: Number of snapshots to keep; older ones are deleted when a new one is whole.
-
-    Attributes:
-      folder: Folder, made if it is missing.
-      wire: Collectives over which ranks agree on what is whole.
-      keep: Number of snapshots to keep.
-
-    Raises:
-      ValueError: If `keep` is not a whole number from 1.
+    After a new snapshot is complete, all but the newest `keep` snapshots are deleted.
     """
 
     def __init__(self, folder: str | os.PathLike[str], wire: Wire, keep: int = 2) -> None:
@@ -83,41 +67,23 @@ class Snapshots:
         self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Writes a snapshot.
-
-        Args:
-          meta: Small values that JSON can hold; those of rank 0 are written.
-          shared: Arrays that are equal on all ranks; those of rank 0 are written.
-          own: Arrays of this rank.
-
-        Raises:
-          SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
-        """
+        """Writes a snapshot with rank 0's `meta` and `shared`; raises on all if one fails."""
         self.start(meta, shared, own)
         self.finish()
 
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Begins to write a snapshot in the background.
+        """Starts to write a snapshot in the background, after finishing an earlier one.
 
-        It counts once `poll` or `finish` has seen it whole. One that is still being written is
-        finished before. The arrays must not change meanwhile.
-
-        Args:
-          meta: Small values that JSON can hold; see `write`.
-          shared: Arrays that are equal on all ranks; see `write`.
-          own: Arrays of this rank; see `write`.
-
-        Raises:
-          SnapshotError: On all ranks, if any of them could not write the one before, or make the
-            folder.
+        The snapshot is valid once `poll` or `finish` has completed it. The arrays must not change
+        before.
         """
         self.finish()
         rank = self.wire.topology.rank
-        # A thread that an interrupted fit has left behind must not write into a folder of ours.
+        # The token prevents the thread of an interrupted `fit` from writing into this folder.
         mine = [self._next_name(), secrets.token_hex(4)]
         name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
         part = self.folder / f".{name}-{token}.part"
-        # All wait here: nobody may write before rank 0 has made the folder.
+        # All ranks wait here: none may write before rank 0 has created the folder.
         self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
         meta = meta | {"nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
@@ -126,17 +92,11 @@ class Snapshots:
             self.folder / name,
             thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
         )
-        # No second task comes: the thread ends with this one.
+        # No second task follows: the thread ends with this one.
         thread.shutdown(wait=False)
 
     def poll(self) -> bool:
-        """Returns whether nothing is being written any more.
-
-        It costs one small exchange if something was.
-
-        Raises:
-          SnapshotError: On all ranks, if any of them could not write.
-        """
+        """Returns whether no snapshot is being written; costs one small exchange if one was."""
         if self._writing is not None and all(
             exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")
         ):
@@ -144,29 +104,21 @@ class Snapshots:
         return self._writing is None
 
     def finish(self) -> None:
-        """Waits for the snapshot that `start` began.
-
-        Raises:
-          SnapshotError: On all ranks, if any of them could not write; earlier snapshots are left.
-        """
+        """Waits for the snapshot of `start`; raises on all ranks if one fails, as `write` does."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
-        # The folder gets its name only after every rank has said that its file is on disk.
+        # The folder is renamed only after every rank's file is on disk.
         self._raise_together("write", written.result()[1])
         self._together(
             "finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None
         )
 
     def read_latest(self) -> Snapshot | None:
-        """Returns the newest snapshot that every rank can read, or `None` if there are none at all.
-
-        Raises:
-          SnapshotError: On all ranks, if there are snapshots and none is readable.
-        """
+        """Returns the newest snapshot that every rank can read, or `None` if no snapshots exist."""
         names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
         problems: list[str] = []
-        # All ranks try the same one together, and go back to an older one if it fails on any.
+        # All ranks try the same snapshot, and fall back to an older one if any of them fails.
         for name in reversed(names):
             snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
@@ -189,14 +141,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of every rank, and reads those that have not been read yet.
-
-        Args:
-          snapshot: Snapshot from `read_latest`.
-
-        Raises:
-          SnapshotError: On all ranks, if any of them cannot read it.
-        """
+        """Returns the arrays of all ranks; raises on all if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
         ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
@@ -223,18 +168,18 @@ class Snapshots:
         return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
 
     def _rename(self, part: Path, final: Path) -> None:
-        # In one step of the file system: a kill leaves the folder under one of its two names.
+        # Atomic in the file system: a killed job leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
         for name in self._names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
-        # Jobs that were killed while they wrote have left these.
+        # Left by jobs that were killed while they wrote.
         for leftover in self.folder.glob(".snapshot-*.part"):
-            # A thread may still write into one, where a server saves once more because it fails.
+            # A thread may still write into one if a server saves again after a failure.
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _together(self, stage: str, action: Any) -> None:
-        """Runs an action on all ranks; if it fails on one, all raise an error."""
+        """Runs an action on this rank; all ranks raise an error if it fails on any."""
         self._raise_together(stage, _attempt(action)[1])
 
     def _raise_together(self, stage: str, problem: str | None) -> None:
@@ -250,8 +195,9 @@ class Snapshots:
 
 
 def _attempt(action: Any) -> tuple[Any, str | None]:
-    """Returns the result of an action and no problem, or no result and its problem."""
-    # Damaged JSON and arrays raise ValueError, KeyError or EOFError, damaged archives their own.
+    """Returns the action's result and `None`, or `None` and its error as text."""
+    # Damaged JSON and arrays raise ValueError, KeyError or EOFError; damaged archives raise their
+    # own error.
     try:
         return action(), None
     except Exception as error:
@@ -275,12 +221,12 @@ def _write_files(
             json.dump(meta, stream)
             stream.flush()
             os.fsync(stream.fileno())
-    # Every rank: each has made names in it, on a file system that may be another host's.
+    # On every rank: each has created directory entries, possibly on a file system of another host.
     _sync(folder)
 
 
 def save_arrays(path: Path, arrays: Arrays) -> None:
-    """Writes arrays through to the disk."""
+    """Writes arrays and syncs them to disk."""
     with path.open("wb") as stream:
         np.savez(stream, **arrays)  # type: ignore[arg-type]
         stream.flush()
@@ -288,13 +234,13 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
 
 
 def _load(path: Path) -> Arrays:
-    # Reading whole arrays makes the archive check their CRCs.
+    # Reading whole arrays makes the archive verify their CRCs.
     with path.open("rb") as stream, np.load(stream) as archive:
         return {name: archive[name] for name in archive.files}
 
 
 def _sync(folder: Path) -> None:
-    # A file's own fsync does not make its name last a loss of power: that stands in the folder.
+    # Syncing a file does not make its name survive a power loss: the name belongs to the folder.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -303,14 +249,7 @@ def _sync(folder: Path) -> None:
 
 
 def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Gives the arrays of a list names for a file, by their index.
-
-    Args:
-      arrays: Arrays in their order.
-      prefix: Prefix of the names.
-
-    Returns:
-      The arrays by name, in their order.
+    """Returns the arrays of a list by name, which is `prefix` and the index, for a file.
 
     >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
     ['own0', 'own1']
@@ -319,10 +258,5 @@ def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
 
 
 def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """Returns the list of arrays to which `to_named_arrays` gave names.
-
-    Args:
-      arrays: Arrays of a file, which may hold others.
-      prefix: Prefix of the names.
-    """
+    """Returns the list of arrays that `to_named_arrays` named."""
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]

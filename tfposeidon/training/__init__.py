@@ -1,1 +1,1 @@
-"""Keras's training loop: patched methods, sessions of models, equal epochs, state of layers."""
+"""Integration with Keras's training loop: patches, model sessions and epochs of equal length."""

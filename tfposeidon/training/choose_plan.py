@@ -1,4 +1,9 @@
-"""Choice of plans by what the first steps have measured, where `auto` decides."""
+"""Choice of communication plans from the times of the first training steps.
+
+Think of `ChoosePlan` as a callback that times a few steps on all ranks and then fixes the plans
+that the `auto` policy left tunable. It retraces the step only if the predicted gain repays the time
+for tracing.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +24,36 @@ from tfposeidon.exchange.planner import Paths
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Updates that are not timed, the first of which is traced, and those after them that decide."""
+"""Updates before timing starts, of which the first is traced, and timed updates after them."""
 LEAST_GAIN = 3.0
-"""Time to be saved in the steps that are left, as a multiple of that of tracing a step."""
+"""Least time to save in the remaining steps, as a multiple of the time for tracing a step."""
 CLOCKS_S = 1e-4
-"""Seconds that clocks take in a step, about: of the small model of `benchmarks.wrapper`."""
+"""Approximate seconds per step for the clock ops, from the small model of `benchmarks.wrapper`."""
 LEAST_TRACE_S = 0.5
-"""Seconds that tracing a step takes at least; unknown where it was traced in an earlier `fit`."""
+"""Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
 
 Found = dict[str, list[Any]]
-"""What a rank has measured, for JSON: by the numbers of the optimizer and of a list of variables,
-whose paths may be others on each rank, the times of its first and last gradient and of a whole
-step, and the rows of each gradient's factors in an exchange."""
+"""Measurements of one rank as JSON, keyed by the indices of the optimizer and of its exchanger.
+
+Variable paths may differ between ranks and cannot be keys. A value holds the times of the first
+gradient, of the last gradient and of a whole step, and each gradient's factor rows per exchange.
+"""
 
 
 class ChoosePlan(keras.callbacks.Callback):
-    """Chooses plans once, by measured times of forward and backward pass, where `auto` decides.
+    """Keras callback that chooses tunable plans once, from measured forward and backward times.
 
-    All ranks do it at the same batch, after the first steps, which follow a plan for exchanges
-    alone. The step is traced anew, then without clocks, only if that is predicted to save more time
-    than it takes. The choice stays until a schedule changes the policy.
-
-    What schemes have kept is sent by the step before. Where an epoch ends with the first rank that
-    is out of data, plans change between epochs only: that step is then the last one of an epoch, if
-    it has as many as the epoch before.
-
-    On GPUs, where ops are queued, nothing tells how long steps compute: the first plan stays.
+    All ranks choose at the same batch, and a choice stays until a schedule changes the policy. The
+    preceding step flushes error-feedback state, so where epochs may end early, a plan changes
+    between epochs only, after a flush in the last step of an epoch as long as the previous one. On
+    GPUs, ops are queued and their times cannot be measured, so the first plan stays.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_skipping = self._is_watching = False
         self._steps = self._epoch = self._batches = self._batches_before = 0
-        # The step after which times begin, and the last one that is timed.
+        # The step after which timing starts, and the last timed step.
         self._begin = self._end = 0
         self._trace_s = LEAST_TRACE_S
         self._on_gpu: bool | None = None
@@ -63,13 +65,13 @@ class ChoosePlan(keras.callbacks.Callback):
         self._session = session.of(self.model)
 
     def _watch(self) -> None:
-        """Begins to time steps, if there are optimizers whose plans are not chosen yet."""
+        """Starts to time steps if any optimizer has a tunable plan."""
         undecided = [plans for plans in self._find_open().values() if plans.planner.may_learn]
         if not undecided or self._is_changing:
             return
         if self._on_gpu is None:
             own = bool(tf.config.list_physical_devices("GPU"))
-            # All ranks watch or none does, also where one of them lacks its GPU.
+            # All ranks must take the same branch, even if one of them lacks its GPU.
             self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
         if self._on_gpu:
             for plans in undecided:
@@ -79,18 +81,15 @@ class ChoosePlan(keras.callbacks.Callback):
         if not all(plans.planner.is_watched for plans in undecided):
             for plans in undecided:
                 plans.planner.is_watched = True
-            # With clocks; in a first `fit` nothing is traced yet.
+            # Adds the clock ops. In a first `fit`, the step has not been traced yet.
             self._session.retrace()
-        # An optimizer that accumulates exchanges once in several steps.
+        # With gradient accumulation, an exchange takes place once in several steps.
         self._begin = self._steps + UNTIMED_STEPS * self._calls
         self._end = self._begin + TIMED_STEPS * self._calls
         self._found = None
 
     def _find_open(self) -> dict[str, AgreedPlans]:
-        """Finds the plans that may change, by the number of their optimizer.
-
-        A schedule may have changed policies since the last time.
-        """
+        """Returns the tunable plans, which schedules may have changed, by index of optimizer."""
         every = {str(n): o.exchange.plans for n, o in enumerate(self._session.optimizers)}
         self._open = {n: plans for n, plans in every.items() if plans.planner.leaves_open}
         return self._open
@@ -98,11 +97,11 @@ class ChoosePlan(keras.callbacks.Callback):
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
-        # What passes between epochs is no step.
+        # Exclude time between epochs from step timing.
         for optimizer in self._session.optimizers:
             for exchanger in optimizer.exchange.exchangers:
                 exchanger.times.pause()
-        # A schedule may leave plans open from a later epoch on.
+        # A schedule may make plans tunable in a later epoch.
         if not self._is_watching:
             self._watch()
         if self._steps and self._session.watches_absence:
@@ -120,7 +119,8 @@ class ChoosePlan(keras.callbacks.Callback):
         if is_idle or self._is_skipping:
             return
         self._time_step()
-        # Ranks that end an epoch together need the exchange that they know until its end.
+        # Where epochs end early, a rank that joins after its last batch knows only the traced
+        # exchange.
         if not self._session.watches_absence:
             self._continue()
         elif self._is_changing and not self._has_flushed and self._is_time_to_flush:
@@ -129,7 +129,7 @@ class ChoosePlan(keras.callbacks.Callback):
     def _time_step(self) -> None:
         self._steps += 1
         if self._steps == 1:
-            # To measure links is no part of tracing a step.
+            # Exclude network measurements from the tracing time.
             traced_s = time.perf_counter() - self._spent_s - self._begin_s
             self._trace_s = max(LEAST_TRACE_S, traced_s)
         if self._steps == self._begin:
@@ -141,17 +141,17 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _spent_s(self) -> float:
-        """Seconds for which links were measured and exchanges raced."""
+        """Seconds spent on network measurements and timed trials."""
         return sum(plans.planner.spent_s for plans in self._open.values())
 
     @property
     def _calls(self) -> int:
-        """Steps between two exchanges, at most."""
+        """Largest number of steps per exchange."""
         return max((self._calls_of(number) for number in self._open), default=1)
 
     @property
     def _is_time_to_flush(self) -> bool:
-        """True once a single exchange of the epoch is left, by the length of the one before."""
+        """True if one exchange is left in this epoch, assuming the length of the previous epoch."""
         return 0 < self._batches_before - self._batches <= self._until_exchange
 
     @property
@@ -175,10 +175,10 @@ class ChoosePlan(keras.callbacks.Callback):
         return found
 
     def _continue(self) -> None:
-        """Decides once all ranks have timed their steps, and changes once nothing is kept."""
+        """Chooses plans once all ranks have timed steps; applies them once schemes are flushed."""
         if self._is_changing:
             self._change_or_flush()
-        # Where epochs end early on some ranks, all are asked whether they have timed enough.
+        # Where epochs may end early, ranks check at each epoch whether all have timed enough steps.
         elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
             self._choose()
 
@@ -186,12 +186,12 @@ class ChoosePlan(keras.callbacks.Callback):
         everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.choose_plan")
         ranks = [found for found, _ in everybody]
         if any(found is None for found in ranks):
-            # Too few steps on one of them; the next epoch may have more.
+            # A rank has timed too few steps; the next epoch may have more.
             return
         self._is_watching = False
         joined = _joined(ranks)
         if not joined:
-            # A schedule has changed the policy meanwhile: the next epoch begins once more.
+            # A schedule has changed the policy meanwhile; timing starts again with the next epoch.
             return
         saved_s = self._learn(joined)
         waits_for_epoch = self._session.watches_absence and not self._has_flushed
@@ -208,7 +208,7 @@ class ChoosePlan(keras.callbacks.Callback):
         self._change_or_flush()
 
     def _learn(self, joined: Mapping[str, Measured]) -> float:
-        """Plans by what all ranks have measured; returns the seconds that a step would save."""
+        """Plans with all ranks' measurements; returns the predicted seconds saved per step."""
         saved_s = 0.0
         for number, plans in self._find_open().items():
             if plans.planner.may_learn:
@@ -229,12 +229,12 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _is_changing(self) -> bool:
-        """True while plans wait to change, also those of an earlier `fit` or run."""
+        """True while a changed plan, also of an earlier `fit` or run, waits to be applied."""
         return any(plans.are_changing for plans in self._open.values())
 
     @property
     def _has_flushed(self) -> bool:
-        """True if the schemes of plans that change keep nothing."""
+        """True if the schemes of all changing plans hold no error-feedback state."""
         return all(plans.have_flushed for plans in self._open.values())
 
     def _change_or_flush(self) -> None:
@@ -243,7 +243,7 @@ class ChoosePlan(keras.callbacks.Callback):
                 plans.adopt()
             self._session.retrace()
             return
-        # An epoch of a single exchange has no step before its last one.
+        # An epoch with a single exchange has no earlier step for the flush.
         is_last = 0 < self._batches_before <= self._until_exchange
         if is_last or not self._session.watches_absence:
             self._flush()
@@ -254,7 +254,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _steps_left(self) -> int:
-        """Steps that are left; as many as there were, where the length of epochs is not known."""
+        """Remaining steps; as many as are done if the length of epochs is unknown."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
         if steps is None:
             return self._steps
@@ -262,7 +262,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
 
 def _joined(ranks: list[Found]) -> dict[str, Measured]:
-    """Returns the times of the slowest rank and the mean rows, of what all ranks have measured."""
+    """Combines the measurements of all ranks: maximum times and mean factor rows."""
     joined = {}
     for key in ranks[0]:
         same = [found[key] for found in ranks if key in found]

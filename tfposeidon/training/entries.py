@@ -1,4 +1,7 @@
-"""The one list of a model's state, of its optimizers and of callbacks."""
+"""All state of a model, its optimizers and its callbacks, with the placement of each entry.
+
+Checkpoints, broadcasts and comparisons read this one list, so that they cover the same state.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,18 @@ from tfposeidon.training import layer_state, session
 
 
 def held_optimizers(model: Any) -> list[Any]:
-    """Returns a model's optimizers that communicate, or else the one of `compile`, if any.
-
-    They are as the model holds them: those that communicate may be in Keras's loss scale.
-    """
+    """Returns the communicating optimizers, with their loss scales, or `model.optimizer`."""
     own = getattr(model, "optimizer", None)
     return session.held_by(model) or ([] if own is None else [own])
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Returns the optimizers of `held_optimizers`, without loss scales around those of ours."""
+    """Returns `held_optimizers`, with loss scales around communicating optimizers removed."""
     return [session.without_loss_scale(held) for held in held_optimizers(model)]
 
 
 def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model in training, but for `parts`; in the same order on all ranks."""
+    """Returns all state of a model except for `parts`, in the same order on all ranks."""
     replicated = [
         *model.trainable_variables,
         *(variable for held in held_optimizers(model) for variable in _replicated(held)),
@@ -63,16 +63,16 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
-    """Returns the averaged state that travels with the weights that an optimizer exchanges."""
-    # With the first such optimizer: each would have all of them.
+    """Returns the averaged state that an optimizer synchronizes together with its weights."""
+    # Only the first such optimizer synchronizes it: otherwise each would average all of it.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
 
 def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
-    """Yields state of optimizers that differs from rank to rank, and is cut anew for other ranks.
+    """Yields per-rank optimizer state, which a checkpoint redistributes over other ranks.
 
-    An optimizer without a plan makes it, with all ranks.
+    An optimizer without a plan makes its plan here, which is collective over all ranks.
     """
     for number, held in enumerate(held_optimizers(model)):
         for variable, part in _parts(held):
@@ -81,7 +81,7 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
 
 
 def _parts(held: Any) -> list[tuple[Any, StateDescription]]:
-    """State of an optimizer, and of a loss scale around it, that differs from rank to rank."""
+    """Returns per-rank state of an optimizer and of its loss scale."""
     optimizer = session.without_loss_scale(held)
     # Keras's own optimizers have none.
     found = list(getattr(optimizer, "rank_state", ()))

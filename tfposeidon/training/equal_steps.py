@@ -1,4 +1,8 @@
-"""Epochs of as many steps as the rank with the fewest batches has, ended by all ranks together."""
+"""Epochs that end on all ranks after as many steps as the rank with the fewest batches has.
+
+`EqualSteps` runs before the user's callbacks and ends the epoch. `AgreedStop` runs after them,
+stops training on all ranks and compares settings and values across ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,11 @@ WHERE_SET = (
 def with_equal_epochs(
     callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None
 ) -> list[Any]:
-    """Returns the callbacks of `fit` together with those that several ranks need.
+    """Returns the callbacks of `fit` together with those for several ranks, in the required order.
 
-    `EqualSteps` comes before the others, because they may communicate at the end of an epoch;
-    `AgreedStop` comes after them, because they may ask to stop. `rows` is that of each batch on
-    this rank, `None` where it is not known or not the same.
+    `EqualSteps` precedes the user's callbacks, which may communicate at the end of an epoch, and
+    `AgreedStop` follows them, since they may request a stop. `rows` is this rank's batch size, or
+    `None` if it is unknown or varies.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
     first = [callback for one in hooks for callback in one.first]
@@ -44,17 +48,17 @@ def with_equal_epochs(
 
 
 def _may_stop(callback: Any) -> bool:
-    """Returns whether a callback may set `stop_training` in the middle of an epoch."""
+    """Returns whether a callback may set `stop_training` within an epoch."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
         return True
-    # All others of Keras, and our own, stop at the end of epochs only.
+    # All other callbacks of Keras and of `keras_callbacks` stop at the end of epochs only.
     if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks"):
         return False
     return has_batch_hooks(callback)
 
 
 def has_batch_hooks(callback: Any) -> bool:
-    """Returns whether a callback does anything in the middle of an epoch of training."""
+    """Returns whether a callback overrides a hook within an epoch of training."""
     hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
     base = keras.callbacks.Callback
     return any(
@@ -64,25 +68,13 @@ def has_batch_hooks(callback: Any) -> bool:
 
 
 class EqualSteps(keras.callbacks.Callback):
-    """Ends each epoch, on all ranks, after the fewest batches that any rank has.
+    """Keras callback that ends each epoch, on all ranks, after the fewest batches of any rank.
 
-    Where every rank knows its number of batches, and steps are executed one by one, the smallest is
-    agreed on when training begins, and steps cost nothing more. Otherwise, and where a callback may
-    stop training in the middle of an epoch, a rank that is done with the epoch takes part in the
-    other ranks' next step with zeros, which tells them to stop, too. Ranks that train weights of
-    their own have no exchange in most steps: there, `AgreedStop` puts off stopping until the end of
-    an epoch of known length.
-
-    Args:
-      may_stop: True if a callback of this rank may stop training in the middle of an epoch.
-      rows: Rows of each batch on this rank; `None` where they are not known or not the same.
-
-    Attributes:
-      is_over: True if the epoch ends with this batch, once all callbacks have seen its end.
-
-    Raises:
-      ValueError: In `fit`, with `run_eagerly` and several optimizers, for data of unknown length.
-      RuntimeError: At the end of an epoch, if this rank has done fewer steps than were agreed on.
+    If all ranks know their number of batches and run single steps, they agree on the minimum once,
+    at no cost per step. Otherwise, or if a callback may stop within an epoch, a rank that has
+    finished joins the other ranks' next step with zeros, which ends the epoch for all of them.
+    Ranks that train local weights exchange in few steps, so `AgreedStop` defers a stop to the end
+    of the epoch.
     """
 
     def __init__(self, may_stop: bool = False, rows: int | None = None) -> None:
@@ -100,11 +92,11 @@ class EqualSteps(keras.callbacks.Callback):
         may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
         self._watches = self._limit is None or may_stop
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
-            # Eager collectives match by their order alone, and a rank out of data does not know the
-            # order in which several optimizers exchange.
+            # Eager collectives match by their order alone, and a rank with exhausted input does not
+            # know the order in which several optimizers exchange.
             self._watches = self._limit is None
             _check_limit_is_known(self._limit)
-        # A step that was traced before does as was wanted then.
+        # A step traced earlier follows the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
         has_changed = self._session.weigh_alike(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
@@ -114,11 +106,11 @@ class EqualSteps(keras.callbacks.Callback):
         known = None not in steps
         fewest = min(number for number in steps if number is not None) if known else None
         self._fewest = fewest
-        # Keras gives this dictionary to all callbacks: rates by fractions of an epoch are alike
-        # only if its steps are.
+        # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
+        # of an epoch are equal on all ranks only if its number of steps is.
         self.params["steps"] = fewest
         equal = known and len(set(steps)) == 1
-        # An execution of several steps cannot end after some of them.
+        # An execution of several steps cannot end within them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
         if not equal:
             runtime.say(
@@ -135,7 +127,8 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._fewest is not None and batch >= self._fewest:
-            # Keras's loop over an epoch catches it, and goes on as if the data had ended.
+            # Keras's loop over an epoch catches it and ends the epoch as if the data were
+            # exhausted.
             raise StopIteration
         self.is_over = False
         self._is_skipping = self._session.is_skipping
@@ -149,27 +142,26 @@ class EqualSteps(keras.callbacks.Callback):
             return
         steps, complete = np.subtract(self._session.steps_done, self._before)
         are_absent = bool(self._session.absent_ranks)
-        # Fewer steps than one execution has: this rank's data ended within it.
+        # Fewer steps than `steps_per_execution`: this rank's input ended within the execution.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
-        # No callback sees the end of what was dropped on all ranks.
+        # An update dropped on all ranks does not count as a batch for callbacks.
         counts_exchanges = are_absent and self._session.is_in_step
         if self.is_over and not self._finish(bool(complete if counts_exchanges else steps)):
             raise StopIteration
 
     def _finish(self, has_trained: bool) -> bool:
-        """Ends the epoch together with all ranks; returns whether its last execution counts.
-
-        Callbacks that see the end of that may communicate: all ranks come here first.
-        """
+        """Ends the epoch on all ranks; returns whether its last execution counts."""
+        # Collective: callbacks may communicate at the end of a batch, so all ranks must agree
+        # first.
         self._is_finished = True
         self._session.finish_epoch()
         everybody = exchange_objects(has_trained, runtime.wire(), "tp.last_execution")
-        # Ranks that train weights of their own are not in step.
+        # Ranks that train local weights decide independently.
         return all(everybody) if self._session.is_in_step else has_trained
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
-        # Validation comes before the end of the epoch, and its callbacks may communicate.
+        # Validation precedes the end of the epoch, and its callbacks may communicate.
         self._end_steps()
 
     @override
@@ -177,12 +169,12 @@ class EqualSteps(keras.callbacks.Callback):
         self._end_steps()
 
     def _end_steps(self) -> None:
-        # In epochs with validation this is called twice.
+        # Called twice in epochs with validation.
         if not self._is_open:
             return
         self._is_open = False
         if self._watches:
-            # A resumed epoch may have been at its end already, on all ranks.
+            # A resumed epoch may already be complete, on all ranks.
             has_begun = self._has_trained or not self._done or self._limit is None
             if has_begun and not self._is_finished:
                 self._finish(False)
@@ -195,23 +187,13 @@ class EqualSteps(keras.callbacks.Callback):
 
 
 class AgreedStop(keras.callbacks.Callback):
-    """Stops training on all ranks after the epoch in which any rank wants to stop.
+    """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
-    Where ranks train weights of their own, in epochs of known length, a rank that wants to stop
-    within one goes on until its end: the others learn of it only then, and callbacks may
-    communicate before.
-
-    Before the first epoch and after each one, ranks also compare the settings that must be equal
-    beside the weights: rates, momentum, weight decay, trainable variables and the epoch. Before
-    each epoch, and at the end, they compare weights, optimizer state and the state of layers; in
-    a model's first `fit` they begin with those of rank 0.
-
-    Args:
-      steps: First of the callbacks, which tells where the epoch ends.
-
-    Raises:
-      RuntimeError: In `fit`, on all ranks, if settings or values differ; the message names the
-        first difference.
+    Ranks with local weights defer a stop within an epoch of known length to its end, since
+    callbacks may communicate before the others know. Before the first epoch and after each, ranks
+    compare settings: learning rates, momentum, weight decay, trainable variables and epoch. Before
+    each epoch and at the end they compare values; a model's first `fit` starts with those of rank
+    0.
     """
 
     def __init__(self, steps: EqualSteps) -> None:
@@ -239,7 +221,7 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # In a model's first `fit`, the begin compares.
+        # In a model's first `fit`, `_begin` compares and broadcasts the values.
         is_first = not self._session.has_begun
         if not self._has_begun:
             self._begin(epoch)
@@ -249,10 +231,10 @@ class AgreedStop(keras.callbacks.Callback):
         self._has_begun = True
 
     def _begin(self, epoch: int) -> None:
-        # A callback that restores something on one rank alone (BackupAndRestore) begins at another
+        # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
         # epoch.
         settings = _settings(self.model, epoch)
-        # The comparison of values names the first variable that another model has.
+        # The comparison of values names the first variable that differs.
         del settings["trainable variables"]
         _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
         if not self._session.has_begun:
@@ -289,18 +271,18 @@ def _check_limit_is_known(limit: int | None) -> None:
 
 
 def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
-    """Returns what must be equal on all ranks beside the weights, as JSON can carry it."""
+    """Returns the settings that must be equal on all ranks, apart from values, as JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Not by their paths, in which Keras numbers what each process has made.
+        # Keras numbers the objects of each process in variable paths, so paths may differ.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
         for place, leaf in enumerate(leaves(optimizer.inner_optimizer)):
             which = f" of optimizer {number}" if number else ""
             which += f", part {place}" if place else ""
-            # Under a loss scale ranks that train by themselves skip steps by themselves, and so
-            # does a rate that follows the steps.
+            # With a loss scale, ranks that train local weights skip different steps, which also
+            # changes learning rates that depend on the step.
             if optimizer.fit_hooks(model).is_in_step:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
             settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
@@ -324,7 +306,7 @@ def _check_equal(everybody: list[dict[str, Any]]) -> None:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Returns a value as text; of a list, its length and the first item that `other` lacks."""
+    """Formats a setting; for a list, its length and the first item missing in `other`."""
     if not isinstance(value, list):
         return str(value)
     more = [item for item in value if item not in other]

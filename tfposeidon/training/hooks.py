@@ -1,4 +1,4 @@
-"""What an optimizer adds to `fit`. Think of callbacks of Keras that come with the optimizer."""
+"""Hooks of an optimizer in `fit`. Think of them as Keras callbacks that belong to the optimizer."""
 
 from __future__ import annotations
 
@@ -22,28 +22,25 @@ def _around_nothing(callbacks: Sequence[Any]) -> contextlib.AbstractContextManag
 
 @dataclass(frozen=True, kw_only=True)
 class FitHooks:
-    """What `fit` does for an optimizer.
+    """Hooks that `fit` calls for one optimizer.
 
-    Attributes:
-      check: Refuses callbacks of the user that do not go with the optimizer.
-      first: Callbacks before those of the user.
-      last: Callbacks after those of the user.
-      around: Function of the user's callbacks that returns a context around `fit`.
-      begin_step: Called before each execution of the train function, also by `train_on_batch`.
-      end_step: Called after each execution with its number of steps.
-      abandon_update: Called on all ranks where an epoch may end in the middle of an update.
-      run: Runs in place of Keras's `fit`, which it is given with its arguments.
-      wire: Function that returns the wire between the ranks that train in step with this one.
-      is_in_step: True if ranks exchange in each step, False if each trains weights of its own.
+    `check` refuses incompatible callbacks of the user; `first` and `last` are callbacks before and
+    after those of the user, and `around` returns a context for the whole `fit`.
     """
 
     check: Callable[[Sequence[Any]], None] = _accept
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
     around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = _around_nothing
+    # Called before and after each execution of the train function, also by `train_on_batch`;
+    # `end_step` receives the execution's number of steps.
     begin_step: Callable[[], None] | None = None
     end_step: Callable[[int], None] | None = None
+    # Called on all ranks where an epoch may end within an accumulated update.
     abandon_update: Callable[[], None] | None = None
+    # Replaces Keras's `fit`, which it receives together with its arguments.
     run: Callable[[Any, inspect.BoundArguments], Any] | None = None
+    # Returns the communicator of the ranks that train in step with this one.
     wire: Callable[[], Wire] = runtime.wire
+    # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True

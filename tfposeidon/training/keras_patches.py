@@ -1,19 +1,18 @@
-"""Methods of `keras.Model` that know of the model's optimizers that communicate.
+"""Patches of `keras.Model` methods for models with communicating optimizers.
 
-Keras gives an optimizer no way to see the model it trains. So the first `DistributedOptimizer` or
-`LocalUpdates` of a process wraps two methods of `keras.Model`; models with other optimizers pass
-through untouched. They are methods that Keras looks up after the optimizer was made, even in one
-line such as `model.compile(optimizer=tp.DistributedOptimizer(...))`, for which `compile` itself is
-too early.
+Keras gives an optimizer no access to the model that it trains. So the first `DistributedOptimizer`
+or `LocalUpdates` of a process wraps two methods of `keras.Model`, and models with other optimizers
+keep their behavior. Keras looks these methods up after the optimizer is constructed, even in
+`model.compile(optimizer=tp.DistributedOptimizer(...))`, where wrapping `compile` would be too late.
 
-- `make_train_function`: the train step is made without XLA, which cannot compile what schemes do,
-  and tells the optimizer how many samples a batch has, so that unequal batches are weighed right.
-- `fit`: output of one rank, without a progress bar where there is no terminal (`verbosity`), and
-  epochs that end on all ranks after the same step (`equal_steps`).
+- `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
+  and passes the batch size to the optimizer, which weights unequal batches by it.
+- `fit`: prints on one rank only, without a progress bar where there is no terminal (`verbosity`),
+  and ends epochs on all ranks after the same step (`equal_steps`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
-`LossScaleOptimizer.apply` is the third: around one of these optimizers it averages gradients
-first.
+The third patched method is `LossScaleOptimizer.apply`: around a communicating optimizer it averages
+gradients before it checks and unscales them.
 """
 
 from __future__ import annotations
@@ -47,12 +46,7 @@ log = logging.getLogger("tfposeidon")
 
 
 def patch_keras(optimizer_class: type) -> None:
-    """Wraps the methods of `keras.Model` and of its loss scale; the second call does nothing.
-
-    Args:
-      optimizer_class: `OptimizerWrapper`; methods of models with other optimizers do what they did
-        before.
-    """
+    """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
     session.register_optimizer_class(optimizer_class)
     replacements = {
         "make_train_function": _make_train_function,
@@ -72,7 +66,7 @@ def _averaging_first(original: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None, **others: Any) -> None:
         inner = self.inner_optimizer
-        # Within its own step, the loss scale is given means.
+        # Within its own step, the loss scale receives averaged gradients.
         if not session.is_distributed(inner) or inner.updater is self:
             original(self, grads, trainable_variables, **others)
         else:
@@ -113,11 +107,9 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 @contextlib.contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """Keeps XLA off for functions that are made within this context, if it cannot compile steps.
-
-    `jit_compile` stays what it was, for evaluation. That True was not chosen by "auto", nothing
-    tells.
-    """
+    """Disables XLA while functions are built in this context, if it cannot compile the steps."""
+    # Restored afterwards, since evaluation can use XLA. Keras does not record whether "auto" or the
+    # user set `jit_compile=True`.
     wanted = model.jit_compile
     if wanted and not all(one.exchange.suits_xla for one in session.optimizers_of(model)):
         session.of(model).log_xla_is_off()
@@ -131,7 +123,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 def _call_step_hooks(model: keras.Model) -> None:
     """Makes the train function call the hooks of the model's optimizers around each execution."""
     own, train = session.of(model), model.train_function
-    # All of them: an optimizer with such hooks that is found in its first step only is refused.
+    # Complete: an optimizer with such hooks that is first found in its first step is refused.
     hooks = own.hooks
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
     if not _have_steps(hooks) or is_other or getattr(train, "_tfposeidon", False):
@@ -160,8 +152,8 @@ def _have_steps(hooks: list[FitHooks]) -> bool:
 
 def _count_samples(model: Any) -> None:
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # A `tf.function` knows what it has traced; another one of the same is traced anew, as Keras's
-    # around it is.
+    # A `tf.function` caches its traces. A clone is traced again together with Keras's function
+    # around it.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
@@ -180,7 +172,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     session.of(model).begin_fit()
     session.of(model).note_callbacks(callbacks)
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Before anything is built: optimizers learn of their model.
+    # Before anything is built: the hooks give optimizers access to their model.
     hooks = session.of(model).hooks
     for one in hooks:
         one.check(callbacks)
@@ -201,20 +193,20 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         stack.enter_context(warnings.catch_warnings())
         for one in hooks:
             stack.enter_context(one.around(callbacks))
-        # Keras's advice for epochs that end early is wrong where another rank has fewer batches;
-        # `EqualSteps` logs what is right.
+        # Keras's warning about epochs that end early is wrong where another rank has fewer batches;
+        # `EqualSteps` logs the correct message.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
 
 
 def _can_shuffle(x: Any) -> bool:
-    """Returns whether `fit` draws the order of these data, if it is told to shuffle."""
+    """Returns whether `fit` with `shuffle=True` draws the order of these data."""
     is_dataset = isinstance(x, keras.utils.PyDataset)
     return is_dataset or all(hasattr(array, "shape") for array in keras.tree.flatten(x))
 
 
 def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
-    """Returns the rows of each batch of `fit`; `None` if they are not known or not the same."""
+    """Returns the number of rows of each batch of `fit`, or `None` if unknown or not constant."""
     x = arguments["x"]
     if isinstance(x, tf.data.Dataset):
         specs = [
@@ -230,25 +222,24 @@ def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
     count = len(arrays[0])
     if arguments["validation_data"] is None:
         count = math.floor(count * (1.0 - arguments["validation_split"]))
-    # Keras's own default.
     batch: int = arguments["batch_size"] or 32
     return None if count % batch else batch
 
 
 def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Tells the optimizers what can be known before the first step, so that it is traced once."""
+    """Builds model and optimizer state before the first step, which is then traced only once."""
     optimizer = session.without_loss_scale(model.optimizer)
     if session.is_distributed(optimizer):
         first = _first_batch(arguments) if not model.built else None
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Otherwise the first trace makes the exchange's variables, and TensorFlow traces the
-            # step once more.
+            # Otherwise the first trace creates the exchange's variables, and TensorFlow traces the
+            # step a second time.
             optimizer.prepare(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:
-    """Returns whether the train step is Keras's own, which updates all variables in one call."""
+    """Returns whether Keras's own train step is used, which updates all variables in one call."""
     owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
     return owner.__module__.startswith("keras.")
 
@@ -262,11 +253,9 @@ def _as_list(callbacks: Any) -> list[Any]:
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
-    """Builds model, metrics and optimizer before callbacks broadcast or restore them.
-
-    Keras on TensorFlow leaves it to the first step. Models that can be built neither from shapes
-    nor by a sample stay as they are; callbacks that need a built model say so.
-    """
+    """Builds model, metrics and optimizer before callbacks broadcast or restore them."""
+    # Keras on TensorFlow builds in the first step. A model that can be built neither from shapes
+    # nor by a sample stays unbuilt, and callbacks that need a built model raise an error.
     if not model.run_eagerly:
         with _trying("from shapes"):
             specification = _batch_specification(x, y, sample_weight)
@@ -274,7 +263,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
                 model._symbolic_build(data_batch=specification)
     if not replicated.has_weights(model):
         with _trying("by a sample"):
-            # A call may do what symbolic tensors cannot.
+            # A call may use operations that symbolic tensors do not support.
             model(_first_sample(x), training=False)
     if model.built and not model.optimizer.built and _trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
@@ -282,7 +271,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
 
 @contextlib.contextmanager
 def _trying(way: str) -> Iterator[None]:
-    """Surrounds one way to build a model: where it fails, its first step does it."""
+    """Suppresses errors of one way to build a model; its first step builds it then."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
@@ -290,7 +279,7 @@ def _trying(way: str) -> Iterator[None]:
 
 
 def _first_sample(x: Any) -> Any:
-    """Returns a sample to call a model by; zeros where a dataset would have to be read."""
+    """Returns one sample for a call of the model; zeros for a dataset, to avoid reading it."""
     if isinstance(x, tf.data.Dataset):
         specification, _, _ = keras.utils.unpack_x_y_sample_weight(x.element_spec)
         return keras.tree.map_structure(_zeros, specification)
@@ -304,12 +293,12 @@ def _zeros(specification: Any) -> Any:
     if isinstance(specification, tf.RaggedTensorSpec):
         dense = tf.zeros([size or 1 for size in shape], specification.dtype)
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
-    # Refuses what layers may have to know: a size that the data do not tell.
+    # Raises if a dimension is unknown: layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
 
 
 def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """Returns the first batch of a generator, which `fit` will get all the same."""
+    """Returns the first batch of a generator and puts it back for `fit`."""
     rest = arguments["x"]
     if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
         return None
@@ -324,7 +313,7 @@ def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
 
 
 def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
-    """Returns shapes and dtypes of a batch, or `None` for data that do not tell them."""
+    """Returns shapes and dtypes of a batch, or `None` for data without them."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     arrays = (
@@ -341,6 +330,6 @@ def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
 
 def _array_specification(array: Any) -> tf.TensorSpec:
     dtype = keras.backend.standardize_dtype(array.dtype)
-    # Keras casts NumPy's default for floats when it makes batches of arrays.
+    # Keras casts NumPy's default floating-point dtype when it makes batches of arrays.
     dtype = keras.config.floatx() if dtype == "float64" else dtype
     return tf.TensorSpec([None, *array.shape[1:]], dtype)

@@ -1,8 +1,8 @@
-"""State of a model's layers that no variable holds.
+"""State of a model's layers outside of variables.
 
-Preprocessing layers adapt to data before training, mostly each rank to its own share. What they
-learn (statistics, bins, vocabularies) stands in tensors, lists, tables and files, and is not among
-`model.variables`.
+Preprocessing layers adapt to data before training, usually each rank to its own shard. They hold
+the result (statistics, bins, vocabularies) in tensors, lists, tables and files, which
+`model.variables` does not include.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tfposeidon.state.placement import Placement, StateEntry, placement_outside_
 from tfposeidon.training import session
 
 State = dict[str, np.ndarray]
-"""Arrays by index and name of the layer and name of the quantity: `"3.normalization.mean"`."""
+"""Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# Their state is that of the lookup layer inside them, which is a layer of the model, too.
+# Their state belongs to the lookup layer inside them, which is a layer of the model, too.
 _STATELESS = (keras.layers.TextVectorization,)
-# Their `finalize_state` would begin with what this rank has counted in `adapt`, and drop what was
-# assigned.
+# Their `finalize_state` would start from the counts of this rank's `adapt` and discard the assigned
+# values.
 _FINALIZED_FROM_COUNTS = (*_LOOKUPS, *_STATELESS, keras.layers.Discretization)
 _TABLES = (
     tf.lookup.StaticHashTable
@@ -38,9 +38,9 @@ _TABLES = (
 
 
 def entries(model: keras.Model) -> list[StateEntry]:
-    """Returns the layers of a model, and of models inside it, that keep state elsewhere."""
+    """Returns the layers with state outside of variables, including those of models inside it."""
     return [
-        # By index, for several layers may have one name.
+        # Indexed, since several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
         if _keeps_state(layer)
@@ -48,12 +48,7 @@ def entries(model: keras.Model) -> list[StateEntry]:
 
 
 def read(model: keras.Model, *placements: Placement) -> State:
-    """Returns the state with one of these placements that layers hold outside of variables.
-
-    Args:
-      model: A Keras model; layers and models inside it are read, too.
-      placements: Placements of the layers to read.
-    """
+    """Returns the state with one of these placements that layers hold outside of variables."""
     return {
         f"{entry.name}.{name}": value
         for entry in entries(model)
@@ -63,26 +58,16 @@ def read(model: keras.Model, *placements: Placement) -> State:
 
 
 def assign(model: keras.Model, state: State) -> None:
-    """Assigns to the layers a state that `read` returned, here or in another process.
-
-    Layers that compute something from their variables once these are set (`finalize_state`) do so
-    first. If anything changes, the model's functions are traced anew, because those that were
-    traced before hold the old values.
-
-    Args:
-      model: A Keras model of the same layers as the one that was read.
-      state: State that `read` returned.
-
-    Raises:
-      ValueError: If something differs that can be read but not assigned.
-    """
+    """Assigns to the layers a state that `read` returned, possibly in another process."""
     before = read(model, *Placement)
+    # Layers that derive values from their variables (`finalize_state`) do so first.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
         values = dict(_quantities_of_layer(index, state))
         if values and not _equal(_read(layer), values):
             _assign(layer, values)
+    # Functions traced before hold the old values as constants and must be traced again.
     if not _equal(read(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
@@ -90,18 +75,7 @@ def assign(model: keras.Model, state: State) -> None:
 
 
 def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Gives every rank the state that the layers of one rank hold outside of variables.
-
-    All ranks call it together.
-
-    Args:
-      model: A Keras model, of the same layers on every rank.
-      wire: Collectives that join the ranks.
-      root_rank: Rank whose state all others receive.
-
-    Raises:
-      ValueError: On all ranks, if `assign` raises on any.
-    """
+    """Copies one rank's state outside of variables to all; raises on all if `assign` fails."""
     if wire.topology.size == 1:
         return
     packed = (
@@ -113,7 +87,7 @@ def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
         assign(model, received)
     except ValueError as error:
         problem = str(error)
-    # Every rank must raise: one that went on alone would wait for the others.
+    # Every rank must raise: a rank that continued would wait for the others in a collective.
     problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
     for rank, other in enumerate(problems):
         if other:
@@ -192,7 +166,7 @@ def _read_lookup(layer: Any) -> State:
     vocabulary = layer.get_vocabulary(include_special_tokens=False)
     if not vocabulary:
         return {}
-    # Integers become text, too: NumPy's files hold no objects.
+    # As text, including integers: NumPy's files hold no objects.
     state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
     weights = getattr(layer, "idf_weights_const", None)
     return state if weights is None else state | {"idf_weights": np.asarray(weights)}
@@ -204,8 +178,8 @@ def _assign_lookup(layer: Any, values: State) -> None:
     if "idf_weights" not in values:
         layer.set_vocabulary(tokens)
         return
-    # Keras takes the weights of the tokens alone, and computes those of special tokens (unknown
-    # ones) from them. Then all weights are assigned, as they were saved.
+    # Keras accepts the weights of regular tokens only, and computes those of special tokens
+    # (unknown ones) from them. The saved weights of all tokens are assigned afterwards.
     begin = layer.vocabulary_size() - len(layer.get_vocabulary(include_special_tokens=False))
     layer.set_vocabulary(tokens, idf_weights=values["idf_weights"][begin : begin + len(tokens)])
     layer.load_own_variables({"idf_weights": values["idf_weights"]})

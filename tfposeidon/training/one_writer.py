@@ -1,4 +1,8 @@
-"""Keras's callbacks that write files, of which one rank writes where ranks have one path."""
+"""Keras callbacks that write files: where ranks share a path, one of them writes.
+
+Unchanged Keras scripts give every rank the same paths. `fit` removes such callbacks on all ranks
+but the lowest, and shares the state that `BackupAndRestore` restores.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,14 @@ _PATHS = {
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.BackupAndRestore: "backup_dir",
 }
-"""Callbacks that write, and the attribute that says where."""
+"""Callbacks that write files, and their path attributes."""
 
 
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks of `fit` of which this rank is the one to write; all ranks call it.
+    """Returns the callbacks of `fit` that run on this rank; collective.
 
-    Ranks whose callback of one kind has the same path would write over one another: the lowest of
-    them keeps it. A `BackupAndRestore` that all ranks have goes on with what the lowest one reads.
+    Of ranks whose callbacks of one kind share a path, the lowest retains its callback. A shared
+    `BackupAndRestore` resumes all ranks from the files of the lowest.
     """
     mine = [_written(callback) for callback in callbacks]
     everybody = exchange_objects(mine, runtime.wire(), "tp.files")
@@ -53,7 +57,7 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
 
 @functools.cache
 def warn_if_all_save() -> None:
-    """Warns once where a rank other than the lowest saves a model: ranks might share the path."""
+    """Warns once if another rank than the lowest saves a model: ranks might share the path."""
     if runtime.rank() != runtime.spokesman():
         log.warning(
             "tfposeidon: rank %d saves a model. Ranks that save to one path at the same time may "
@@ -63,25 +67,20 @@ def warn_if_all_save() -> None:
 
 
 def _written(callback: Any) -> str | None:
-    """Returns kind and path of a callback of Keras's that writes, as all ranks name them."""
+    """Returns kind and path of a Keras callback that writes, comparable across ranks."""
     base = next((base for base in _PATHS if isinstance(callback, base)), None)
     if base is None:
         return None
     hooks = [name for name in dir(base) if name.startswith("on_")]
     if any(getattr(type(callback), hook) is not getattr(base, hook) for hook in hooks):
-        # What more it does may be for every rank.
+        # A subclass with its own hooks may have work to do on every rank.
         return None
     path = os.fspath(getattr(callback, _PATHS[base]))
     return f"{base.__name__} {path if '://' in path else os.path.abspath(path)}"
 
 
 class SharedBackup(keras.callbacks.Callback):
-    """`BackupAndRestore` of one rank, with whose files all ranks go on.
-
-    Args:
-      backup: The callback of this rank.
-      writer: Rank whose callback reads and writes.
-    """
+    """Keras callback that runs `BackupAndRestore` on one rank and shares what it restores."""
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
         super().__init__()

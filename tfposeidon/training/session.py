@@ -1,4 +1,8 @@
-"""Session of a model: its optimizers that communicate, and the state that its loop shares."""
+"""Session of a model: its communicating optimizers and the state of its training loop.
+
+Think of a session as a record attached to the model, which `fit`, callbacks and optimizers share.
+Communicating optimizers are found through the model's attributes, or in its first train step.
+"""
 
 from __future__ import annotations
 
@@ -20,86 +24,60 @@ from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _distributed: tuple[type, ...] = ()
-"""`OptimizerWrapper`, once there is one: its module imports this one, which cannot import it."""
+"""`OptimizerWrapper`, set by registration, since its module imports this one."""
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that communicate. Where there is none, models are not looked at."""
+"""Communicating optimizers. If there are none, models are not searched."""
 _MOST_ITEMS = 100
-"""Items of a list or dictionary of a model among which optimizers are looked for."""
+"""Number of items per list or dictionary of a model in which optimizers are searched."""
 _Join = Callable[[Any, list[Any]], None]
 _joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
-"""What an optimizer that takes a step is told to, with its variables, within a train step."""
+"""Within a train step, receives each optimizer that takes part and its variables."""
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
-    """Makes instances of a class count as optimizers that communicate.
-
-    Args:
-      optimizer_class: `OptimizerWrapper`.
-    """
+    """Registers the base class of communicating optimizers, `OptimizerWrapper`."""
     global _distributed
     _distributed = (optimizer_class,)
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Returns whether an optimizer communicates, as `DistributedOptimizer` does.
-
-    Args:
-      optimizer: Any object.
-    """
+    """Returns whether an optimizer communicates, as `DistributedOptimizer` does."""
     return isinstance(optimizer, _distributed)
 
 
 def without_loss_scale(optimizer: Any) -> Any:
-    """Returns the optimizer that communicates inside Keras's loss scale, or else the argument."""
+    """Returns the communicating optimizer inside Keras's loss scale, or else the argument."""
     is_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scale else optimizer
     return inner if is_distributed(inner) else optimizer
 
 
 def note_made(optimizer: Any) -> None:
-    """Notes that there is an optimizer that communicates."""
+    """Records that a communicating optimizer exists."""
     _alive.add(optimizer)
 
 
 def note_applied(optimizer: Any, variables: list[Any]) -> None:
-    """Tells the model whose train step this is, if any, that an optimizer takes part in it.
-
-    Args:
-      optimizer: Optimizer that communicates, or Keras's loss scale around it.
-      variables: Variables that it updates.
-    """
+    """Registers an optimizer, or its loss scale, with the model whose step is being traced."""
     if join := _joined_by.get():
         join(optimizer, variables)
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Finds every optimizer of a model that communicates, such as a `DistributedOptimizer`.
-
-    Args:
-      model: A Keras model.
-
-    Returns:
-      The optimizers of `held_by`, without the loss scales around them.
-    """
+    """Returns every communicating optimizer of a model, without loss scales around them."""
     return [without_loss_scale(one) for one in held_by(model)]
 
 
 def held_by(model: Any) -> list[Any]:
-    """Finds every optimizer of a model that communicates, as the model holds it.
+    """Returns every communicating optimizer of a model once, with its loss scale if it has one.
 
-    Models with a `compile` of their own, such as GANs, call their optimizers what they like. So all
-    attributes of the model and of the layers and models inside it are looked at, and items of lists
-    and dictionaries there, but no deeper: what else a model holds is its own. Others are found once
-    they have taken part in a train step. A model inside that was compiled itself, such as an
-    encoder that was trained before, keeps its optimizers to itself.
-
-    Args:
-      model: A Keras model.
-
-    Returns:
-      Each optimizer once, in Keras's loss scale if the model has one around it: `model.optimizer`
-      first, the others in the order in which they were assigned, which is the same on all ranks.
+    `model.optimizer` comes first; the others follow in the order of assignment, which is equal on
+    all ranks.
     """
+    # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
+    # of the model, of its layers and of inner models are searched, and the items of their lists and
+    # dictionaries, but nothing deeper. Other optimizers are found in a train step. An inner model
+    # that was compiled itself, such as a pretrained encoder, does not share its optimizers.
     if not _alive:
         return []
     own = getattr(model, "_tfposeidon_session", None)
@@ -119,10 +97,10 @@ def held_by(model: Any) -> list[Any]:
 
 
 def _attributes(holder: Any) -> list[Any]:
-    """Returns attributes of a layer that may be optimizers, and first items of its collections."""
+    """Returns attribute values that may be optimizers, and the first items of collections."""
     found = []
-    # A list, for other threads may assign attributes meanwhile. Layers have dozens of attributes,
-    # and `fit` asks often: nothing is made for each of them.
+    # A copy, since other threads may assign attributes meanwhile. Layers have dozens of attributes
+    # and `fit` calls this often, so the loop allocates nothing per attribute.
     for value in list(vars(holder).values()):
         if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
             found.append(value)
@@ -135,7 +113,7 @@ def _attributes(holder: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
-    """Surrounds a `fit` of Keras's own: an optimizer that communicates would do half of it."""
+    """Refuses hidden communicating optimizers in Keras's `fit`, which calls no hooks for them."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
         # A callback may train another model meanwhile.
@@ -163,21 +141,7 @@ def _joined(join: _Join) -> Iterator[None]:
 
 
 class Session:
-    """State that a model's training loop, its callbacks and its optimizers share.
-
-    `session.of(model)` returns the model's own.
-
-    Args:
-      model: The model; it is not kept alive.
-
-    Attributes:
-      counts_steps: True if the steps of an execution are counted.
-      has_begun: True once a `fit` has made all ranks begin alike.
-      knows_lengths: False in a `fit` in which ranks may end an epoch after different steps.
-      knows_position: True in a `fit` whose data follow one order over all ranks.
-      only_reports: True in a `fit` whose ranks go on where their weights differ.
-      shuffles: True in a `fit` that draws the order of samples itself.
-    """
+    """State that a model's training loop, its callbacks and its optimizers share; see `of`."""
 
     def __init__(self, model: keras.Model) -> None:
         # The model holds its session: a strong reference back would leave both to the garbage
@@ -191,11 +155,17 @@ class Session:
         self._with_state: list[weakref.ref[Any]] = []
         self._has_logged_xla = False
         self._has_scheme_changes = False
+        # True once a `fit` has started all ranks from equal values.
         self.has_begun = False
+        # True if the steps of an execution are counted.
         self.counts_steps = False
+        # False in a `fit` in which ranks may end an epoch after different numbers of steps.
         self.knows_lengths = True
+        # True in a `fit` whose data follow one order over all ranks.
         self.knows_position = False
+        # True in a `fit` that logs differences between ranks instead of raising an error.
         self.only_reports = False
+        # True in a `fit` that draws the order of samples itself.
         self.shuffles = False
 
     @property
@@ -204,22 +174,22 @@ class Session:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The model's optimizers that communicate: see `optimizers_of`."""
+        """Communicating optimizers of the model; see `optimizers_of`."""
         return optimizers_of(self._model)
 
     @property
     def hooks(self) -> list[FitHooks]:
-        """What `fit` does for each of the model's optimizers."""
+        """Hooks of each of the model's optimizers."""
         return [optimizer.fit_hooks(self._model) for optimizer in self.optimizers]
 
     @property
     def is_in_step(self) -> bool:
-        """True if ranks exchange in each step, False if some train weights of their own."""
+        """True if ranks exchange in each step, False if some train local weights."""
         return all(hooks.is_in_step for hooks in self.hooks)
 
     @contextlib.contextmanager
     def global_weights(self, assign: bool = False) -> Iterator[None]:
-        """Puts weights that are equal on all ranks into the variables, within this context."""
+        """Assigns globally equal weights to the variables within this context."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.global_weights(assign))
@@ -227,11 +197,11 @@ class Session:
 
     @property
     def applied(self) -> list[Any]:
-        """Optimizers that were found in a train step, or the loss scales around them."""
+        """Optimizers found in a train step, or the loss scales around them."""
         return [optimizer for one in self._applied if (optimizer := one()) is not None]
 
     def note_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Notes what callbacks of a `fit` say: what they keep, and that they know the position."""
+        """Records which callbacks of a `fit` have state or track the position in the data."""
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         said = [one for one in callbacks if callable(getattr(one, "state", None))]
         self._with_state = [weakref.ref(one) for one in said]
@@ -243,25 +213,21 @@ class Session:
 
     @property
     def wire(self) -> Wire:
-        """Wire between the ranks that train in step with this one: all, or this one alone."""
+        """Communicator of the ranks in step with this one: all ranks, or this rank alone."""
         return next((hooks.wire for hooks in self.hooks), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
-        """Returns after how many steps optimizers have exchanged for certain, from a call's end on.
+        """Returns an upper bound of the steps until these optimizers have exchanged.
 
-        Those that accumulate exchange once in several steps, and callbacks are called once in
-        `steps_per_execution`.
-
-        Args:
-          optimizers: Some of the model's; to find all of them takes a walk over its layers, which
-            is not for every batch.
+        Gradient accumulation exchanges once in several steps, and callbacks run once per
+        `steps_per_execution`. The optimizers are arguments, as a search of all layers is too slow
+        per batch.
         """
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
 
     def log_xla_is_off(self) -> None:
-        """Logs, once, that XLA is off for the model's steps."""
-        # Keras asks more than once.
+        """Logs once that XLA is off for the model's steps."""
         if not self._has_logged_xla:
             self._has_logged_xla = True
             runtime.say(
@@ -272,7 +238,7 @@ class Session:
     # ------------------------------------------------------------------ schemes and resuming
 
     def announce_scheme_changes(self) -> None:
-        """Notes that a callback changes the schemes: a resumed run goes on with the saved ones."""
+        """Records that a callback changes schemes: a resumed run uses the saved schemes."""
         self._has_scheme_changes = True
 
     @property
@@ -281,7 +247,7 @@ class Session:
         return self._has_scheme_changes
 
     def begin_fit(self) -> None:
-        """Forgets what a `fit` that was interrupted has left: its begin, and batches to drop."""
+        """Discards the state of an interrupted `fit`: its first epoch and batches to drop."""
         self.begin_where_asked()
         self.only_reports = False
         self._stop_skipping()
@@ -292,68 +258,58 @@ class Session:
             self._model.train_function = left.train
 
     def resume_at(self, epoch: int, batches: int) -> None:
-        """Makes the `fit` that begins go on in the middle of an earlier one.
-
-        Args:
-          epoch: Index of the epoch to go on with.
-          batches: Batches of that epoch that were trained on before; they are read and dropped.
-        """
-        # Keras's own: `fit` reads it after `on_train_begin`, for `BackupAndRestore`.
+        """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
+        # Keras's own attribute, which `fit` reads after `on_train_begin`, for `BackupAndRestore`.
         self._model._initial_epoch = epoch
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
 
     def begin_where_asked(self) -> None:
-        """Makes `fit` begin at its own `initial_epoch` again."""
+        """Makes `fit` start at its own `initial_epoch`."""
         self._model._initial_epoch = None
 
     @property
     def resumed_epoch(self) -> int | None:
-        """Index of the epoch with which this `fit` goes on; `None` if it is not resumed."""
+        """Index of the epoch from which this `fit` resumes, or `None`."""
         return getattr(self._model, "_initial_epoch", None)
 
     @property
     def is_resumed(self) -> bool:
-        """True if this `fit` goes on in the middle of an earlier one."""
+        """True if this `fit` resumes an earlier one."""
         return self.resumed_epoch is not None
 
     @property
     def is_skipping(self) -> bool:
-        """True if the next batch is dropped, as the first ones of a resumed epoch are."""
+        """True if the next batch is dropped, at the start of a resumed epoch."""
         train_function = self._model.train_function
         return isinstance(train_function, SkipBatches) and train_function.remaining > 0
 
     def flush(self) -> bool:
-        """Makes steps send everything that schemes have kept, before these are changed.
-
-        Returns:
-          True if there are schemes that keep anything.
-        """
-        # A list, so that every optimizer flushes, whatever the first one answers.
+        """Makes steps send all error-feedback state; returns whether any scheme has such state."""
+        # A list, so that every optimizer flushes, regardless of the first result.
         return any([optimizer.exchange.flush() for optimizer in self.optimizers])  # noqa: C419
 
     @property
     def has_flushed(self) -> bool:
-        """True if a step that counted has sent everything since `flush`; on all ranks alike."""
+        """True if a counted step has sent everything since `flush`; the same on all ranks."""
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
     def forget_times(self) -> None:
-        """Forgets how long steps compute, where plans are made by it: they are about to differ."""
+        """Discards compute times of steps, which plans depend on, before the steps change."""
         for optimizer in self.optimizers:
             optimizer.exchange.plans.planner.forget_times()
 
     def change_scheme(self, policy: Policy) -> None:
-        """Exchanges by other schemes from the next step on, which is traced anew.
+        """Applies another policy to all optimizers from the next step, which is traced again.
 
-        Args:
-          policy: Policy for all optimizers of the model; the same on all ranks, at the same step.
+        All ranks must call it with the same policy at the same step.
         """
         for optimizer in self.optimizers:
             optimizer.change_scheme(policy)
         self.retrace()
 
     def retrace(self) -> None:
-        """Makes the train function anew; batches that are still to be dropped will be."""
+        """Rebuilds the train function; batches that remain to be dropped are still dropped."""
         model = self._model
         skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
         model.make_train_function(force=True)
@@ -363,17 +319,9 @@ class Session:
     # ------------------------------------------------------------------ weights of each rank
 
     def check_in_step(self, received: str) -> None:
-        """Refuses callbacks in whose batches ranks communicate, where they may not be in step.
-
-        Where ranks train by themselves, those that have more batches than another learn of it in
-        the next round only.
-
-        Args:
-          received: The callback, as the error shows it.
-
-        Raises:
-          ValueError: If ranks train by themselves, and do not know how long their epochs are.
-        """
+        """Refuses callbacks that communicate within epochs if ranks may be out of step."""
+        # With local weights, a rank with more batches learns of it only in the next
+        # synchronization.
         if not self.knows_lengths and not self.is_in_step:
             raise ValueError(
                 "Where each rank trains its own weights, and epochs have an unknown length, ranks "
@@ -385,15 +333,11 @@ class Session:
 
     @contextlib.contextmanager
     def train_step(self, data: Any) -> Iterator[None]:
-        """Surrounds a train step as it is traced: its optimizers weigh this rank by its samples.
-
-        Args:
-          data: Input of the train step, `(x, y, sample_weight)`.
-        """
+        """Surrounds the tracing of a train step, in which samples in `data` weight this rank."""
         if runtime.size() > 1:
             _refuse_synchronized(self._model)
         if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
-            # An op of the traced step, so it counts the steps within one execution, too.
+            # An op of the traced step, so that it also counts the steps within an execution.
             self._step_counter.assign_add(1)
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
@@ -414,46 +358,38 @@ class Session:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
             stack.enter_context(_joined(join))
             yield
-        # Now that the step has built them.
+        # The step has built the optimizers by now.
         _check_variables_are_apart(self._model, optimizers)
 
     def build_step_counter(self) -> None:
-        """Makes the variable that counts steps, before a step is traced."""
+        """Creates the step counter before a step is traced."""
         if self._step_counter is None:
-            # On the CPU: Python reads it after each execution.
+            # On the CPU, since Python reads it after each execution.
             with tf.init_scope(), tf.device("/CPU:0"):
                 self._step_counter = tf.Variable(
                     tf.zeros([], tf.int64), trainable=False, name="steps"
                 )
 
     def watch_absence(self, wanted: bool) -> bool:
-        """Makes steps tell whether ranks are out of data; all ranks drop the updates of such steps.
+        """Makes steps detect ranks with exhausted input; returns whether to retrace.
 
-        Args:
-          wanted: True to watch for ranks that are out of data; the same on all ranks.
-
-        Returns:
-          True if the step has to be traced anew.
+        All ranks pass the same value. All ranks drop the updates of a step in which a rank is
+        absent.
         """
         if wanted:
             self.build_step_counter()
-        # Looking for them takes longer than a small step: they are kept as long as absence is
-        # watched.
+        # Cached: searching for optimizers takes longer than a small step.
         self._watched = self.optimizers if wanted else []
-        # An optimizer may have served another model since this one was traced.
+        # An optimizer may have trained another model since this one was traced.
         for optimizer in self.optimizers:
             optimizer.exchange.absence.watch(wanted)
         before, self._watches_absence = self._watches_absence, wanted
         return before != wanted
 
     def weigh_alike(self, wanted: bool) -> bool:
-        """Tells optimizers that accumulate whether all batches of all ranks have as many rows.
+        """Sets whether all ranks' batches have equal rows; returns whether to retrace.
 
-        Args:
-          wanted: True if they have; the same on all ranks.
-
-        Returns:
-          True if the step has to be traced anew.
+        All ranks pass the same value. Only optimizers that accumulate gradients depend on it.
         """
         accumulating = [one for one in self.optimizers if one.gradient_accumulation_steps]
         for optimizer in accumulating:
@@ -463,7 +399,7 @@ class Session:
 
     @contextlib.contextmanager
     def weighing_as_agreed(self) -> Iterator[None]:
-        """Lets steps of `fit` weigh as ranks agree; batches outside of it may have other rows."""
+        """Applies the agreed weighting within `fit`; batches outside of it may have other sizes."""
         left = self._model.train_function
         if isinstance(left, OutsideOfFit):
             self._model.train_function = left.train
@@ -477,35 +413,30 @@ class Session:
 
     @property
     def watches_absence(self) -> bool:
-        """True if steps tell whether ranks are out of data."""
+        """True if steps detect ranks with exhausted input."""
         return self._watches_absence
 
     @property
     def steps_executed(self) -> int:
-        """Train steps so far, where they are counted."""
+        """Train steps executed, if they are counted."""
         return 0 if self._step_counter is None else int(self._step_counter.numpy())
 
     @property
     def steps_done(self) -> tuple[int, int]:
-        """Train steps so far, and exchanges of all ranks, counted while absence is watched."""
+        """Train steps and exchanges of all ranks, counted while `watches_absence`."""
         return self.steps_executed, sum(
             optimizer.exchange.absence.complete for optimizer in self._watched
         )
 
     @property
     def absent_ranks(self) -> int:
-        """Number of ranks that had no batch left at the last step, while absence is watched."""
+        """Number of ranks without a batch at the last step, while `watches_absence`."""
         return max(optimizer.exchange.absence.ranks for optimizer in self._watched)
 
     def finish_epoch(self) -> None:
-        """Contributes zeros to the other ranks' steps until all ranks are done with the epoch.
+        """Contributes zeros to the other ranks' steps until all ranks have finished the epoch.
 
-        Where this rank is out of data in the middle of an update, what was accumulated for it is
-        dropped on every rank.
-
-        Raises:
-          RuntimeError: If this rank has done no step, so that it does not know what to contribute
-            to.
+        If this rank's input ends within an accumulated update, all ranks discard the update.
         """
         eagerly = self._model.run_eagerly
         # A step may exchange several times.
@@ -524,7 +455,7 @@ class Session:
 
 
 def _check_is_in_step(optimizer: Any, model: Any) -> None:
-    """Refuses to find an optimizer in its first step that `fit` should have known before."""
+    """Refuses an optimizer found in its first step although `fit` needed it before."""
     if not optimizer.fit_hooks(model).is_in_step:
         raise ValueError(
             "An optimizer by which each rank trains its own weights must be an attribute of its "
@@ -546,9 +477,9 @@ def _refuse_synchronized(model: Any) -> None:
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
-    """Refuses optimizers that exchange weights and have some of them in common.
+    """Refuses optimizers that synchronize the same weights.
 
-    Each would take what the other has moved for the updates of this rank.
+    Each would mistake the other's changes for updates of this rank.
     """
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
@@ -566,11 +497,7 @@ def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
 
 
 def of(model: keras.Model) -> Session:
-    """Returns the model's session, made at the first call.
-
-    Args:
-      model: A Keras model.
-    """
+    """Returns the model's session, created at the first call."""
     session = getattr(model, "_tfposeidon_session", None)
     if session is None:
         session = model._tfposeidon_session = Session(model)
