@@ -13,7 +13,7 @@ try:
 except versions.UnsupportedVersionError as error:
     sys.exit(str(error))
 
-# Imported after the check, as an older Python refuses the syntax of these.
+# Imported after the check, because older versions of Python reject the syntax of these modules.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 from tfposeidon.lab import demo
@@ -36,11 +36,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Runs the command that was asked for.
-
-    Returns:
-      The exit status.
-    """
+    """Runs the requested command and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tfposeidon", description="Keras 3 training over slow networks."
     )
@@ -52,7 +48,7 @@ def main() -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     options = parser.parse_args()
-    # The lab starts itself again with them, inside its namespaces.
+    # The lab restarts itself with these arguments inside its namespaces.
     options.arguments = sys.argv[2:]
     return options.run(options)
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of optimizers that communicate; numbers are checked by `ranges`."""
+"""Validation of optimizer arguments other than numbers, which `ranges` validates."""
 
 from __future__ import annotations
 
@@ -29,26 +29,18 @@ HOROVODS = {
     "device_sparse": "leave it out: gradients are exchanged where they are",
     "scale_local_gradients": "leave it out: all gradients are averaged over ranks",
 }
-"""Arguments of Horovod's `DistributedOptimizer` for Keras, and what to write in their place."""
+"""Arguments of Horovod's `DistributedOptimizer` for Keras, and their replacements."""
 
 CALLBACKS = {
     "initial_lr": "write initial_learning_rate",
     "verbose": "leave it out; optimizer.learning_rate holds the rate",
 }
-"""Arguments of Horovod's callbacks of rates, and what to write in their place."""
+"""Arguments of Horovod's learning rate callbacks, and their replacements."""
 
 
 def check_inner(owner: str, inner: Any, wrapper: type) -> None:
-    """Refuses what is not a Keras optimizer, and one that is wrapped or scaled already.
-
-    Args:
-      owner: Name of the class that it was given to.
-      inner: Value given as the inner optimizer.
-      wrapper: `OptimizerWrapper`, which this module does not import.
-
-    Raises:
-      ValueError: If it is refused.
-    """
+    """Refuses inner optimizers that are not Keras optimizers, or already wrapped or scaled."""
+    # `wrapper` is `OptimizerWrapper`, which this module must not import: imports point down.
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
@@ -72,11 +64,7 @@ def check_inner(owner: str, inner: Any, wrapper: type) -> None:
 def check_no_more_arguments(
     owner: str, others: dict[str, Any], horovods: dict[str, str] = HOROVODS
 ) -> None:
-    """Refuses unknown arguments, all in one error; for those of Horovod it says what to write.
-
-    Raises:
-      TypeError: If there are any.
-    """
+    """Refuses all unknown arguments in one error, with the replacement for those of Horovod."""
     if not others:
         return
     lines = [
@@ -88,14 +76,7 @@ def check_no_more_arguments(
 
 
 def check_sample_count(sample_count: Any) -> None:
-    """Refuses what is not a function: the number itself belongs in `apply`.
-
-    Args:
-      sample_count: Value given for that argument.
-
-    Raises:
-      TypeError: If it can neither be called nor is `None`.
-    """
+    """Refuses a `sample_count` that is not a function; numbers are passed to `apply`."""
     if sample_count is not None and not callable(sample_count):
         raise TypeError(
             "`sample_count` must be a function from a batch to a number. Received: "
@@ -104,15 +85,7 @@ def check_sample_count(sample_count: Any) -> None:
 
 
 def check_no_averages(optimizer: str, inner: Any) -> None:
-    """Refuses averages over steps of weights that differ from rank to rank.
-
-    Args:
-      optimizer: Name of the class.
-      inner: Its inner optimizer.
-
-    Raises:
-      ValueError: If it averages.
-    """
+    """Refuses averages over steps of weights that differ between ranks."""
     if any(leaf.use_ema for leaf in leaves(inner)):
         raise ValueError(
             f"{optimizer} cannot average weights over steps, as these differ from rank to rank. "
@@ -121,16 +94,7 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
 
 
 def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[Any]) -> None:
-    """Refuses a call that does not update all variables of an optimizer.
-
-    Args:
-      optimizer: Name of the class.
-      given: Variables of the call.
-      known: Variables that the optimizer was built for.
-
-    Raises:
-      ValueError: If they are others, or in another order.
-    """
+    """Refuses a call that does not update all variables of an optimizer, in their order."""
     if [id(variable) for variable in given] != [id(variable) for variable in known]:
         raise ValueError(
             f"{optimizer} updates all its variables in each call. Received: gradients for "

@@ -1,4 +1,4 @@
-"""Collectives for scripts, which a hand-written loop needs beside the optimizer."""
+"""Collectives for scripts, which custom training loops need in addition to the optimizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tfposeidon.communication.carried import as_carried, from_carried
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero
 from tfposeidon.exchange import replicas
 
-# Private: TensorFlow has no public way to tell a branch or loop from a function of its own name.
+# Private: TensorFlow has no public way to distinguish branches and loops from named functions.
 _OF_CONTROL_FLOW = (
     func_graphs.CondBranchFuncGraph,
     func_graphs.WhileCondFuncGraph,
     func_graphs.WhileBodyFuncGraph,
 )
-# Dtypes that Horovod adds up. Smaller ones go as wider ones; complex ones as pairs of real ones.
+# Dtypes that Horovod sums. Smaller ones are sent as wider ones, complex ones as pairs of real ones.
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
     "bfloat16": tf.float32,
@@ -32,7 +32,7 @@ _WIDER = {
     "int16": tf.int32,
     "uint16": tf.int32,
     "uint32": tf.int64,
-    # Modulo 2**64, both are added up alike.
+    # Modulo 2**64, signed and unsigned sums have the same bits.
     "uint64": tf.int64,
 }
 _REMEDY = "Give every rank the same structure, with values of the same shapes and dtypes."
@@ -40,18 +40,19 @@ _REMEDY = "Give every rank the same structure, with values of the same shapes an
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Gives every rank the values of one, such as weights and optimizer state before training.
+    """Broadcasts variables of one rank, such as weights and optimizer state before training.
 
-    All ranks call it together, not in a `tf.function`.
+    All ranks call it together, outside of any `tf.function`.
 
     Args:
-      variables: Keras or TensorFlow variables of any dtype, text too, or a structure of them
-        (lists, tuples, dictionaries), the same and in the same order on every rank.
-      root_rank: Rank whose values everybody gets.
+      variables: Keras or TensorFlow variables of any dtype, including strings, or a structure of
+        them (lists, tuples, dictionaries), the same and in the same order on every rank.
+      root_rank: Rank whose values all ranks receive (default 0).
 
     Raises:
-      ValueError: If there is no such rank, in a `tf.function`, or for what is no variable.
-      RuntimeError: On all ranks, if their variables differ; it names the first difference.
+      ValueError: If `root_rank` is not a rank of the job, in a `tf.function`, or if an element is
+        not a variable.
+      RuntimeError: On all ranks, if their variables differ; the message names the first difference.
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -82,35 +83,35 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
-    """Computes the mean, or the sum, of a tensor over all ranks, or of each one of a structure.
+    """Computes the mean or the sum over all ranks of a tensor, or of each tensor of a structure.
 
     All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its
-    result has to be used: TensorFlow leaves out what nobody uses. Iterations of a loop of
-    TensorFlow's may run side by side, and Horovod then refuses two collectives of one name: reduce
-    what follows from the iteration before, or give the loop `parallel_iterations=1`
+    result must be used, because TensorFlow prunes unused ops. Iterations of a TensorFlow loop may
+    run in parallel, and Horovod then refuses two collectives of one name: make the value depend on
+    the previous iteration, or set `parallel_iterations=1`
     (`tf.autograph.experimental.set_loop_options`).
 
     Args:
-      value: Tensor, or what can be converted to one, of the same shape and dtype on every rank: any
-        but text. A list or tuple of numbers is one tensor. Or dictionaries, lists and tuples of
-        these, such as what `evaluate(return_dict=True)` returns.
-      op: `"mean"`, for floating-point and complex values, or `"sum"`.
-      name: Name of the collective, the same on all ranks. It is needed where one graph calls
-        `all_reduce` several times, by itself and in functions that it calls: another name for each
-        call.
+      value: Tensor, or a value that can be converted to one, of the same shape and dtype on every
+        rank; all dtypes except strings. A list or tuple of numbers is one tensor. Also
+        dictionaries, lists and tuples of these, such as the result of `evaluate(return_dict=True)`.
+      op: `"mean"` (default), for floating-point and complex values, or `"sum"`.
+      name: Name of the collective, the same on all ranks. Required, with a different name for each
+        call, if one graph calls `all_reduce` several times, directly and in functions that it
+        calls.
 
     Returns:
-      Tensor of the same shape and dtype, the same bits on every rank, or a structure of them. A sum
-      of bools is of int32; sums of integers wrap around as TensorFlow's do.
+      Tensor of the same shape and dtype with the same bits on every rank, or a structure of them.
+      Sums of bools are int32; sums of integers wrap around as in TensorFlow.
 
     Raises:
-      ValueError: If `op` is another, for a mean of values that are not floating point, and for what
-        is no tensor of numbers. Eagerly, on all ranks.
-      RuntimeError: Eagerly, on all ranks, if they give other structures, shapes, dtypes or
-        operations. In a function Horovod refuses what differs.
+      ValueError: If `op` is invalid, for a mean of values that are not floating point, and for
+        values that are not numeric tensors. In eager mode, on all ranks.
+      RuntimeError: In eager mode, on all ranks, if structures, shapes, dtypes or operations differ.
+        In a function, Horovod refuses differences.
 
-    Cost: one all-reduce for each tensor, 2 (P - 1) / P of its bytes sent per rank over a ring;
-    eagerly, two small all-gathers that compare what ranks give.
+    Cost: one all-reduce per tensor, 2 (P - 1) / P of its bytes sent per rank over a ring; in eager
+    mode, two additional small all-gathers that compare the ranks' arguments.
 
     Example:
       >>> import tfposeidon as tp
@@ -150,21 +151,21 @@ def all_gather(value: Any, name: str | None = None) -> Any:
     All ranks call it together, in the same order, eagerly or in a `tf.function`; see `all_reduce`.
 
     Args:
-      value: Tensor `[n, ...]`, or what can be converted to one, of the same dtype on every rank:
-        numbers or text. Ranks may differ in `n`; a scalar counts as `[1]`. Or a structure of
-        these; see `all_reduce`.
+      value: Tensor `[n, ...]`, or a value that can be converted to one, of the same dtype on every
+        rank: numbers or strings. `n` may differ between ranks; a scalar counts as `[1]`. Also a
+        structure of these; see `all_reduce`.
       name: Name of the collective; see `all_reduce`.
 
     Returns:
-      `[sum of n, ...]` in the same dtype, the same bits on every rank, or a structure of such.
+      `[sum of n, ...]` in the same dtype with the same bits on every rank, or a structure of such
+      tensors.
 
     Raises:
-      ValueError: For what is no tensor. Eagerly, on all ranks.
-      RuntimeError: Eagerly, on all ranks, if they give other structures, dtypes or shapes beyond
-        the first axis.
+      ValueError: If a value cannot be converted to a tensor. In eager mode, on all ranks.
+      RuntimeError: In eager mode, on all ranks, if structures, dtypes or shapes beyond the first
+        axis differ.
 
-    Cost: one all-gather for each tensor, two for text; every rank receives the tensors of all
-    others.
+    Cost: one all-gather per tensor, two for strings; every rank receives the tensors of all others.
 
     Example:
       >>> import tfposeidon as tp
@@ -184,9 +185,9 @@ def all_gather(value: Any, name: str | None = None) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def barrier(name: str | None = None) -> None:
-    """Waits until all ranks are here.
+    """Waits until all ranks have called it.
 
-    In a `tf.function`, ops that come later in it may start earlier, unless they depend on it.
+    In a `tf.function`, later ops may start earlier unless they depend on it.
 
     Args:
       name: Name of the collective; see `all_reduce`.
@@ -197,7 +198,7 @@ def barrier(name: str | None = None) -> None:
     """
     name = name or ("barrier" if tf.executing_eagerly() else None)
     arrived = all_reduce(tf.ones([]), "sum", name)
-    # An assertion, as TensorFlow leaves out a collective whose result nobody uses.
+    # The assertion uses the result, because TensorFlow prunes a collective whose result is unused.
     tf.debugging.assert_greater(arrived, 0.0)
 
 
@@ -207,14 +208,14 @@ def _name(what: str, given: str | None) -> str:
         return f"tp.{what}.{given}"
     if tf.executing_eagerly():
         return f"tp.{what}"
-    # Eagerly one name does for all calls, as each has ended before the next begins.
+    # In eager mode one name is sufficient, because each call ends before the next starts.
     graph = function = tf.compat.v1.get_default_graph()
-    # TensorFlow names branches and bodies of loops by a number of the process, which may differ
-    # from rank to rank.
+    # TensorFlow numbers branches and loop bodies per process, so their names may differ between
+    # ranks.
     while isinstance(function, _OF_CONTROL_FLOW):
         function = function.outer_graph
     name = re.sub(r"[^\w.-]", "_", function.name)
-    # In its own graph the op will mark the name as used; a branch's op does not mark it outside.
+    # In this graph the op will mark the name as used; an op in a branch does not mark it outside.
     return str(function.unique_name(f"tp.{what}.{name}", mark_as_used=function is not graph))
 
 
@@ -225,7 +226,7 @@ def _on_each(
     collective: Callable[[tf.Tensor, Wire, str], tf.Tensor],
     describe: Callable[[tf.Tensor], Any],
 ) -> Any:
-    """Applies a collective to each tensor of a structure, of which ranks must have the same."""
+    """Applies a collective to each tensor of a structure, which must be equal on all ranks."""
     wire, refusal = runtime.wire(), None
     tensors: Any = None
     try:
@@ -249,7 +250,7 @@ def _on_each(
 
 
 def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name: str) -> None:
-    """Raises an error on all ranks if one refuses what it was given, or ranks were given others."""
+    """Raises an error on all ranks if one refused its arguments, or if their arguments differ."""
     everybody = exchange_objects([str(refusal or ""), given], wire, name)
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text]
     if refused:
@@ -263,7 +264,7 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
 
 
 def _joined(value: Any) -> tf.Tensor | None:
-    """Returns a list of numbers or texts as one tensor; `None` for anything else."""
+    """Returns a list of numbers or strings as one tensor; `None` for anything else."""
     scalars = (bool, int, float, complex, str, bytes, np.generic)
     is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     if not is_list or not all(isinstance(one, scalars) for one in keras.tree.flatten(value)):
@@ -271,7 +272,7 @@ def _joined(value: Any) -> tf.Tensor | None:
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError):
-        # Of several lengths or types.
+        # The lengths or types of elements differ.
         return None
 
 
@@ -290,8 +291,8 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # With its shape, so that Horovod refuses another one. Grappler folds a collective on a
-    # constant, which a script may well give.
+    # Keep the shape, so that Horovod refuses different ones. `opaque`, because Grappler folds a
+    # collective on a constant, which a script may pass.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0
     total = wire.all_reduce(opaque(row, unknown_zero()), wire.topology.world, name, scale)
@@ -308,7 +309,7 @@ def _gathered(tensor: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
 
 
 def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-    """Gathers the bytes of all texts one after the other, and their lengths."""
+    """Gathers the concatenated bytes of all strings, and their lengths."""
     flat, world = tf.reshape(rows, [-1]), wire.topology.world
     zero = unknown_zero()
     lengths = wire.all_gather(opaque(tf.strings.length(flat), zero), world, f"{name}.lengths")

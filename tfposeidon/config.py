@@ -1,4 +1,4 @@
-"""Frozen dataclasses that Keras can save and load with the model."""
+"""Frozen dataclasses that Keras can save and load with a model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import keras
 
 
 class Configured:
-    """Base of frozen dataclasses that Keras saves with a model.
+    """Base class of frozen dataclasses that Keras saves with a model.
 
-    They are registered under the package `tfposeidon`, or the module of a user that defines them:
-    `my_schemes.dense>AllReduce` replaces none of ours, and no other of the user's.
+    Classes are registered under the package `tfposeidon`, or under the module of the user who
+    defines them. So `my_schemes.dense>AllReduce` replaces neither this package's class nor another
+    of the user's.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Configured:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # `@dataclass` runs later, but returns the registered class itself (`slots=True` would not).
+        # `@dataclass` runs later, but returns the registered class itself, except with
+        # `slots=True`.
         is_ours = cls.__module__.partition(".")[0] == "tfposeidon"
         keras.saving.register_keras_serializable("tfposeidon" if is_ours else cls.__module__)(cls)
 
@@ -35,19 +37,12 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Makes an object from what `get_config` returned.
-
-        Args:
-          config: Arguments of the constructor, by name, as Keras has serialized them.
-
-        Returns:
-          A new object with these arguments.
-        """
+        """Returns an object from the result of `get_config`."""
         return cls(**{name: _with_tuples(value) for name, value in config.items()})
 
 
 def _with_tuples(value: Any) -> Any:
-    """Returns what Keras has serialized; JSON has made lists of tuples, and lists have no hash."""
+    """Deserializes a value, with lists as tuples: JSON lacks tuples, and lists are not hashable."""
     if isinstance(value, list | tuple):
         return tuple(map(_with_tuples, value))
     return keras.saving.deserialize_keras_object(value)

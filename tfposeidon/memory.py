@@ -1,4 +1,4 @@
-"""Memory that this process can take: the machine's, and that of the containers around it.
+"""Memory available to this process, limited by the machine and the containers around it.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
 proc_pid_mountinfo(5).
@@ -13,19 +13,15 @@ from pathlib import Path
 
 PROC = Path("/proc")
 SPARE_SHARE = 20
-"""One of so many bytes stays free: what others take in between must not end anybody."""
+"""One part in this many stays free, because other processes may allocate memory meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """The names that a version of cgroups has for things.
+    """File names and keys of one version of cgroups.
 
-    Attributes:
-      file_system: Type of its mounts.
-      limit: File with the limit in bytes.
-      used: File with the bytes in use.
-      reclaimable: Keys in `memory.stat` of what the kernel gives back under pressure. Those of
-        version 1 begin with "total", which counts the cgroups below, too, as `used` does.
+    Keys of `reclaimable` in version 1 begin with "total", which includes the cgroups below, as
+    `used` does.
     """
 
     file_system: str
@@ -58,26 +54,15 @@ class _Mount:
 
 
 def available_memory(proc: Path = PROC) -> int:
-    """Returns the bytes that can be taken before the kernel would end processes.
-
-    That is the least of what the machine has available and of what each container around this
-    process leaves, whichever version of cgroups limits it, less a reserve. The page cache of files
-    counts as free, as the kernel gives it back.
-
-    Args:
-      proc: Folder of the proc file system.
-    """
+    """Returns the bytes that can be allocated before the kernel would kill processes."""
+    # The minimum of the machine's available memory and the remainder of each container's limit,
+    # less a reserve. The page cache of files counts as free, because the kernel reclaims it.
     limits = (_machine(proc), *_containers(proc))
     return max(0, min(left - total // SPARE_SHARE for total, left in limits))
 
 
 def is_memory(device: int, proc: Path = PROC) -> bool:
-    """Returns whether files of a device lie in memory (tmpfs or ramfs).
-
-    Args:
-      device: Number of the device, as `st_dev` of a file.
-      proc: Folder of the proc file system.
-    """
+    """Returns whether files of a device (`st_dev` of a file) are in memory (tmpfs or ramfs)."""
     name = f"{major(device)}:{minor(device)}"
     return any(
         mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
@@ -85,15 +70,15 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
 
 
 def _machine(proc: Path) -> tuple[int, int]:
-    """Returns the machine's memory, and what of it is available, in bytes."""
+    """Returns the machine's total and available memory, in bytes."""
     found = _first_numbers(proc / "meminfo")
     return 1024 * found["MemTotal:"], 1024 * found["MemAvailable:"]
 
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
-    """Yields the limit, and what is left of it, of each cgroup around this process, in bytes."""
+    """Yields the limit and the remaining bytes of each cgroup around this process."""
     cgroups = proc / "self" / "cgroup"
-    # Kernels without cgroups have no such file.
+    # Kernels without cgroups do not have this file.
     for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
         number, controllers, path = line.split(":", 2)
         version = V2 if number == "0" else V1
@@ -107,16 +92,17 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
-    """Yields limit and rest of a cgroup and of all above it: each of them limits the process."""
-    # In a container the mount begins at its cgroup, and the path may be that of the machine or of
-    # the container.
+    """Yields limit and remainder of a cgroup and its parents, each of which limits the process."""
+    # In a container the mount starts at its cgroup, and the path may be relative to the machine or
+    # to the container.
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
     folder = mount.point / inside
     for cgroup in (folder, *folder.parents):
         limit = _limit(cgroup / version.limit)
         if limit is not None:
             stat = _first_numbers(cgroup / "memory.stat")
-            # Not the page cache as a whole, to which files in memory count: these stay.
+            # Not the whole page cache, because it includes files in tmpfs, which cannot be
+            # reclaimed.
             reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
             used = int((cgroup / version.used).read_text()) - reclaimable
             yield limit, limit - used
@@ -128,7 +114,7 @@ def _limit(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
-        # The root cgroup has no limit, nor have cgroups without this controller.
+        # The root cgroup has no limit, and neither have cgroups without this controller.
         return None
     return None if text == "max" else int(text)
 
@@ -149,6 +135,6 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _first_numbers(path: Path) -> dict[str, int]:
-    """Returns the first number of each line, by the word before it."""
+    """Returns the first number of each line, by the preceding word."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}

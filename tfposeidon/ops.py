@@ -1,11 +1,11 @@
-"""Native operations on gradients: selection, sums of sparse and coded vectors, and norms.
+"""Native operations on gradients: selection, sums of sparse and encoded vectors, and norms.
 
-There are kernels for CPUs, and for CUDA GPUs where tfposeidon is built with nvcc for a TensorFlow
-with GPUs. Without those TensorFlow copies from the GPU to the CPU and back. Results are the same,
-but for MSTopK's mean, which a GPU adds up in another order: a threshold may differ in its last
-bits.
+There are kernels for CPUs, and for CUDA GPUs if tfposeidon is built with nvcc for a TensorFlow with
+GPU support. Without GPU kernels, TensorFlow copies from the GPU to the CPU and back. Results are
+the same, except for MSTopK's mean, which a GPU sums in another order: a threshold may differ in its
+last bits.
 
-All functions work eagerly and in a `tf.function`, not under XLA, and none has a gradient. They
+All functions work eagerly and in a `tf.function`, but not under XLA, and none has a gradient. They
 raise a `RuntimeError` if the native library was not built.
 """
 
@@ -23,7 +23,7 @@ METHODS = ("mstopk", "exact", "dgc")
 """Methods of selection; see `top_k`."""
 
 INT32_LENGTH = 2**31
-"""Up to this many elements of a vector have int32 indices."""
+"""Maximum number of elements of a vector with int32 indices."""
 
 
 def top_k(
@@ -31,32 +31,32 @@ def top_k(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Selects the `k` elements of largest magnitude.
 
-    NaN and infinity count as larger than everything, so that they are never hidden.
+    NaN and infinity count as larger than all numbers, so that they are never hidden.
 
     Args:
       x: Values, `[n]` floating point. Magnitudes are compared in float32.
       k: Number of elements, 0 to n: a Python integer or a scalar integer tensor.
-      method: `"exact"`: the very largest, ties to the lowest index, as `tf.math.top_k`. `"mstopk"`:
-        Algorithm 1 of Shi et al. 2021: all above one threshold and, of those between two, a random
-        window. `"dgc"`: double sampling of Lin et al. 2018, with the threshold lowered until there
-        are `k`; the result is that of `"exact"`.
-      steps: Steps of MSTopK's search (its N), from 0.
-      seed: Seed of MSTopK's window: the same seed gives the same output. An integer or a scalar
-        integer tensor.
+      method: `"exact"`: the largest elements, ties to the lowest index, as `tf.math.top_k`.
+        `"mstopk"` (default): Algorithm 1 of Shi et al. 2021: all elements above one threshold and,
+        of those between two, a random window. `"dgc"`: double sampling of Lin et al. 2018, with the
+        threshold lowered until there are `k`; the result equals that of `"exact"`.
+      steps: Number of steps of MSTopK's search (its N), from 0 (default 30).
+      seed: Seed of MSTopK's window (default 0): the same seed gives the same output. An integer or
+        a scalar integer tensor.
 
     Returns:
-      `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 where
-      the static length is past 2^31.
+      `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 if the
+      static length exceeds 2^31.
 
     Raises:
-      ValueError: If `x` is not floating point, `method` is unknown, `steps` is not a whole number
-        from 0, or `k` or `seed` is not of an integer dtype.
+      ValueError: If `x` is not floating point, `method` is unknown, `steps` is not an integer from
+        0, or `k` or `seed` does not have an integer dtype.
       InvalidArgumentError: If `x` is not a vector, or `k` is outside 0..n.
 
     Cost: one pass over `x`, for each method.
-    Source: Shi et al. 2021 (CommLib), section 3.1. Differs: where ties leave no threshold with 1 to
-    k elements above it, the window runs over all not below the lower one; input that is not finite
-    is selected exactly; elements come in order of index.
+    Source: Shi et al. 2021 (CommLib), section 3.1. Differs: if, because of ties, no threshold has 1
+    to k elements above it, the window covers all elements not below the lower one; input that is
+    not finite is selected exactly; elements are ordered by index.
 
     >>> import tensorflow as tf, tfposeidon as tp
     >>> values, indices = tp.ops.top_k(tf.constant([0.1, -3.0, 2.0, 0.5]), 2, method="exact")
@@ -68,7 +68,7 @@ def top_k(
     values, indices = library().tfposeidon_top_k(
         x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options
     )
-    # float64 values are taken from `x` itself, as float32 has rounded those that were compared.
+    # float64 values are gathered from `x`, because the compared values were rounded to float32.
     return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
 
 
@@ -82,7 +82,7 @@ def error_feedback_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Selects from `residual + gradient`; what is not selected is the new residual.
+    """Selects from `residual + gradient`; elements that are not selected are the new residual.
 
     `scatter(values) + new_residual = residual + gradient`, with values rounded to `wire_dtype`.
 
@@ -91,9 +91,9 @@ def error_feedback_top_k(
       gradient: Gradient, `[n]` float32.
       k: Number of elements; see `top_k`.
       method: Method of selection; see `top_k`.
-      wire_dtype: `None`, `"float16"` or `"bfloat16"`: dtype that values are rounded to; the error
-        of rounding stays in the residual.
-      steps: Steps of MSTopK's search; see `top_k`.
+      wire_dtype: Dtype to which values are rounded: `None` (default), `"float16"` or `"bfloat16"`.
+        The rounding error is added to the residual.
+      steps: Number of steps of MSTopK's search; see `top_k`.
       seed: Seed of MSTopK's window; see `top_k`.
 
     Returns:
@@ -135,20 +135,20 @@ def momentum_correction_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Selects as `error_feedback_top_k`, with momentum before selection instead of after it.
+    """Selects as `error_feedback_top_k`, with momentum applied before the selection.
 
-    It selects from `residual + (momentum * velocity + gradient)`; where an element is selected, its
-    velocity becomes 0.
+    It selects from `residual + (momentum * velocity + gradient)`; the velocity of selected elements
+    becomes 0.
 
     Args:
       residual: Values that were not selected before, `[n]` float32.
       gradient: Gradient, `[n]` float32.
       velocity: Velocity, `[n]` float32.
       k: Number of elements; see `top_k`.
-      momentum: Factor on the velocity.
+      momentum: Factor of the velocity.
       method: Method of selection; see `top_k`.
-      wire_dtype: Dtype that values are rounded to; see `error_feedback_top_k`.
-      steps: Steps of MSTopK's search; see `top_k`.
+      wire_dtype: Dtype to which values are rounded; see `error_feedback_top_k`.
+      steps: Number of steps of MSTopK's search; see `top_k`.
       seed: Seed of MSTopK's window; see `top_k`.
 
     Returns:
@@ -184,24 +184,24 @@ def momentum_correction_top_k(
 def scatter_add(
     values: Any, indices: Any, size: Any, counts: Sequence[Any] | tf.Tensor | None = None
 ) -> tf.Tensor:
-    """Sums sparse vectors, those of several ranks one after the other.
+    """Sums sparse vectors, given as concatenated segments of several ranks.
 
     Segments are added in their order, so that the result has the same bits on every rank.
 
     Args:
       values: Values to add, `[c]` float32.
-      indices: Index of each value in the sum, `[c]` int32 or int64; it is fastest where each
-        segment ascends.
+      indices: Index of each value in the sum, `[c]` int32 or int64; fastest if each segment is
+        ascending.
       size: Length of the sum: a Python integer or a scalar integer tensor.
-      counts: Number of pairs of each rank, which add up to `c`; one rank if left out.
+      counts: Number of pairs of each rank, with the sum `c`; by default, there is one rank.
 
     Returns:
-      `[size]` float32; 0 where nothing was added.
+      `[size]` float32; 0 for elements without an index.
 
     Raises:
-      ValueError: If a dtype is another.
-      InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or `counts` do not add
-        up.
+      ValueError: If a dtype is different.
+      InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or the sum of `counts`
+        is not `c`.
 
     Cost: one pass over the sum, one over the pairs.
 
@@ -213,7 +213,7 @@ def scatter_add(
     indices = tf.convert_to_tensor(indices)
     if indices.dtype not in (tf.int32, tf.int64):
         raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
-    # One segment of all pairs. Its length comes from the tensor, which may have no static one.
+    # By default there is one segment. Its length is dynamic, because the static one may be unknown.
     whole = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
     return library().tfposeidon_scatter_add(
         values=values, indices=indices, counts=whole, size=_scalar(size)
@@ -221,7 +221,7 @@ def scatter_add(
 
 
 def encode(x: Any, wire_dtype: str) -> tf.Tensor:
-    """Rounds to 16 bits: to the nearest value, ties to even, with denormals kept.
+    """Rounds to 16 bits: to the nearest value, ties to even, with denormals preserved.
 
     Args:
       x: Values, float32 of any shape.
@@ -241,14 +241,14 @@ def encode(x: Any, wire_dtype: str) -> tf.Tensor:
 
 
 def sum_rows(rows: Any, count: int) -> tf.Tensor:
-    """Sums `count` vectors of 16-bit values that follow one another, in float32.
+    """Sums `count` concatenated vectors of 16-bit values, in float32.
 
     Args:
-      rows: Vectors one after the other, `[count * n]` float16 or bfloat16.
+      rows: Concatenated vectors, `[count * n]` float16 or bfloat16.
       count: Number of vectors.
 
     Returns:
-      `[n]` float32, added in the vectors' order.
+      `[n]` float32, summed in the vectors' order.
 
     Raises:
       InvalidArgumentError: If `count` does not divide the length of `rows`.
@@ -270,11 +270,11 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 
     Returns:
       `[len(tensors)]` float32: 0 for a tensor without elements, NaN for one with a NaN. Squares are
-      summed in 64 bits, so that none is too large or too small, in an order that does not depend on
+      summed in 64 bits, so that none overflows or underflows, in an order that does not depend on
       the machine.
 
     Raises:
-      ValueError: If there is no tensor, or a dtype is another.
+      ValueError: If there is no tensor, or a dtype is different.
 
     Cost: one pass over the tensors.
 
@@ -294,7 +294,8 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
     check_method(method)
     check_integer("steps", steps, 0)
-    # The dtype of an output is fixed when the op is traced, so only a static length can choose it.
+    # The dtype of an output is fixed when the op is traced, so it depends only on the static
+    # length.
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
     return {
         "method": method,
@@ -308,7 +309,7 @@ def check_method(method: str) -> None:
     """Refuses an unknown method of selection.
 
     Args:
-      method: Method that was given.
+      method: Method of selection.
 
     Raises:
       ValueError: If `method` is not one of `METHODS`.

@@ -1,4 +1,8 @@
-"""`DistributedOptimizer`: any Keras optimizer, fed with the mean gradients of all ranks."""
+"""`DistributedOptimizer`: any Keras optimizer, applied to the mean gradients of all ranks.
+
+A step has up to three parts: accumulation of gradients over calls, their exchange by schemes, and
+the update by the inner optimizer.
+"""
 
 from __future__ import annotations
 
@@ -31,39 +35,42 @@ from tfposeidon.wrapper import OptimizerWrapper
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class DistributedOptimizer(OptimizerWrapper):
-    """Averages gradients over all ranks, then lets the optimizer inside apply them.
+    """Averages gradients over all ranks, then lets the inner optimizer apply them.
 
-    It works in `fit`, `train_on_batch` and hand-written loops. Under `mixed_float16`, `compile`
-    puts Keras's `LossScaleOptimizer` around it: gradients are averaged before that asks whether
-    they are finite, and `tp.unwrap(model.optimizer)` returns this optimizer.
+    It works in `fit`, `train_on_batch` and custom training loops. Gradients are averaged before the
+    inner optimizer clips them. Under `mixed_float16`, `compile` wraps it in Keras's
+    `LossScaleOptimizer`: gradients are averaged before the loss scale tests whether they are
+    finite, and `tp.unwrap(model.optimizer)` returns this optimizer.
 
     Args:
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
         `gradient_accumulation_steps`, there is one exchange per update.
-      scheme: Scheme by which gradients are exchanged (default `"auto"`): a name (`"auto"`,
-        `"allreduce"`, `"alltoall"`, `"torus2d"`, `"ps"`, `"factors"`, `"hybcomm"`, `"hitopk"`,
-        `"topk"`), an object of `tfposeidon.schemes` such as `AllToAll(wire_dtype="float16")`, of
-        `tfposeidon.policies` or of a scheme of your own, or rules `[(pattern, scheme), ...]`, of
-        which the first whose pattern is found in a variable's path decides. The same on all ranks.
-      bucket_bytes: Bytes up to which small gradients are fused into a bucket (default 4 MiB);
-        gradients of a quarter of it or more go by themselves. Smaller buckets start earlier, larger
-        ones cost fewer messages, which `"alltoall"` and `"torus2d"` feel more than `"allreduce"`; 0
-        sends each variable by itself.
-      gradient_accumulation_steps: Calls of `apply` whose gradients are averaged for one exchange
-        and one update (default `None`: that of the inner optimizer, which takes precedence). It is
-        given to the inner optimizer, which must not be built.
-      sample_count: Function by which `fit` and `train_on_batch` weigh this rank: from what the
-        train step is given, such as `(x, y, sample_weight)`, to a number. `None` (default) counts
-        samples, which is exact for losses that are means over samples. `tfposeidon.sample_counts`
-        has some for other losses; register your own with Keras if the model is to be saved.
+      scheme: Scheme of the gradient exchange (default `"auto"`), the same on all ranks: a name
+        (`"auto"`, `"allreduce"`, `"alltoall"`, `"torus2d"`, `"ps"`, `"factors"`, `"hybcomm"`,
+        `"hitopk"`, `"topk"`); an object of `tfposeidon.schemes` such as
+        `AllToAll(wire_dtype="float16")`, of `tfposeidon.policies` or of a custom scheme; or rules
+        `[(pattern, scheme), ...]`, of which the first whose pattern is found in a variable's path
+        decides.
+      bucket_bytes: Maximum size in bytes of a bucket of fused gradients (default 4 MiB); gradients
+        of a quarter of it or more are not fused. Smaller buckets start earlier. Larger ones need
+        fewer messages, which matters more for `"alltoall"` and `"torus2d"` than for `"allreduce"`.
+        With 0, nothing is fused.
+      gradient_accumulation_steps: Number of calls of `apply` whose gradients are averaged for one
+        exchange and one update (default `None`: that of the inner optimizer, which takes
+        precedence). It is set in the inner optimizer, which must not be built.
+      sample_count: Function that returns the weight of this rank in `fit` and `train_on_batch`,
+        from the argument of the train step, such as `(x, y, sample_weight)`. `None` (default)
+        counts samples, which is exact for losses that are means over samples.
+        `tfposeidon.sample_counts` has functions for other losses; to save the model, register a
+        custom function with Keras.
       name: Name of the optimizer (default `"distributed_optimizer"`).
-      **others: Any other arguments, which are all refused: those of Horovod's optimizer with what
-        to write in their place.
+      **others: Any other arguments, which are all refused; for those of Horovod's optimizer, the
+        error names the replacement.
 
     Raises:
-      TypeError: For unknown arguments, or if `sample_count` is no function.
-      ValueError: If an argument is out of its range, if the inner optimizer does not suit the
-        scheme, under `tf.distribute`, or with another Keras backend than TensorFlow.
+      TypeError: For unknown arguments, or if `sample_count` is not a function.
+      ValueError: If an argument is out of its range, if the inner optimizer is incompatible with
+        the scheme, under `tf.distribute`, or with a Keras backend other than TensorFlow.
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -109,7 +116,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the inner optimizer's state, and the accumulators if there are any.
+        """Creates the inner optimizer's state, and the accumulators if there are any.
 
         Args:
           variables: The trainable variables.
@@ -117,11 +124,11 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
           ValueError: If a variable is not floating point.
         """
-        # Keras gives none when it loads an .h5 file.
+        # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
             return
         for variable in variables:
-            # Refuses what cannot be trained before any state is made.
+            # Refuse variables that cannot be trained before any state is created.
             describe(variable)
         self._build_inner(variables)
         if self.gradient_accumulation_steps:
@@ -135,7 +142,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def _check_accumulates_inside(self) -> None:
         steps, inner = self.gradient_accumulation_steps, self.inner_optimizer
-        # Those that a MultiOptimizer makes when it is built were not there to be told.
+        # A `MultiOptimizer` creates further optimizers in `build`, after the setting was applied.
         if accumulated_steps(inner) != steps:
             raise ValueError(
                 "All optimizers inside must accumulate over as many calls. Received: "
@@ -175,12 +182,11 @@ class DistributedOptimizer(OptimizerWrapper):
     def _accumulate(
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
-        """Keeps gradients until an update is due; the inner optimizer sees each call.
-
-        It accumulates, too: zeros, and so many times the mean in the call that makes the update.
-        """
+        """Accumulates gradients until an update is due; the inner optimizer is called each time."""
+        # The inner optimizer accumulates as well: it gets zeros, and in the call that updates, the
+        # mean times the number of calls.
         inner, updater = self.inner_optimizer, self.updater
-        # As in Keras, calls weigh alike unless somebody has said how.
+        # As in Keras, calls have equal weights unless the user provides weights.
         batch = self._exchange.batch
         own = None if batch.is_of_rows(count) else count
         rows = None if batch.are_equal or own is not None else count
@@ -191,12 +197,13 @@ class DistributedOptimizer(OptimizerWrapper):
             weight=share if own is None else own,
             is_due=self._is_due(),
             scale=updater.scale_loss(1.0),
-            # A loss scale skips a call by the means, and a rank that is out of data all of them.
+            # A loss scale may skip a call, depending on its means. Once a rank has exhausted its
+            # input, calls that do not update are skipped too.
             counter=None if finite is None and everybody is None else step_counter(inner),
         )
 
         def wait() -> None:
-            # Not finite on one rank: all skip the call.
+            # If gradients are not finite on one rank, all ranks skip the call.
             value = 0.0 if finite is None else tf.where(finite, 0.0, float("nan"))
             apply = functools.partial(self._apply_to_all, variables, value)
             if everybody is None:
@@ -205,7 +212,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 tf.cond(everybody, apply, lambda: None)
 
         def update(grads: list[Any], weight: Any, calls: Any) -> None:
-            # Where samples weigh, nothing is known of calls before the optimizer was wrapped.
+            # With weights by samples, those of calls before the optimizer was wrapped are unknown.
             factor = calls if own is None else self.gradient_accumulation_steps
             self._update(variables, grads, weight, factor)
 
@@ -226,15 +233,16 @@ class DistributedOptimizer(OptimizerWrapper):
             self.inner_optimizer, self._exchange.plans.norms(variables)
         ):
             self._apply(means, variables)
-        # Last, as a step that is skipped must leave it as it was: the means tell whether one is.
+        # Last, because a skipped step must not change the state, and the means determine whether a
+        # step is skipped.
         means.keep_state()
 
     def _means(self, grads: list[Any], variables: list[Any], count: Any) -> Means:
-        """Exchanges gradients; the values are what the inner optimizer takes."""
+        """Exchanges gradients and returns the means that the inner optimizer applies."""
         return self._exchange.means(grads, variables, count)
 
     def _apply(self, means: Means, variables: list[Any]) -> None:
-        """Updates the variables by the means of all ranks."""
+        """Updates the variables with the means of all ranks."""
         means.update(lambda found: self.updater.apply(found, variables))
 
     @override
@@ -246,10 +254,10 @@ class DistributedOptimizer(OptimizerWrapper):
         return join_with_zeros(exchanger, call, eagerly, self._afterwards)
 
     def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
-        """Joins a call whose gradients may wait for an update."""
+        """Joins the other ranks' call, whose gradients may be accumulated without an update."""
         tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
         have_all_ended = int(tell(call)) == exchanger.wire.topology.size
-        # As the others have found before their call, which does not count.
+        # `_is_due` has the same value as on the other ranks, which evaluated it before their call.
         if not have_all_ended and self._is_due().numpy():
             self._join_exchange(exchanger, call, eagerly)
         return have_all_ended
@@ -264,7 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return FitHooks(abandon_update=self._abandon_update if self._accumulation else None)
 
     def _abandon_update(self) -> None:
-        """Drops gradients that were accumulated for an update that no longer comes."""
+        """Discards gradients that were accumulated for an update that will not happen."""
         assert self._accumulation is not None
         assert self.gradient_accumulation_steps is not None
         steps = int(step_counter(self.inner_optimizer).numpy())
@@ -284,8 +292,8 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     @override
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        # Schemes make their state with the plan. A checkpoint that is loaded before the first step
-        # has to find it.
+        # The state of schemes is created with the plan, and a checkpoint that is loaded before the
+        # first step needs it.
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = (
@@ -297,7 +305,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:
-    """Makes an optimizer accumulate, as if it had been constructed so."""
+    """Makes an optimizer accumulate, as if it had been constructed that way."""
     for leaf in leaves(optimizer):
         own = leaf.gradient_accumulation_steps
         if leaf.built or own not in (None, steps):

@@ -1,4 +1,4 @@
-"""The check of numbers that are given as arguments: the rule, what was received, and the remedy."""
+"""Validation of numeric arguments, with errors of rule, received value and remedy."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """Numbers that an argument may have.
-
-    Attributes:
-      rule: End of the sentence "`x` must be ...".
-      holds: Function that returns whether a finite number is allowed.
-    """
+    """Allowed numbers: the end of the sentence "`x` must be ...", and a test for finite numbers."""
 
     rule: str
     holds: Callable[[float], bool]
@@ -28,21 +23,12 @@ FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
 
 def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> float:
-    """Returns `value` as a float, if it is in a range.
-
-    Args:
-      name: Name of the argument.
-      value: Value given for it.
-      allowed: Range that it has to be in.
-      remedy: Sentence that tells what to give instead.
-
-    Raises:
-      ValueError: If `value` is not a real number, not finite, or not `allowed`.
+    """Returns `value` as a float, or raises `ValueError` if it is not finite and in the range.
 
     >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
     0.0
     """
-    # Python takes bools for numbers; as an argument of this kind one is a mistake.
+    # In Python bools are numbers, but as a numeric argument a bool is a mistake.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not allowed.holds(value):
         raise ValueError(_message(name, value, allowed.rule, remedy))
@@ -50,16 +36,7 @@ def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> flo
 
 
 def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
-    """Returns `value` as an int, if it is one that is not too small.
-
-    Args:
-      name: Name of the argument.
-      value: Value given for it; NumPy's integers count, too.
-      least: Smallest value allowed.
-      remedy: Sentence that tells what to give instead.
-
-    Raises:
-      ValueError: If `value` is not an integer, or below `least`.
+    """Returns `value` as an int, or raises `ValueError` if it is not an integer from `least`.
 
     >>> check_integer("keep", 2, 1)
     2

@@ -1,9 +1,9 @@
-"""Functions that tell what a batch counts: by it ranks weigh their gradients.
+"""Functions that count a batch, by which ranks weight their gradients.
 
-`fit` takes a loss for a mean over the samples of the batch, and weighs ranks by their `batch_size`.
-For losses that are means over something else, `DistributedOptimizer(sample_count=...)` takes one of
-the others here, or a function of your own, from what the model's `train_step` is given to a
-number::
+By default, `fit` assumes that a loss is a mean over the samples of the batch, and weights ranks by
+their `batch_size`. For losses that are means over something else, pass
+`DistributedOptimizer(sample_count=...)` another function from this module, or a custom function
+from the argument of the model's `train_step` to a number::
 
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(),
     sample_count=tp.sample_counts.Unmasked())
@@ -21,33 +21,33 @@ import tensorflow as tf
 from tfposeidon.config import Configured
 
 SampleCount = Callable[[Any], Any]
-"""Function from a batch, as `train_step` is given it, to a scalar; `None` if it cannot be told."""
+"""Function from a batch, the argument of `train_step`, to a scalar, or to `None` if unknown."""
 
 
 def name(count: SampleCount) -> str:
-    """Returns the name of a function, or of the class of another callable: the same on all ranks.
+    """Returns the name of a function, or of a callable's class: the same on all ranks.
 
     Args:
-      count: Function that was given as `sample_count`.
+      count: Function that was passed as `sample_count`.
     """
     return getattr(count, "__name__", type(count).__name__)
 
 
 def counted(count: SampleCount, data: Any) -> Any:
-    """Returns what a batch counts, as a tensor that waits for the batch.
+    """Returns the count of a batch, as a tensor that depends on the batch.
 
-    A rank that is out of data must not count, not even where its count does not depend on the
-    batch.
+    The dependency prevents a rank that has exhausted its input from counting, even if its count
+    does not depend on the batch.
 
     Args:
       count: Function from a batch to a number.
-      data: Batch as a train step is given it.
+      data: Batch, the argument of a train step.
 
     Returns:
       Scalar, or `None` if `count` returns it.
 
     Raises:
-      ValueError: If it is more than one number.
+      ValueError: If `count` does not return a scalar.
     """
     number = count(data)
     if number is None:
@@ -63,14 +63,14 @@ def counted(count: SampleCount, data: Any) -> Any:
 
 
 def batch_size(data: Any) -> Any:
-    """Counts the samples of a batch: for losses that are means over samples.
+    """Counts the samples of a batch, for losses that are means over samples.
 
     Args:
-      data: Batch as a train step is given it.
+      data: Batch, the argument of a train step.
 
     Returns:
-      Length of the first axis of the first tensor that has one, also a ragged or sparse one, a
-      scalar int32; `None` if there is none.
+      Length of the first axis of the first tensor that has one, including ragged and sparse
+      tensors, a scalar int32; `None` if there is none.
 
     >>> import tensorflow as tf
     >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))
@@ -91,12 +91,12 @@ def _rows(batch: Any) -> tf.Tensor:
 
 @keras.saving.register_keras_serializable("tfposeidon")
 def equal(data: Any) -> Any:
-    """Counts one for every batch: for losses that are sums.
+    """Returns one for every batch, for losses that are sums.
 
-    Their gradients become the mean over ranks of the gradients of the sums.
+    The result of the exchange is then the mean over ranks of the gradients of the sums.
 
     Args:
-      data: Batch as a train step is given it.
+      data: Batch, the argument of a train step.
 
     Returns:
       Scalar float32.
@@ -109,7 +109,7 @@ def equal(data: Any) -> Any:
 
 @keras.saving.register_keras_serializable("tfposeidon")
 def weights(data: Any) -> Any:
-    """Sums `sample_weight`: for losses with `reduction="mean_with_sample_weight"`.
+    """Sums `sample_weight`, for losses with `reduction="mean_with_sample_weight"`.
 
     Args:
       data: Batch `(x, y, sample_weight)`, with a single tensor of weights.
@@ -118,7 +118,7 @@ def weights(data: Any) -> Any:
       Scalar float32.
 
     Raises:
-      ValueError: If there is no `sample_weight`, or more than one tensor of them.
+      ValueError: If there is no `sample_weight`, or more than one tensor of weights.
 
     >>> import tensorflow as tf
     >>> float(weights((tf.zeros([2, 3]), tf.zeros([2]), tf.constant([1.0, 0.5]))))
@@ -135,14 +135,15 @@ def weights(data: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Unmasked(Configured):
-    """Function that counts tokens other than padding: for losses that are means over tokens.
+    """Function that counts tokens other than padding, for losses that are means over tokens.
 
-    Keras's losses are, where an `Embedding(mask_zero=True)` masks the model's output (count those
-    of `x`), or with `SparseCategoricalCrossentropy(ignore_class=...)` (count those of `y`).
+    Keras's losses are such means if an `Embedding(mask_zero=True)` masks the model's output (count
+    the tokens of `x`), or with `SparseCategoricalCrossentropy(ignore_class=...)` (count those of
+    `y`).
 
     Args:
-      padding: Token that is masked.
-      of: Part of the batch that has the tokens, "x" or "y".
+      padding: Token that is masked (default 0).
+      of: Part of the batch that contains the tokens, "x" or "y" (default).
 
     Raises:
       ValueError: If `of` is neither.
@@ -192,7 +193,7 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
             "sample_count of your own, a function of what train_step is given."
         )
     if isinstance(leaves[0], tf.RaggedTensor):
-        # Its rows have no padding.
+        # Rows of a ragged tensor have no padding.
         return leaves[0].flat_values
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.to_dense(leaves[0])

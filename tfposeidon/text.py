@@ -11,13 +11,10 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with columns as wide as their widest cell.
+    """Returns lines with columns as wide as their widest cell; rows have equal lengths.
 
     >>> table([("scheme", "ms"), ("hitopk", "239")])
     ['scheme  ms', 'hitopk  239']
-
-    Args:
-      rows: Cells, the same number in each row; the first row may be a header.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -27,29 +24,20 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Returns one bar for each value.
+    """Returns one bar per value from 0 to 1; larger values are drawn as 1.
 
     >>> sparkline([0, 0.5, 1])
     '▁▅█'
-
-    Args:
-      values: Values from 0 to 1; those above 1 are drawn as 1.
     """
     return "".join(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))] for value in values)
 
 
 class ProgressBar:
-    """A bar on a terminal, a line now and then in a log.
+    """A progress bar on a terminal, and occasional lines in a log.
 
     >>> progress = ProgressBar(1000, "samples", stream=sys.stdout)
     >>> progress.add(256)
     >>> progress.close()
-
-    Args:
-      total: Number of items to be done.
-      unit: Noun for the items, in the plural.
-      stream: Stream to write to, by default standard error.
-      clock: Function that returns seconds since some moment; for tests.
     """
 
     WIDTH = 30
@@ -66,16 +54,12 @@ class ProgressBar:
     ) -> None:
         self._total, self._unit, self._done = total, unit, 0
         self._stream, self._clock = stream or sys.stderr, clock
-        # A log would keep every state of the bar, with the control characters between them.
+        # A log would contain every state of the bar, with control characters between them.
         self._on_terminal = self._stream.isatty()
         self._begin_s = self._written_s = clock()
 
     def add(self, count: int) -> None:
-        """Counts items as done, and writes if the last time was long enough ago.
-
-        Args:
-          count: Number of items done since the last call.
-        """
+        """Counts items as done, and writes if the interval since the last output has passed."""
         self._done += count
         now_s = self._clock()
         interval_s = self.TERMINAL_INTERVAL_S if self._on_terminal else self.LOG_INTERVAL_S

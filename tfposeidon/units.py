@@ -1,7 +1,8 @@
-"""Sizes, rates, durations and shares: read from text, and written as people read them.
+"""Parsing and formatting of sizes, rates, durations and shares.
 
-Prefixes mean the same everywhere: k, M, G and T are powers of ten, Ki, Mi, Gi and Ti powers of two,
-in any case, as in `tc` and on data sheets. So "1.5gb" are 1.5e9 bytes and "1.5GiB" are 1.5 x 2^30.
+Prefixes have the same meaning everywhere, in any case, as in `tc` and in data sheets: k, M, G and T
+are powers of ten, Ki, Mi, Gi and Ti powers of two. So "1.5gb" is 1.5e9 bytes and "1.5GiB" is 1.5 x
+2^30.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
 
 SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
-# `tc` takes the same units; its "bps" are bytes per second.
+# The same units as in `tc`, where "bps" means bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
 DURATIONS = {
@@ -33,32 +34,20 @@ NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", re.IGNORECAS
 
 
 def parse_size(text: str) -> float:
-    """Returns the bytes of a size. Without a unit, the number counts bytes.
+    """Returns a size in bytes; a number without a unit is in bytes.
 
     >>> parse_size("1.5gb"), parse_size("1.5 GB"), parse_size("1.5GiB"), parse_size("400")
     (1500000000.0, 1500000000.0, 1610612736.0, 400.0)
-
-    Args:
-      text: A number and one of `SIZES`, in any case.
-
-    Raises:
-      ValueError: If `text` is no size.
     """
     examples = "400MB, 1.5GB (powers of ten) or 1.5GiB (powers of two)"
     return _parse(text, SIZES, "A size", examples)
 
 
 def parse_rate(text: str) -> float:
-    """Returns the bits per second of a rate, between 8 kbit/s and 1 Tbit/s.
+    """Returns a rate in bits per second, between 8 kbit/s and 1 Tbit/s, which `tc` supports.
 
     >>> parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate("10mbps")
     (200000000.0, 1500000000.0, 80000000.0)
-
-    Args:
-      text: A number and one of `RATES`, in any case; "mbps" are megabytes per second, as in `tc`.
-
-    Raises:
-      ValueError: If `text` is no rate, or one that `tc` cannot shape.
     """
     examples = "200mbit, 1gbit or 25gbit (powers of ten; mbps are megabytes per second, as in tc)"
     bits_per_s = _parse(text, RATES, "A rate", examples)
@@ -68,31 +57,19 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Returns the seconds of a duration.
+    """Returns a duration in seconds.
 
     >>> parse_duration("500us"), parse_duration("2s")
     (0.0005, 2.0)
-
-    Args:
-      text: A number and one of `DURATIONS`.
-
-    Raises:
-      ValueError: If `text` is no duration.
     """
     return _parse(text, DURATIONS, "A time", "1ms, 500us or 2s")
 
 
 def parse_share(text: str) -> float:
-    """Returns the fraction that a percentage stands for.
+    """Returns a percentage as a fraction, at most 1.
 
     >>> parse_share("0.1%")
     0.001
-
-    Args:
-      text: A number and "%".
-
-    Raises:
-      ValueError: If `text` is no percentage, or one above 100 %.
     """
     share = _parse(text, SHARES, "A share", "0.1%")
     if share > 1:
@@ -101,13 +78,10 @@ def parse_share(text: str) -> float:
 
 
 def readable_size(size_bytes: float) -> str:
-    """Returns bytes as people read them, in powers of ten.
+    """Formats a size in bytes, in powers of ten.
 
     >>> readable_size(1.5e6)
     '1.50 MB'
-
-    Args:
-      size_bytes: Size in bytes.
     """
     for unit, prefix in (("GB", "g"), ("MB", "m"), ("kB", "k")):
         if size_bytes >= DECIMAL_PREFIXES[prefix]:
@@ -116,13 +90,10 @@ def readable_size(size_bytes: float) -> str:
 
 
 def readable_rate(bits_per_s: float | None) -> str:
-    """Returns a rate as people read it.
+    """Formats a rate in bits per second; `None` means no limit.
 
     >>> readable_rate(2e8), readable_rate(None)
     ('200 Mb/s', 'unshaped')
-
-    Args:
-      bits_per_s: Rate in bits per second; `None` for a link without a limit.
     """
     if bits_per_s is None:
         return "unshaped"

@@ -1,4 +1,8 @@
-"""Wrapper around a Keras optimizer: what optimizers that communicate have in common."""
+"""Base class of optimizers that communicate.
+
+Think of it as a Keras optimizer that contains another one: `apply` validates its arguments and
+calls `_step` of a subclass, which communicates and lets the inner optimizer update the variables.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +28,17 @@ from tfposeidon.training.hooks import FitHooks
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
-    """Base of optimizers that communicate, and let a Keras optimizer inside apply updates.
+    """Base class of optimizers that communicate, and let a Keras optimizer inside apply updates.
 
-    Under `mixed_float16`, `compile` puts Keras's `LossScaleOptimizer` around it, as around any
-    optimizer; see `apply_under`.
-
-    Args:
-      inner_optimizer: A Keras optimizer that is not wrapped yet.
-      policy: Choice of the scheme by which a variable is exchanged.
-      bucket_bytes: Bytes up to which small tensors are fused, at least 0.
-      sample_count: Function from a batch to the number that ranks weigh by; `None` counts samples.
-      gradient_accumulation_steps: Calls of `apply` for one update, where the wrapper adds them up.
-      name: Name of the optimizer.
-
-    Raises:
-      TypeError: If `sample_count` is no function.
-      ValueError: If an argument is out of its range, under `tf.distribute`, or with another Keras
-        backend than TensorFlow.
+    Under `mixed_float16`, `compile` wraps it in Keras's `LossScaleOptimizer`, as any optimizer; see
+    `apply_under`. Subclasses document the arguments of the constructor.
     """
 
     built: bool
     _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
-    """Arguments in `get_config` that are objects, serialized by Keras."""
+    """Arguments in `get_config` that are objects serialized by Keras."""
     has_own_inner: ClassVar[bool] = False
-    """True if each rank has its own state of the inner optimizer, and of a loss scale."""
+    """True if the state of the inner optimizer and of a loss scale differs between ranks."""
 
     def __init__(
         self,
@@ -63,7 +54,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         super().__init__(
-            # Not read: `learning_rate` is that of the inner optimizer.
+            # Unused: the property `learning_rate` is that of the inner optimizer.
             learning_rate=0.0,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
@@ -71,23 +62,22 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
-        # Here and not at import, which must change nothing for those who only load a module.
+        # Here and not at import, because importing the module must not change Keras.
         keras_patches.patch_keras(OptimizerWrapper)
         session.note_made(self)
 
     # ------------------------------------------------------------------ state
 
     def _adopt(self, variables: Sequence[Any]) -> None:
-        """Finishes `build`, once the inner optimizer is built: Keras's bookkeeping.
-
-        Keras's own `build` would make accumulators for this wrapper, too.
-        """
-        # It serves replicas of tf.distribute, which is refused. It joins all gradients for them, so
-        # that the first update, or pull from servers, waits for the last exchange, and registers a
-        # gradient function, for ever, that holds the graph of each traced step.
+        """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
+        # Keras's method serves replicas of `tf.distribute`, which is refused. It joins all
+        # gradients, so that the first update, or gather from shard owners, would wait for the last
+        # exchange. It also registers a gradient function permanently, which references the graph of
+        # each traced step.
         for leaf in leaves(self.inner_optimizer):
             leaf._all_reduce_sum_gradients = list
-        # Past Keras, which would take the weights for variables of this optimizer's own.
+        # Bypass Keras's `build`, which would create accumulators for this wrapper too, and its
+        # attribute tracking, which would add the weights to this optimizer's variables.
         self.__dict__["_trainable_variables"] = list(variables)
         self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
         self._exchange.build()
@@ -100,11 +90,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """State that differs from rank to rank: variables, each with its description.
-
-        It holds accumulated gradients, the state of schemes, and this rank's shards of the inner
-        optimizer. `keras_callbacks.Checkpoint` saves it per rank; `.keras` files do not hold it.
-        """
+        """State that differs between ranks: variables, each with its description."""
+        # Accumulated gradients, the state of schemes, and this rank's shards of the inner
+        # optimizer. `keras_callbacks.Checkpoint` saves them per rank; `.keras` files do not.
         raise NotImplementedError
 
     @property
@@ -123,29 +111,25 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """Averages of weights: under a loss scale, `SwapEMAWeights` looks for them here."""
+        """Averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
         averages: list[Any] = innermost(self)._model_variables_moving_average
         return averages
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set one by one.
-
-        Raises:
-          AttributeError: If there is none inside.
-        """
+        """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set separately."""
         found: list[keras.optimizers.Optimizer] = innermost(self).optimizers
         return found
 
     @property
     def plan(self) -> Plan:
-        """Plan of the exchange: which variable goes by which scheme, with bytes and reason.
+        """Plan of the exchange: the scheme of each variable, with bytes and reason.
 
-        `print(optimizer.plan)` shows it as a table. Once steps have run, it is the plan that the
-        last of them followed.
+        `print(optimizer.plan)` shows it as a table. After the first step, it is the plan of the
+        last step.
 
         Raises:
-          RuntimeError: If the optimizer is not built, and so does not know its variables.
+          RuntimeError: If the optimizer is not built, so that its variables are unknown.
         """
         if not self.built:
             raise RuntimeError(
@@ -159,22 +143,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload that this rank sends in a step, as the plan predicts: the mean over steps.
-
-        Raises:
-          RuntimeError: If the optimizer is not built.
-        """
+        """Predicted payload bytes that this rank sends per step, the mean over steps."""
         return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
 
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
-        """Makes an optimizer of what `get_config` returned; needs neither Horovod nor a launcher.
-
-        Args:
-          config: Result of `get_config`; not changed.
-          custom_objects: Classes and functions by the names in `config`, as in Keras.
-        """
+        """Returns an optimizer from the result of `get_config`, without Horovod or a launcher."""
         objects: dict[str, Any] = {
             key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
             for key in cls._serialized
@@ -184,14 +159,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Assigns values to `variables`, which are those of the inner optimizer.
-
-        Args:
-          weights: Arrays with the shapes of `variables`, in their order.
-
-        Raises:
-          ValueError: If the optimizer is not built, or arrays have another number or shape.
-        """
+        """Assigns arrays to `variables`, those of the inner optimizer, in their order."""
         if not self.built:
             raise ValueError(
                 "The optimizer must be built before its weights are set. Received: one that is "
@@ -222,37 +190,33 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     # ------------------------------------------------------------------ steps
 
     def prepare(self, variables: Sequence[Any]) -> None:
-        """Makes the variables that an exchange needs, before a step is traced.
-
-        Args:
-          variables: Trainable variables that the step gives to `apply`, all of them in this order.
-        """
+        """Creates the variables that an exchange needs, before a step is traced."""
         self._exchange.exchanger(variables)
 
-    # AutoGraph would convert all that a hand-written step calls; nothing in here needs it.
+    # AutoGraph would convert everything that a custom step calls; nothing in here needs it.
     @override
     @tf.autograph.experimental.do_not_convert
     def apply(
         self, grads: Iterable[Any], trainable_variables: Any = None, sample_count: Any = None
     ) -> None:
-        """Takes a step by the gradients of this rank's batch.
+        """Performs one step with the gradients of this rank's batch.
 
         Args:
           grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. With an empty list
             the call does nothing.
-          trainable_variables: Trainable variables; those of `build` if left out.
-          sample_count: Number of samples behind these gradients on this rank. With it ranks weigh
-            by their samples, and the result is exact for unequal batches; `None` (default) takes
-            what `fit` counts, and outside of `fit` weighs all ranks the same. All ranks must do
-            alike.
+          trainable_variables: Trainable variables; by default, those of `build`.
+          sample_count: Number of samples of these gradients on this rank. Ranks are then weighted
+            by their samples, and the result is exact for unequal batches. `None` (default) uses the
+            count of `fit`, and outside of `fit` weights all ranks equally. All ranks must either
+            pass it or not.
 
         Raises:
-          ValueError: When a step is traced, inside XLA or `tf.distribute`, if numbers of gradients
-            and variables differ, or for variables that it cannot train.
-          RuntimeError: At the first step, if ranks differ in their variables or settings.
+          ValueError: When a step is traced, inside XLA or `tf.distribute`, if the numbers of
+            gradients and variables differ, or for variables that cannot be trained.
+          RuntimeError: At the first step, if variables or settings differ between ranks.
         """
         if self._around() is not None:
-            # Means, which the loss scale has found finite, and has unscaled.
+            # `grads` are means, which the loss scale has tested to be finite and has unscaled.
             self.inner_optimizer.apply(grads, trainable_variables)
         else:
             self._take_step(grads, trainable_variables, sample_count)
@@ -265,25 +229,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         trainable_variables: Any = None,
         sample_count: Any = None,
     ) -> None:
-        """Takes a step as `apply` does, for Keras's loss scale around this optimizer.
-
-        Gradients are averaged first, so that all ranks see the same infinity. The loss scale then
-        is the `updater`: it asks whether the means are finite, and gives them to `apply`.
-
-        Args:
-          loss_scale: The loss scale, by which the gradients are scaled.
-          grads: Gradients, as `apply` takes them.
-          trainable_variables: Trainable variables, as `apply` takes them.
-          sample_count: Number of samples, as `apply` takes it.
-
-        Raises:
-          ValueError: As `apply` does.
-          RuntimeError: As `apply` does.
-        """
-        # As Keras does to what it puts a loss scale around: gradients are unscaled once.
+        """Performs a step as `apply` does, for a Keras loss scale around this optimizer."""
+        # As Keras does for the inner optimizer of a loss scale, so that gradients are unscaled
+        # once.
         self.inner_optimizer.loss_scale_factor = None
-        # A reference: neither Keras nor `leaves` must take it for an optimizer inside.
+        # A weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
         before, self._around = self._around, weakref.ref(loss_scale)
+        # Gradients are averaged first, so that all ranks see the same infinity. The loss scale is
+        # the `updater`: it tests whether the means are finite, and passes them to `apply`.
         try:
             self._take_step(grads, trainable_variables, sample_count)
         finally:
@@ -291,7 +244,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def updater(self) -> keras.optimizers.Optimizer:
-        """Optimizer that applies the means: the loss scale in a step of it, or the inner one."""
+        """Optimizer that applies the means: the loss scale during its step, else the inner one."""
         return self._around() or self.inner_optimizer
 
     def _take_step(self, grads: Iterable[Any], variables: Any, sample_count: Any) -> None:
@@ -305,13 +258,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self._step(grads, variables, count)
 
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        """Carries out one call of `apply`.
-
-        Args:
-          grads: Gradients, one per variable.
-          variables: Variables of the gradients, in the same order.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-        """
+        """Executes one call of `apply`, weighted by `count` samples; `None` for equal weights."""
         raise NotImplementedError
 
     def _check(self, grads: list[Any], variables: list[Any]) -> None:
@@ -320,7 +267,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 self.build(variables)
         scale = self._around()
         if scale is not None and not scale.built:
-            # In the trace: the step is traced again, as `scale_loss` did not know its variables.
+            # In the trace: the step is traced again, because `scale_loss` ran without these
+            # variables.
             with tf.init_scope():
                 scale.build(variables)
         self._check_variables_are_known(variables)
@@ -332,14 +280,14 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
-        """Takes a step by gradients given as pairs, as `apply` does.
+        """Performs one step as `apply` does, with pairs of gradients and variables.
 
         Args:
           grads_and_vars: Pairs of a gradient and its variable.
-          sample_count: Number of samples behind the gradients on this rank; see `apply`.
+          sample_count: Number of samples of the gradients on this rank; see `apply`.
 
         Returns:
-          The number of updates so far.
+          Number of updates so far.
         """
         pairs = list(grads_and_vars)
         self.apply(
@@ -349,46 +297,34 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the inner optimizer's `loss_scale_factor`, if it has one.
-
-        Args:
-          loss: Loss, a scalar tensor.
-        """
+        """Multiplies a loss by the inner optimizer's `loss_scale_factor`, if it has one."""
         return self.inner_optimizer.scale_loss(loss)
 
     @override
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends `fit` as the inner optimizer does.
-
-        Args:
-          var_list: The trainable variables.
-        """
+        """Ends `fit` as the inner optimizer does."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     @override
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the weight decay of the inner optimizer; call it before `build`.
-
-        Args:
-          var_list: Variables to exclude.
-          var_names: Parts of names: variables whose names contain one of them are excluded.
-        """
+        """Excludes variables from the inner weight decay; must be called before `build`."""
         for leaf in leaves(self.inner_optimizer):
             leaf.exclude_from_weight_decay(var_list, var_names)
 
     @property
     def policy(self) -> policies.Policy:
-        """Policy that decides which variable goes by which scheme."""
+        """Policy that chooses the scheme of each variable."""
         return self._exchange.plans.planner.policy
 
     def change_scheme(self, scheme: Any) -> None:
-        """Exchanges by another scheme from the next traced step on.
+        """Changes the scheme, from the next traced step on.
 
-        What was kept for the old scheme is dropped. `keras_callbacks.SchemeSchedule` does it during
-        `fit`: it sends what was kept before, and has the step traced anew.
+        The state of the old scheme is discarded. To change schemes during `fit`, use
+        `keras_callbacks.SchemeSchedule`, which first sends the old scheme's residual and then
+        retraces the step.
 
         Args:
-          scheme: Any value that the constructor takes; the same on all ranks, at the same step.
+          scheme: Any value that the constructor accepts; the same on all ranks, at the same step.
 
         Raises:
           ValueError: If `scheme` is unknown, or the optimizer cannot change its scheme.
@@ -398,22 +334,15 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self._exchange.plans.change_policy(policy)
 
     def check_change(self, policy: policies.Policy) -> None:
-        """Refuses a change to a scheme that cannot follow the one in use.
-
-        Args:
-          policy: What `change_scheme` would exchange by.
-
-        Raises:
-          ValueError: As `change_scheme` does.
-        """
+        """Refuses, with a `ValueError`, a change to an incompatible scheme."""
 
     @property
     def exposed_s(self) -> float:
-        """Communication that computation did not hide, in seconds over all steps that were timed.
+        """Seconds of communication that computation did not hide, over all timed steps.
 
         It is the time between a step's last gradient and its last mean; on GPUs, where ops are
         queued, only a hint. Steps are timed in a `fit` with `keras_callbacks.Throughput`, in the
-        first steps of a `fit` by `auto`, and after `optimizer.exchange.is_timed = True`.
+        first steps of a `fit` with `"auto"`, and after `optimizer.exchange.is_timed = True`.
 
         Raises:
           RuntimeError: If no steps are or were timed.
@@ -427,34 +356,27 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def agreed_settings(self) -> dict[str, Any]:
-        """Settings of its own that have to be the same on all ranks, for JSON."""
+        """Settings of the subclass that must be the same on all ranks, as JSON values."""
         return {}
 
     def join_hooks(self) -> list[JoinHook]:
-        """Returns the exchanges that this rank joins once it has no data; none before a step."""
+        """Returns callables that join other ranks' exchanges once this rank has no more data."""
         return join_hooks(self._exchange)
 
     # ------------------------------------------------------------------ weights of each rank
 
     def fit_hooks(self, model: Any) -> FitHooks:
-        """Returns what `fit` of a model does for this optimizer: callbacks, and hooks of steps.
-
-        Args:
-          model: Model that is about to be trained.
-        """
+        """Returns the callbacks and step hooks that `fit` of a model needs for this optimizer."""
         return FitHooks()
 
     def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the variables hold weights that are equal on all ranks.
-
-        Args:
-          assign: True where weights that are assigned within it are the new global ones.
-        """
+        """Returns a context in which the variables hold weights that are equal on all ranks."""
+        # With `assign`, weights that are assigned in the context become the global ones.
         return contextlib.nullcontext()
 
 
 def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Builds an inner optimizer, where weights themselves are exchanged: all floating point."""
+    """Builds an inner optimizer for exchanged weights, which must be floating point."""
     for variable in variables:
         describe(variable)
     if not optimizer.built:
@@ -464,8 +386,8 @@ def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
 def unwrap(optimizer: keras.optimizers.Optimizer) -> OptimizerWrapper:
     """Returns the optimizer that communicates, without Keras's loss scale around it.
 
-    Under `mixed_float16`, `compile` puts a `LossScaleOptimizer` around the optimizer that it is
-    given: then `model.optimizer` is the loss scale.
+    Under `mixed_float16`, `compile` wraps the optimizer in a `LossScaleOptimizer`, which is then
+    `model.optimizer`.
 
     Args:
       optimizer: A `DistributedOptimizer`, `LocalUpdates` or `ElasticAveraging`, or a

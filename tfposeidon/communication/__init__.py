@@ -1,1 +1,1 @@
-"""Communication between ranks: topology, wire, runtime, and reports of failures."""
+"""Communication between ranks: topology, collectives, start of Horovod, and failure reports."""

@@ -1,8 +1,7 @@
-"""The check of what must be equal on all ranks, and its message.
+"""Comparison of values that must be equal on all ranks, and the error if they differ.
 
-Ranks send what they hold with `wire.exchange_objects`, and each of them checks what it has
-received. All receive the same, so all raise the same error: none is left waiting for the others in
-its next collective.
+Ranks exchange values with `wire.exchange_objects`, and each rank compares all of them. All ranks
+receive the same values and raise the same error, so none is left waiting in its next collective.
 """
 
 from __future__ import annotations
@@ -11,28 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Show = Callable[[Any, Any], tuple[str, str]]
-"""Function from two values that differ to a text for each: all of it, or the part that differs."""
+"""Function from two different values to a text for each, in full or only where they differ."""
 
 _MISSING = object()
 
 
 def in_full(first: Any, other: Any) -> tuple[str, str]:
-    """Returns all of both values as text.
-
-    Args:
-      first: Value of the first rank.
-      other: Value of another rank.
-    """
+    """Returns both values as text."""
     return repr(first), repr(other)
 
 
 def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
-    """Returns a function that shows the first items in which two lists differ.
-
-    Args:
-      noun: Word for an item, such as "variable".
-      show: Function from an item to its text.
-    """
+    """Returns a function that shows the first different items of two lists."""
 
     def shown(first: Sequence[Any], other: Sequence[Any]) -> tuple[str, str]:
         index, here, there = first_difference(first, other, show)
@@ -42,14 +31,10 @@ def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
 
 
 def at_first_entry(show: Show = in_full) -> Show:
-    """Returns a function that shows the first entries in which two dictionaries differ.
-
-    Args:
-      show: Function from the two values to their texts.
-    """
+    """Returns a function that shows the first different entries of two dictionaries."""
 
     def shown(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
-        # A name that one of them lacks is a difference, also where the other has None.
+        # A missing name is a difference even if the other value is None.
         name = next(
             name
             for name in dict.fromkeys([*first, *other])
@@ -68,18 +53,7 @@ def require_equal(
     show: Show = in_full,
     error: type[Exception] = RuntimeError,
 ) -> None:
-    """Raises an error if the ranks have sent different values.
-
-    Args:
-      received: Value of each rank, by rank; a mapping where only some have sent one.
-      rule: Sentence "All ranks must ...", without its full stop.
-      remedy: Sentence that tells what to do about it.
-      show: Function from the first rank's value and another to their texts.
-      error: Type of the error.
-
-    Raises:
-      RuntimeError: Or `error`, if values differ. It names the first rank whose value is another
-        than that of the lowest rank, and shows both.
+    """Raises an error on all ranks if they sent different values; only some need to send one.
 
     >>> require_equal([1, 1, 2], "All ranks must use one rate", "Set it on all.")
     Traceback (most recent call last):
@@ -96,10 +70,7 @@ def require_equal(
 
 
 def different_ranks(received: Sequence[Any]) -> list[int]:
-    """Returns the ranks that have sent something else than rank 0.
-
-    Args:
-      received: Value of each rank, by rank.
+    """Returns the ranks whose value differs from that of rank 0.
 
     >>> different_ranks(["a", "a", "b"])
     [2]
@@ -110,12 +81,7 @@ def different_ranks(received: Sequence[Any]) -> list[int]:
 def first_difference(
     first: Sequence[Any], other: Sequence[Any], show: Callable[[Any], str] = str
 ) -> tuple[int, str, str]:
-    """Returns the first index at which two lists differ, and texts for their items there.
-
-    Args:
-      first: List of the first rank.
-      other: List of another rank, which is not equal to `first`.
-      show: Function from an item to its text.
+    """Returns the first index at which two lists differ, and texts of their items there.
 
     >>> first_difference(["a", "b"], ["a"])
     (1, 'b', 'none (there are 1)')

@@ -1,4 +1,4 @@
-"""Values of dtypes that Horovod does not carry, in others that it does, to the bit."""
+"""Conversion of dtypes that Horovod does not support to others that it does, without loss."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ _SAME_BITS = {
     "uint32": tf.int32,
     "uint64": tf.int64,
     "complex64": tf.int64,
-    # With an axis of two more.
+    # With an additional axis of two.
     "complex128": tf.int64,
 }
 
 
 def as_carried(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns the tensor in a dtype that Horovod carries."""
+    """Returns the tensor in a dtype that Horovod supports."""
     name = tensor.dtype.name
     if name in _SAME_BITS:
         return tf.bitcast(tensor, _SAME_BITS[name])
-    # TensorFlow does not show the bits of these, of which float32 holds each value.
+    # TensorFlow cannot bitcast float8, but float32 represents each of its values exactly.
     return tf.cast(tensor, tf.float32) if name.startswith("float8") else tensor
 
 
 def from_carried(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns the tensor of which `as_carried` has made this one."""
+    """Inverts `as_carried` for a tensor of the given dtype."""
     if dtype.name in _SAME_BITS:
         return tf.bitcast(carried, dtype)
     return tf.cast(carried, dtype)

@@ -1,8 +1,9 @@
-"""The last lines of a job that fails: which rank failed first, and why.
+"""Last lines of a failed job: which rank failed first, and why.
 
-One rank's failure makes the collectives of all others fail, and launchers often name the wrong one.
-A rank that fails leaves its cause in the launcher's store; those whose collective broke look there
-before they end. Without a store (MPI) each rank can only tell what it saw.
+One rank's failure makes the collectives of all others fail, and launchers often name the wrong
+rank. A rank that fails writes its cause to the launcher's store, and ranks with a broken collective
+read it there before they exit. Without a store (under MPI), each rank can only report its own
+error.
 """
 
 from __future__ import annotations
@@ -19,66 +20,49 @@ import tensorflow as tf
 from tfposeidon.communication.launcher import STORE_TIMEOUT_S, Store
 
 PATIENCE_S = 3.0
-"""Seconds for which a rank whose collective broke waits for another to leave a cause."""
+"""Seconds that a rank with a broken collective waits for another rank's cause."""
 
 _FIRST = "first-failure"
 _reporter: Reporter | None = None
-"""Reporter of this process, once it is watched."""
+"""Reporter of this process, after `watch`."""
 _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
     r"Read timeout|Timed out waiting|Broken pipe|Socket closed|"
-    # What sets are gone when Horovod has been shut down.
+    # Horovod's process sets no longer exist after its shutdown.
     r"Process set provided does not exist"
 )
-# TensorFlow's messages name the op; the dots in the name tell our collectives (see `wire`).
+# TensorFlow's messages contain the op's name; dots identify collectives of this package (see
+# `wire`).
 _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
 def watch(rank: int, size: int) -> None:
-    """Reports uncaught exceptions of this process from now on.
-
-    Args:
-      rank: Rank of this process.
-      size: Number of ranks.
-    """
+    """Reports uncaught exceptions of this process from now on."""
     global _reporter
     reporter = _reporter = Reporter(rank, size, Store.of_launcher())
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # First, so that the cause stands on the last lines, below all tracebacks.
+        # Print the traceback first, so that the cause is on the last lines.
         previous(kind, error, trace)
         reporter.report(error)
 
     sys.excepthook = hook
-    # Horovod has registered its shutdown before, so this runs first: the note is in the store when
-    # the collectives of the others break.
+    # Horovod registered its shutdown earlier, so this runs before it: the store has the exit status
+    # when the collectives of other ranks fail.
     atexit.register(reporter.leave)
 
 
 def report_signal(name: str) -> None:
-    """Reports that a signal ends this process, which Python shows as an exit in good order.
-
-    Args:
-      name: Name of the signal.
-    """
+    """Reports that a signal ends this process; otherwise Python shows it as a normal exit."""
     if _reporter is not None:
         _reporter.report_signal(name)
 
 
 class Reporter:
-    """Writes to the store how this rank ended, and reads there what happened to the others.
+    """Writer of this rank's exit status to the store, and reader of those of other ranks.
 
-    Args:
-      rank: Rank of this process.
-      size: Number of ranks.
-      store: Launcher's store; `None` under MPI.
-
-    Attributes:
-      rank: Rank of this process.
-      size: Number of ranks.
-      store: Launcher's store; `None` for one rank, and once it cannot be reached.
-      failed: True once an error was reported.
+    The store is `None` under MPI, for one rank, and once it cannot be reached.
     """
 
     def __init__(self, rank: int, size: int, store: Store | None) -> None:
@@ -88,11 +72,7 @@ class Reporter:
         self.failed = False
 
     def report(self, error: BaseException) -> None:
-        """Prints who failed first and why, and leaves the cause for the others if it was this rank.
-
-        Args:
-          error: Exception that nobody has caught.
-        """
+        """Prints which rank failed first and why; if it was this one, stores the cause."""
         self.failed = True
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
@@ -106,11 +86,7 @@ class Reporter:
             self._print(cause)
 
     def report_signal(self, name: str) -> None:
-        """Prints that a signal ends this rank, or what failed before, and leaves it as the cause.
-
-        Args:
-          name: Name of the signal.
-        """
+        """Prints that a signal ends this rank, or an earlier failure, and stores the cause."""
         self.failed = True
         if self.size == 1:
             return
@@ -121,18 +97,18 @@ class Reporter:
         self._print(str(self._get(_FIRST) or f"rank {self.rank} was ended by {name}."))
 
     def _leave_cause(self, cause: str) -> None:
-        # The store has nothing atomic: of two ranks that fail at once either may be named.
+        # The store has no atomic operations: if two ranks fail at once, either may be reported.
         if self._get(_FIRST) is None:
             self._put(_FIRST, cause)
         self._put(self._fate(self.rank), "failed")
 
     def leave(self) -> None:
-        """Notes that the script ended in good order, for ranks that still wait for it."""
+        """Writes to the store that the script ended normally, for ranks that still wait for it."""
         if not self.failed:
             self._put(self._fate(self.rank), "ended")
 
     def _first_cause(self) -> str | None:
-        # The rank that failed may still be on its way to the store.
+        # The failed rank may not have written its cause yet.
         deadline = time.monotonic() + PATIENCE_S
         while self.store is not None and time.monotonic() < deadline:
             if cause := self._get(_FIRST):
@@ -173,7 +149,7 @@ class Reporter:
             if self.store is not None:
                 self.store.put(key, value, STORE_TIMEOUT_S)
         except OSError:
-            # The launcher is gone: nobody is left to read it.
+            # The launcher has exited, so no rank can read it.
             self.store = None
 
     @staticmethod
@@ -182,14 +158,9 @@ class Reporter:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Returns whether a collective raised this because something happened to another rank.
-
-    It says so by its type, its op and its words. Words alone would not do: reading a file over a
-    network also ends in "Connection reset", and is a cause.
-
-    Args:
-      error: Exception that nobody has caught.
-    """
+    """Returns whether another rank's failure caused this error of a collective."""
+    # Type and op must match as well as the text: reading a file over a network also fails with
+    # "Connection reset", and is a cause itself.
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)
     return bool(ours and _BROKEN_COLLECTIVE.search(text))

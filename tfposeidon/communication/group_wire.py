@@ -1,4 +1,4 @@
-"""Some ranks of a job as a job of their own."""
+"""A subset of the ranks of a job, presented as a separate job."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from tfposeidon.communication.wire import Wire
 
 
 class GroupWire(Wire):
-    """Wire between some ranks of a job, this one among them, which it numbers from 0.
+    """Collectives between some ranks of a job, numbered from 0, including this rank.
 
-    Args:
-      wire: Wire between all ranks of the job.
-      ranks: Ranks of the job that take part, a group for which Horovod has a process set.
-
-    Attributes:
-      topology: These ranks and their nodes, as a job.
+    Horovod must have a process set for these ranks. `topology` describes them and their nodes.
     """
 
     def __init__(self, wire: Wire, ranks: Iterable[int]) -> None:
@@ -47,7 +42,7 @@ class GroupWire(Wire):
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        # Horovod's broadcasts here are of the whole job.
+        # `HorovodWire.broadcast` always includes the whole job.
         return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
 
     def _in_job(self, group: Group) -> Group:

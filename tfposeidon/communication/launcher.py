@@ -1,7 +1,7 @@
-"""Environment variables of launchers, and every one that tfposeidon sets.
+"""Environment variables of launchers, and all variables that tfposeidon sets.
 
-horovodrun and `tfposeidon lab` name rank, node and rendezvous store in `HOROVOD_*`; Open MPI, MPICH
-and SLURM have names of their own. Reading happens in `tfposeidon.init()`, never at import.
+horovodrun and `tfposeidon lab` provide rank, node and rendezvous store in `HOROVOD_*`; Open MPI,
+MPICH and SLURM have other names. They are read in `tfposeidon.init()`, never at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-# The first name of a tuple that is set counts: horovodrun's precede MPI's and SLURM's.
+# The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
@@ -36,21 +36,12 @@ STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 STORE_TIMEOUT_S = 2.0
 STORE_START_TIMEOUT_S = 60.0
-"""Where all processes of a machine start at once, the launcher's server answers late."""
+"""If all processes of a machine start at once, the launcher's server responds slowly."""
 
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """Rank of this process, in the job and on its node.
-
-    One process without a launcher is rank 0 of 1.
-
-    Attributes:
-      rank: Index of the process in the job.
-      size: Number of processes in the job.
-      local_rank: Index of the process on its node.
-      local_size: Number of processes on its node.
-    """
+    """Rank of this process, in the job and on its node; without a launcher, rank 0 of 1."""
 
     rank: int = 0
     size: int = 1
@@ -60,8 +51,7 @@ class ProcessRank:
 
 def process_rank() -> ProcessRank:
     """Returns the rank of this process, from the launcher's variables."""
-    # A size alone tells of no launcher: SLURM names one in scripts that start a single process,
-    # too.
+    # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
     if not any(os.environ.get(name) for name in RANK):
         return ProcessRank()
     size = _first(SIZE, 1)
@@ -69,7 +59,7 @@ def process_rank() -> ProcessRank:
 
 
 def ranks_of_node() -> int | None:
-    """Returns the number of ranks on this node; `None` if the launcher does not say."""
+    """Returns the number of ranks on this node, or `None` if the launcher does not set it."""
     own = process_rank()
     return own.local_size if own.size == 1 or any(map(os.environ.get, LOCAL_SIZE)) else None
 
@@ -80,15 +70,10 @@ def _first(names: tuple[str, ...], default: int) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """The launcher's key-value store, over which Gloo's ranks find one another.
+    """The launcher's key-value store, which Gloo uses for rendezvous.
 
-    Ranks leave the sizes of nodes there before Horovod starts, and the causes of failures when it
-    ends.
-
-    Attributes:
-      address: Host name or IP address.
-      port: TCP port.
-      scope: Prefix of all keys.
+    Ranks write the sizes of nodes there before Horovod starts, and the causes of failures when it
+    ends. All keys have the prefix `scope`.
     """
 
     address: str
@@ -102,31 +87,18 @@ class Store:
         return cls(address, int(os.environ[STORE_PORT])) if address else None
 
     def put(self, key: str, value: object, timeout_s: float = STORE_START_TIMEOUT_S) -> None:
-        """Stores a value.
-
-        Args:
-          key: Name of the value.
-          value: Anything that JSON can hold.
-          timeout_s: Seconds to wait for the store.
-
-        Raises:
-          OSError: If the store cannot be reached.
-        """
+        """Stores a value that JSON supports; raises `OSError` if the store cannot be reached."""
         request = urllib.request.Request(
             self._url(key), data=json.dumps(value).encode(), method="PUT"
         )
         urllib.request.urlopen(request, timeout=timeout_s).close()
 
     def get(self, key: str) -> Any:
-        """Returns a value, or `None` while there is none or the store cannot be reached.
-
-        Args:
-          key: Name of the value.
-        """
+        """Returns a value, or `None` if there is none yet or the store cannot be reached."""
         try:
             with urllib.request.urlopen(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
-        # Horovod's server answers 404 for a key that is missing: an HTTPError, which is an OSError.
+        # Horovod's server responds with 404 for a missing key: an HTTPError, which is an OSError.
         except OSError:
             return None
 
@@ -134,16 +106,8 @@ class Store:
         return f"http://{self.address}:{self.port}/{self.scope}/{key}"
 
     def wait_for(self, key: str, timeout_s: float) -> Any:
-        """Returns a value as soon as some rank has put it.
-
-        Args:
-          key: Name of the value.
-          timeout_s: Seconds to wait at most.
-
-        Raises:
-          TimeoutError: If that takes longer than `timeout_s`.
-        """
-        # The server answers at once, whether there is a value or not: it has to be asked again.
+        """Returns a value as soon as some rank has put it, or raises `TimeoutError`."""
+        # Poll, because the server responds immediately whether there is a value or not.
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
@@ -155,22 +119,8 @@ class Store:
 
 
 def node_sizes(store: Store, own: ProcessRank, timeout_s: float = 120.0) -> list[int]:
-    """Finds the number of ranks of each node, where the launcher numbers ranks node by node.
-
-    The first rank of each node leaves its node's size in the store; everybody walks from node to
-    node.
-
-    Args:
-      store: Launcher's store.
-      own: Rank of this process.
-      timeout_s: Seconds to wait for each node.
-
-    Returns:
-      The number of ranks of each node, in the order of the nodes' ranks.
-
-    Raises:
-      TimeoutError: If the first rank of a node does not come in time.
-    """
+    """Returns the number of ranks of each node, if the launcher numbers ranks node by node."""
+    # The first rank of each node writes its node's size; every rank reads node after node.
     if own.local_rank == 0:
         store.put(f"node-of-rank-{own.rank}", own.local_size)
     sizes: list[int] = []

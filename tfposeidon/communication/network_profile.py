@@ -1,4 +1,4 @@
-"""Links between ranks and the speed of their CPUs or GPUs, for planning by cost."""
+"""Network profile of a job and compute throughput of its ranks, for planning by cost."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tfposeidon.units import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
 HEADERS = 1514 / 1448
-"""Bytes on the wire for one of payload: Ethernet frames around TCP segments."""
+"""Bytes sent per byte of payload: Ethernet frames around TCP segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link between ranks: that of a node to the others, or that between the ranks of a node.
+    """Connection of a node to the other nodes, or between the ranks of a node.
 
     Args:
-      latency_s: Seconds of one message step, from rank to rank.
-      bytes_per_s: Payload bytes per second in one direction: across nodes of a whole node, with all
-        its ranks sending; within a node of one rank.
-      flow_bytes_per_s: Payload bytes per second of a single connection; `None` (default) where one
-        connection can fill the link.
+      latency_s: Latency of one message from rank to rank, in seconds.
+      bytes_per_s: Payload bytes per second in one direction: across nodes, of a whole node with all
+        its ranks sending; within a node, of one rank.
+      flow_bytes_per_s: Payload bytes per second of a single connection; `None` (default) if one
+        connection can use the whole bandwidth.
 
     Raises:
-      ValueError: If a number is out of its range, or a connection carries more than the link.
+      ValueError: If a number is out of its range, or `flow_bytes_per_s` exceeds `bytes_per_s`.
 
     Example:
       >>> import tfposeidon as tp
@@ -59,30 +59,26 @@ class Link:
             )
 
     def seconds(self, sent_bytes: float, *, flow_bytes: float = 0.0) -> float:
-        """Returns how long bytes are on the link, without its latency.
-
-        Args:
-          sent_bytes: Payload bytes of all who share the link.
-          flow_bytes: Payload bytes of the busiest connection, which `sent_bytes` include.
-        """
+        """Returns the transfer time in seconds, without latency."""
+        # `sent_bytes` is payload over all connections, `flow_bytes` the part of the busiest one.
         whole_s = sent_bytes / self.bytes_per_s
         return max(whole_s, flow_bytes / (self.flow_bytes_per_s or self.bytes_per_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Seconds that a rank's CPU or GPU takes, while all ranks of the node are at work.
+    """Compute time of a rank's CPU or GPU, while all ranks of the node are busy.
 
     Args:
-      sum_s: Seconds for each element that is added to a sum.
-      encode_s: Seconds for each element that is rounded to 16 bits, or back.
-      select_s: Seconds for each element among which the largest are selected.
-      pair_s: Seconds for each pair of an index and a value that is selected.
-      half_s: Seconds for each element that Horovod adds in float16.
-      operation_s: Seconds for each floating-point operation of a product of matrices.
+      sum_s: Seconds per element that is added to a sum.
+      encode_s: Seconds per element that is rounded to 16 bits, or converted back.
+      select_s: Seconds per element of a vector from which the largest are selected.
+      pair_s: Seconds per selected pair of index and value.
+      half_s: Seconds per element that Horovod adds in float16.
+      operation_s: Seconds per floating-point operation of a matrix product.
 
     Raises:
-      ValueError: If one of them is negative or not a finite number.
+      ValueError: If a number is negative or not finite.
     """
 
     sum_s: float
@@ -104,44 +100,44 @@ V100 = Rates(
 CPU = Rates(
     sum_s=1.6e-9, encode_s=1e-10, select_s=1.2e-9, pair_s=5.5e-9, half_s=5e-8, operation_s=4e-11
 )
-"""Rates of a core of an AMD EPYC that a rank has to itself, from a study of a few exchanges.
+"""Rates of one AMD EPYC core per rank, from a study of a few exchanges.
 
 Provisional: no command of this repository has printed them."""
 NVLINK = Link(latency_s=1e-5, bytes_per_s=1e11)
 LOOPBACK = Link(latency_s=3e-4, bytes_per_s=1.5e9)
 DEVICES: Mapping[str, tuple[Rates, Link, float]] = {
-    # Rates, the link within a node, and seconds for which a collective waits for Horovod's thread.
+    # Rates, the link within a node, and seconds that a collective waits for Horovod's thread.
     "v100": (V100, NVLINK, 1.2e-3),
     "cpu": (CPU, LOOPBACK, 3.3e-3),
 }
-"""Presets by the name of the device."""
+"""Presets by device name."""
 ETHERNET_LATENCY_S = 3e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkProfile:
-    """Links of a job, and the speed of its ranks; the same on every rank.
+    """Bandwidth and latency of a job's network, and compute time of its ranks; equal on all ranks.
 
-    `NetworkProfile.of` makes them of a rate with its unit and a preset; `from_json` of a file that
-    `to_json` has written.
+    `NetworkProfile.of` creates one from a bandwidth and a preset, `from_json` from a file that
+    `to_json` wrote.
 
     Args:
-      rates: Speed of a rank's CPU or GPU.
-      collective_s: Seconds that pass before a collective that finds Horovod's thread idle begins:
-        its cycle, and its agreement with the other ranks.
+      rates: Compute time of a rank's CPU or GPU.
+      collective_s: Seconds until a collective starts if Horovod's thread is idle: its cycle time,
+        and its negotiation with the other ranks.
       ranks_per_node: Number of ranks on each node.
       device: Device of the rates, such as "cpu" or "v100".
-      node: Link between the ranks of a node; `None` for nodes of one rank.
-      across: Link of a node to the others; `None` for one node alone.
-      measured_at: When they were measured, as ISO 8601; empty for links that were given.
-      uncertainty: Standard error of the measured rate between nodes, in all or by one connection,
-        as a share of it; within the node if there is only one; 0 for links that were given.
-      ranks_per_core: Ranks of a node per core that they may run on, where most share one; 0 if
-        that is not known.
-      hosts: Names of the nodes that they were measured on; empty for links that were given.
+      node: Link between the ranks of a node; `None` (default) for nodes of one rank.
+      across: Link of a node to the other nodes; `None` (default) for a single node.
+      measured_at: Time of the measurement, as ISO 8601; empty (default) for given values.
+      uncertainty: Relative standard error of the measured bandwidth between nodes, total or of one
+        connection; of that within the node if there is only one node. 0 (default) for given values.
+      ranks_per_core: Ranks of a node per core that they may run on, where most ranks share one; 0
+        (default) if unknown.
+      hosts: Names of the nodes of the measurement; empty (default) for given values.
 
     Raises:
-      ValueError: If a number is out of its range, or there is no link at all.
+      ValueError: If a number is out of its range, or both links are `None`.
 
     Example:
       >>> import tfposeidon as tp
@@ -176,16 +172,16 @@ class NetworkProfile:
     def of(
         cls, rate: str, *, ranks_per_node: int, device: str = "cpu", flow: str | None = None
     ) -> NetworkProfile:
-        """Makes links of a rate between nodes and a preset for all else.
+        """Returns a profile with a given bandwidth between nodes and a preset for all else.
 
         Args:
-          rate: Rate of a node's link in one direction, with its unit, such as "25gbit".
+          rate: Bandwidth of a node in one direction, with its unit, such as "25gbit".
           ranks_per_node: Number of ranks on each node.
           device: Name of a preset: "cpu" (default) or "v100".
-          flow: Rate of a single connection, with its unit; `None` (default) for no limit.
+          flow: Bandwidth of a single connection, with its unit; `None` (default) for no limit.
 
         Returns:
-          The links, whose rates are less by the headers of Ethernet and TCP.
+          The profile. Its payload rates are reduced by the headers of Ethernet and TCP.
 
         Raises:
           ValueError: If a rate has no unit or is out of its range, or the preset is unknown.
@@ -210,22 +206,22 @@ class NetworkProfile:
         )
 
     def to_json(self) -> str:
-        """Returns the text of a file that `from_json` reads."""
+        """Returns the content of a file that `from_json` reads."""
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str) -> NetworkProfile:
-        """Makes links of the text of a file.
+        """Returns a profile from the content of a file.
 
         Args:
-          text: Text that `to_json` returned.
-          source: Name of the file, for messages.
+          text: Result of `to_json`.
+          source: Name of the file, for error messages.
 
         Returns:
-          The links.
+          The profile.
 
         Raises:
-          ValueError: If the text is no JSON, of another format, or lacks something.
+          ValueError: If the text is not valid JSON, has another format, or is incomplete.
         """
         try:
             found = json.loads(text)
@@ -244,15 +240,7 @@ class NetworkProfile:
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
-        """Refuses links of another kind of cluster. Another number of nodes is allowed.
-
-        Args:
-          topology: Topology of the job.
-
-        Raises:
-          ValueError: If nodes have other numbers of ranks, or the job has several nodes and these
-            links are of one.
-        """
+        """Refuses the profile of another kind of cluster; the number of nodes may differ."""
         per_node = max(len(node) for node in topology.nodes)
         if len(topology.nodes) > 1 and self.across is None:
             raise ValueError(
@@ -292,17 +280,7 @@ FORMS = (
 
 
 def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
-    """Reads links from a file.
-
-    Args:
-      path: File with the text of `NetworkProfile.to_json`.
-
-    Returns:
-      The links.
-
-    Raises:
-      ValueError: If there is no such file, or it is no file of links.
-    """
+    """Reads a profile from a file; raises `ValueError` if it is missing or invalid."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -314,20 +292,7 @@ def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
 
 
 def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
-    """Makes a network profile of what users pass as `network=`.
-
-    Args:
-      given: `NetworkProfile`, a rate between nodes with its unit such as "25gbit", or the path of
-        a file.
-      topology: Topology of the job.
-      device: Preset for all but the rate; see `NetworkProfile.of`.
-
-    Returns:
-      The links.
-
-    Raises:
-      ValueError: If it is none of these, or of another kind of cluster.
-    """
+    """Returns the profile for the argument `network` of `init`; `device` names the preset."""
     if isinstance(given, NetworkProfile):
         links = given
     elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
@@ -338,7 +303,8 @@ def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
     else:
         raise ValueError(f"{FORMS}. Received: network={given!r}")
     links.check_fits(topology)
-    # Presets are of one device, whatever the job has: plans are also made for other machines.
+    # Only measured profiles must match the job's device: plans from presets may be for other
+    # machines.
     if links.measured_at and (links.device == "cpu") != (device == "cpu"):
         raise ValueError(
             "Links must have been measured on the device that trains, whose speed is among them. "
@@ -349,7 +315,7 @@ def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
 
 
 def _payload_rate(text: Any) -> float:
-    """Returns bytes of payload per second."""
+    """Returns payload bytes per second."""
     if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
         raise ValueError(
             f"A rate must be a text with its unit. Received: {text!r}. Write for example "
@@ -359,10 +325,5 @@ def _payload_rate(text: Any) -> float:
 
 
 def readable_rate_of_payload(bytes_per_s: float, digits: int = 3) -> str:
-    """Returns a rate of payload as that of the link that carries it, as people read it.
-
-    Args:
-      bytes_per_s: Payload bytes per second.
-      digits: Number of digits (default 3).
-    """
+    """Formats a payload rate as the bandwidth that carries it, headers included."""
     return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.{digits}g}"))

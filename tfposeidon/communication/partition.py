@@ -1,4 +1,4 @@
-"""Division of lists into consecutive parts, one for each rank."""
+"""Division of lists into consecutive parts, one per rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 
 def even(length: int, parts: int) -> list[tuple[int, int]]:
-    """Returns begin and end of each part; lengths differ by one at most, the larger come first.
-
-    Args:
-      length: Number of elements.
-      parts: Number of parts; some are empty where there are fewer elements.
+    """Returns start and end of each part; lengths differ by one at most, larger parts first.
 
     >>> even(5, 3)
     [(0, 2), (2, 4), (4, 5)]
@@ -22,16 +18,12 @@ def even(length: int, parts: int) -> list[tuple[int, int]]:
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Returns begin and end of each part; the largest sum of a part is as small as can be.
-
-    Args:
-      sizes: Sizes of the items, not negative.
-      parts: Number of parts; some may be empty.
+    """Returns start and end of each part so that the largest sum of a part is minimal.
 
     >>> balanced([5, 1, 1, 1, 4], 3)
     [(0, 1), (1, 4), (4, 5)]
     """
-    # Searches for the smallest limit with which filling one part after the other needs no more
+    # Binary search for the smallest limit with which greedy filling needs no more than `parts`
     # parts.
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
@@ -46,7 +38,7 @@ def balanced(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Returns the ends of parts that take items for as long as their sum keeps within a limit."""
+    """Returns the ends of parts that are filled greedily up to a limit on their sum."""
     ends, total = [], 0
     for index, size in enumerate(sizes):
         if total + size > limit and total:

@@ -1,4 +1,4 @@
-"""Start of Horovod, once per process, with the groups that the topology asks for."""
+"""Start of Horovod, once per process, with the process sets that the topology needs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
-"""Seconds that Gloo waits in jobs with a server, where nobody says otherwise.
+"""Default seconds that Gloo waits in jobs with a server.
 
-Horovod's thread on the server talks to no other worker while a transfer to one is under way, which
-takes minutes for large weights over slow links.
+During a transfer to one worker, which takes minutes for large weights over slow networks, Horovod's
+thread on the server does not communicate with other workers.
 """
 DEFAULT_STALL_TIMEOUT_S = 300.0
-"""Seconds that ranks wait for one that is late, where nobody says otherwise.
-
-Horovod's own default is 0, which waits forever.
-"""
+"""Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
 LONGEST_STALL_WARNING_S = 60
-"""Seconds between two looks of Horovod for ranks that are late, at most."""
+"""Maximum seconds between Horovod's checks for late ranks."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LAYOUT_PATIENCE_S = 120.0
-"""Seconds that a rank waits for rank 0 to leave its layout in the launcher's store."""
+"""Seconds that a rank waits for rank 0 to write its layout to the launcher's store."""
 
 MEASURE: Literal["measure"] = "measure"
-"""Links that are measured when the first step that needs them is traced."""
+"""Network profile to measure when the first step that needs it is traced."""
 UNKNOWN = "unknown"
-"""Links that nobody measures."""
+"""Network profile that is not measured."""
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -52,37 +49,37 @@ def init(
     network: Any = None,
     server_rank: int | None = None,
 ) -> Topology:
-    """Starts Horovod, finds the nodes and sets up the groups of ranks. Safe to call twice.
+    """Starts Horovod, finds the nodes and sets up process sets. May be called repeatedly.
 
-    Without a launcher it starts a job of one rank. It is called by the first step if the script
-    does not; call it to set the arguments, or before work that depends on the rank.
+    Without a launcher it starts a job of one rank. The first step calls it if the script does not.
+    Call it to set its arguments, or before code that depends on the rank.
 
     Args:
-      ranks_per_node: Number of ranks of each emulated node; by default the launcher's hosts are
-        the nodes.
-      stall_timeout_s: Seconds that ranks wait for one that is alive but late before the job ends;
-        default 300, or what `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` says.
-      transport_timeout_s: Seconds that Gloo waits for a stopped process or a cut link; default 30,
-        with a server 300, or what `HOROVOD_GLOO_TIMEOUT_SECONDS` says.
-      pin_gpu: True to give each rank of a node the GPU of its local rank, with memory growth;
-        False leaves the GPUs as the script has set them.
-      network: Network profile by which `scheme="auto"` plans, the same on all ranks: `"measure"` to
-        measure it at the first step, a rate between nodes in one direction with its unit, such as
-        `"25gbit"`, a `tfposeidon.NetworkProfile`, the path of a file that holds one, or
-        `"unknown"`, with which `"auto"` is all-reduce. By default it is measured, but on GPUs,
-        where measuring is untried, it is unknown.
-      server_rank: Rank that keeps the centre of `ElasticAveraging` and trains nothing itself, the
+      ranks_per_node: Number of ranks of each emulated node; by default, nodes are the launcher's
+        hosts.
+      stall_timeout_s: Seconds that ranks wait for a late rank that is alive before the job ends;
+        default 300, or the value of `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`.
+      transport_timeout_s: Seconds that Gloo waits for a stopped process or a broken connection;
+        default 30, with a server 300, or the value of `HOROVOD_GLOO_TIMEOUT_SECONDS`.
+      pin_gpu: True (default) to assign each rank of a node the GPU of its local rank, with memory
+        growth; False for the script's own GPU configuration.
+      network: Network profile for the plans of `scheme="auto"`, the same on all ranks: `"measure"`
+        to measure it at the first step; the bandwidth between nodes in one direction with its unit,
+        such as `"25gbit"`; a `tfposeidon.NetworkProfile`; the path of a file that contains one; or
+        `"unknown"`, with which `"auto"` uses all-reduce. The default is `"measure"` on CPUs, and
+        `"unknown"` on GPUs, where measuring is untested.
+      server_rank: Rank that holds the global weights of `ElasticAveraging` and does not train, the
         same on all ranks; `None` (default) for none.
 
     Returns:
-      The topology as this rank sees it: `rank`, `size`, `nodes`.
+      The topology from the perspective of this rank: `rank`, `size`, `nodes`.
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      ValueError: If an argument is out of its range, or `network` is of another kind of cluster.
-      RuntimeError: If it was called before with another layout or server, if ranks ask for
-        different ones, if `hvd.init()` was called before and groups of ranks are needed, or if
-        Horovod has NCCL and the node fewer GPUs than ranks (unless `pin_gpu` is false).
+      ValueError: If an argument is out of its range, or `network` is for another kind of cluster.
+      RuntimeError: If it was called before with another layout or server, if ranks request
+        different ones, if `hvd.init()` was called before and process sets are needed, or if Horovod
+        has NCCL and the node has fewer GPUs than ranks (unless `pin_gpu` is false).
 
     Example:
       >>> import tfposeidon as tp
@@ -97,7 +94,7 @@ def init(
             _take_links(network, _wire.topology)
         return _wire.topology
     _check_horovod()
-    # Before the start, at which Horovod reads its environment.
+    # Before Horovod starts, because it then reads its environment.
     set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     if pin_gpu:
         require_gpu_per_rank(launcher.ranks_of_node())
@@ -116,7 +113,7 @@ def has_begun() -> bool:
 
 
 def wire() -> Wire:
-    """Returns the wire of this process; starts Horovod with default arguments if nobody did."""
+    """Returns the collectives of this process; starts Horovod with default arguments if needed."""
     if _wire is None:
         init()
     assert _wire is not None
@@ -124,25 +121,25 @@ def wire() -> Wire:
 
 
 def node_wire() -> Wire:
-    """Returns a wire between the ranks of this rank's node; starts Horovod if nobody did."""
+    """Returns collectives between the ranks of this rank's node; starts Horovod if needed."""
     return GroupWire(wire(), wire().topology.node.ranks)
 
 
 def own_wire() -> Wire:
-    """Returns a wire of this rank alone; starts Horovod if nobody did."""
+    """Returns collectives of this rank alone; starts Horovod if needed."""
     return GroupWire(wire(), [rank()])
 
 
 def server_rank() -> int | None:
-    """Returns the rank that serves the others, as `init` was told; `None` for none."""
+    """Returns the server's rank that was passed to `init`; `None` for none."""
     return _server_rank
 
 
 def workers() -> Group:
-    """Returns the ranks that train: all, but for the one that `init` has made the server.
+    """Returns the ranks that train: all except the server of `init(server_rank=...)`.
 
-    Data are shared among them: `workers().index(rank())` is the share of this rank, of
-    `workers().size`. Starts Horovod with default arguments if nobody did.
+    Shard data over them: `workers().index(rank())` is the shard of this rank, out of
+    `workers().size`. Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -153,53 +150,40 @@ def workers() -> Group:
 
 
 def pair_wire(worker: int) -> Wire:
-    """Returns a wire between the server and a worker, for either of them.
-
-    Args:
-      worker: Rank of the worker.
-    """
+    """Returns collectives between the server and a worker; only these two ranks may call it."""
     assert _server_rank is not None
     return GroupWire(wire(), (_server_rank, worker))
 
 
 def stall_limit_s() -> float:
-    """Returns the seconds after which Horovod ends a job in which a rank is late; 0 for never."""
+    """Returns the seconds after which Horovod ends a job with a late rank; 0 for never."""
     return float(os.environ.get(launcher.STALL_LIMIT, DEFAULT_STALL_TIMEOUT_S))
 
 
 def links() -> NetworkProfile | None:
-    """Returns the links of this job; `None` where they are not known, or not yet."""
+    """Returns the network profile of this job, or `None` if it is not known (yet)."""
     return _links
 
 
 def measures_links() -> bool:
-    """Returns whether links are measured in this job: at the first step that needs them."""
+    """Returns whether this job measures its network, at the first step that needs the profile."""
     return _measures_links
 
 
 def set_links(given: NetworkProfile | Literal["measure"] | None) -> None:
-    """Sets the links of this job, by which later plans are made.
-
-    Args:
-      given: Network profile, the same on all ranks; "measure" to measure it at the next step that
-        needs it, or `None` for one that is not known.
-    """
+    """Sets the network profile for later plans, which must be the same on all ranks."""
     global _links, _measures_links
     _links, _measures_links = (None, True) if given == MEASURE else (given, False)
 
 
 def keep_links(measured: NetworkProfile) -> None:
-    """Keeps links that were measured, in this job or in the one that it resumes.
-
-    Args:
-      measured: The links, the same on all ranks.
-    """
+    """Stores a measured profile, the same on all ranks, of this job or the one that it resumes."""
     global _links
     _links = measured
 
 
 def _take_links(given: Any, topology: Topology) -> None:
-    # A single rank has none, whatever the script says for larger jobs.
+    # A single rank has no network, even if the script describes one for larger jobs.
     if topology.size == 1:
         return
     import tensorflow as tf
@@ -225,7 +209,7 @@ def _take_links(given: Any, topology: Topology) -> None:
 def rank() -> int:
     """Returns the rank of this process, from 0.
 
-    Starts Horovod with default arguments if nobody did.
+    Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -238,7 +222,7 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of ranks in the job.
 
-    Starts Horovod with default arguments if nobody did.
+    Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -251,8 +235,8 @@ def size() -> int:
 def local_rank() -> int:
     """Returns the index of this process among the ranks of its node, from 0.
 
-    Starts Horovod with default arguments if nobody did. With `init(ranks_per_node=...)`, a node is
-    what that makes one.
+    With `init(ranks_per_node=...)`, nodes are the emulated ones. Starts Horovod with default
+    arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -265,7 +249,7 @@ def local_rank() -> int:
 def local_size() -> int:
     """Returns the number of ranks of this process's node.
 
-    Starts Horovod with default arguments if nobody did.
+    Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -276,19 +260,14 @@ def local_size() -> int:
 
 
 def spokesman() -> int:
-    """Returns the rank that speaks for the job: the server where there is one, else rank 0."""
+    """Returns the rank that logs for the job: the server if there is one, else rank 0."""
     return _server_rank or 0
 
 
 def say(text: str, *values: object) -> None:
-    """Logs one line about the job, on one rank only.
-
-    Args:
-      text: Format of the line, as for `logging`.
-      values: Values for the format.
-    """
+    """Logs one line about the job, on one rank only; arguments as for `logging`."""
     if rank() == spokesman():
-        # Where a script sets up no logging, Python shows nothing below warnings.
+        # A warning, because without a logging configuration Python shows nothing below that level.
         log.warning(text, *values)
 
 
@@ -303,8 +282,8 @@ def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
         return _start_over_mpi(hvd, server_rank)
     topology = _find_topology(own, ranks_per_node)
     _check_layout_in_store(topology, server_rank)
-    # Named at the start: sets that are added later make each cycle of Horovod's thread wait for all
-    # ranks.
+    # Passed at the start: process sets that are added later make each cycle of Horovod's thread
+    # wait for all ranks.
     groups = _groups(topology, server_rank)
     process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in groups}
     hvd.init(process_sets=list(process_sets.values()))
@@ -313,24 +292,22 @@ def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
 
 
 def _groups(topology: Topology, server_rank: int | None) -> tuple[Group, ...]:
-    """Returns the groups that Horovod has to set up: those of nodes, and pairs with the server."""
+    """Returns the groups that need a process set: nodes, positions, and pairs with the server."""
     pairs: list[Group] = []
-    # Two ranks are the world, for which Horovod has a set.
+    # In a job of two ranks the pair is the world, which has a process set.
     if server_rank is not None and topology.size > 2:
         others = (r for r in topology.world.ranks if r != server_rank)
         pairs = [Group(tuple(sorted((server_rank, r)))) for r in others]
-    # A node of two ranks may be a pair as well.
+    # A node of two ranks may also be a pair.
     return tuple(dict.fromkeys([*topology.groups(), *pairs]))
 
 
 def _start_over_mpi(hvd: Any, server_rank: int | None) -> HorovodWire:
-    """Starts Horovod where no rank knows the others' hosts beforehand.
-
-    Ranks ask over the world and add the groups afterwards, which makes each cycle of Horovod's
-    thread wait for all.
-    """
+    """Starts Horovod if ranks do not know each other's hosts beforehand."""
+    # Process sets are added after the start, which makes each cycle of Horovod's thread wait for
+    # all ranks.
     hvd.init(process_sets="dynamic")
-    # This layout has all ranks on one node, so that it needs no other group than the world.
+    # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
     _require_same_servers([server for _, server in everybody])
@@ -356,10 +333,8 @@ def _find_topology(own: launcher.ProcessRank, ranks_per_node: int | None) -> Top
 
 
 def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
-    """Compares the layout with that of rank 0, before Horovod starts.
-
-    Groups that differ between ranks would abort it without a reason.
-    """
+    """Compares the layout with that of rank 0, before Horovod starts."""
+    # Horovod would abort without a reason if process sets differed between ranks.
     store = launcher.Store.of_launcher()
     if store is None or topology.size == 1:
         return
@@ -385,7 +360,7 @@ def _require_same_servers(servers: Any) -> None:
 
 
 def check_server_rank(server_rank: int | None, size: int) -> None:
-    """Refuses a server's rank that is none, and a job without workers."""
+    """Refuses an invalid rank of the server, and a job without workers."""
     if server_rank is None:
         return
     ranges.check_integer("server_rank", server_rank, 0)
@@ -411,7 +386,7 @@ def _check_same_server(server_rank: int | None) -> None:
 
 
 def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
-    """Uses a Horovod that the script started itself, if no groups of ranks are needed."""
+    """Uses a Horovod that the script started, if no process sets are needed."""
     check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
     missing = _groups(topology, server_rank)
@@ -439,7 +414,7 @@ def _check_horovod() -> None:
 def set_limits(
     stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
 ) -> None:
-    """Sets Horovod's variables for its time limits, but for those that the user has set."""
+    """Sets Horovod's variables for time limits, except those that the user has set."""
     if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
         transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
     for name, value in (
@@ -451,14 +426,15 @@ def set_limits(
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)
-        # Horovod looks once per warning time, and ends the job only at such a look.
+        # Horovod checks for late ranks once per warning time, and only ends the job at such a
+        # check.
         os.environ[launcher.STALL_WARNING] = str(max(1, min(LONGEST_STALL_WARNING_S, limit // 4)))
     if transport_timeout_s is not None:
         os.environ[launcher.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
 
 
 def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
-    """Refuses another number of ranks per node than the job already runs with."""
+    """Refuses a number of ranks per node other than that of the running job."""
     if ranks_per_node is None:
         return
     asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
@@ -486,7 +462,8 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
     import tensorflow as tf
 
     if ranks_here is None or not hvd.nccl_built() or VISIBLE_GPUS in os.environ:
-        # SLURM shows each rank its own GPU only: whether ranks share it is for NCCL to find out.
+        # SLURM makes only one GPU visible to each rank, so shared GPUs cannot be detected here;
+        # NCCL detects them.
         return
     gpus = len(tf.config.list_physical_devices("GPU"))
     if 0 < gpus < ranks_here:
@@ -498,14 +475,14 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
 
 
 def choose_gpu(local_rank: int) -> None:
-    """Lets TensorFlow see only this rank's GPU."""
+    """Makes only this rank's GPU visible to TensorFlow."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
     try:
-        # Where there are more ranks than GPUs, some share one; memory growth lets them.
+        # With more ranks than GPUs, some share one, which memory growth makes possible.
         own = gpus[local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)

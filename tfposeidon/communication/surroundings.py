@@ -1,4 +1,4 @@
-"""Refusal of surroundings without collectives: other backends, `tf.distribute`, XLA."""
+"""Refusal of environments without collectives: other backends, `tf.distribute`, XLA."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import tensorflow as tf
 from tfposeidon import native
 
 _OF_FUNCTIONS = 50
-"""Priority of what notes variables for `tf.function`; what users' own scopes make has another."""
+"""Priority of the variable creators of `tf.function`; those of users' scopes have another."""
 
 
 def check_surroundings() -> None:
-    """Refuses other backends than TensorFlow's, and `tf.distribute`.
-
-    Raises:
-      ValueError: Under another backend of Keras, or within the scope of a strategy.
-    """
+    """Refuses Keras backends other than TensorFlow, and the scope of a `tf.distribute` strategy."""
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
             "tfposeidon works with Keras's TensorFlow backend. Received: backend "
@@ -34,11 +30,7 @@ def check_surroundings() -> None:
 
 
 def check_graph() -> None:
-    """Refuses, while a step is traced, surroundings in which collectives cannot run.
-
-    Raises:
-      ValueError: As `check_surroundings`, or if XLA compiles the step.
-    """
+    """Refuses, while a step is traced, an environment in which collectives cannot run."""
     check_surroundings()
     if native.in_xla():
         raise ValueError(
@@ -49,13 +41,10 @@ def check_graph() -> None:
 
 @contextlib.contextmanager
 def made_before_the_trace() -> Iterator[None]:
-    """Makes variables as if before the step that is traced: it is not traced once more for them.
-
-    `tf.init_scope` alone does not: `tf.function` sees these variables, too, and traces anew without
-    making any.
-    """
+    """Creates variables as if before the current trace, so that they cause no retracing."""
+    # `tf.init_scope` is not sufficient: `tf.function` still registers these variables, and retraces
+    # without creating any. Private, because there is no public alternative.
     graph = tf.compat.v1.get_default_graph()
-    # Private: there is no public way.
     before = graph._variable_creator_stack
     graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]
     try:

@@ -1,6 +1,6 @@
-"""The ranks of a job, their nodes, and the groups in which they exchange.
+"""Ranks of a job, their nodes, and the groups that communicate.
 
-Everything here is pure: `launcher` finds the facts, `runtime` starts Horovod on them.
+Everything here is pure: `launcher` reads the environment, and `runtime` starts Horovod.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tfposeidon.ranges import check_integer
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in a collective together.
+    """Ranks that take part in a collective.
 
     Attributes:
       ranks: Ranks of the group, in ascending order.
@@ -31,7 +31,7 @@ class Group:
         return len(self.ranks)
 
     def index(self, rank: int) -> int:
-        """Returns the index of a rank in the group; what the group's collectives call its rank.
+        """Returns the index of a rank in the group, which is its rank in the group's collectives.
 
         Args:
           rank: Rank of the group.
@@ -41,14 +41,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks of a job and their nodes, as one of the ranks sees them.
+    """Ranks of a job and their nodes, from the perspective of one rank.
 
     Args:
       rank: Rank of this process.
-      nodes: Ranks of each node; together each of `0..size-1` once.
+      nodes: Ranks of each node; together, each of `0..size-1` once.
 
     Raises:
-      ValueError: If a rank is missing or occurs twice, or if `rank` is none of them.
+      ValueError: If a rank is missing or occurs twice, or if `rank` is not in `nodes`.
 
     >>> topology = Topology(2, ((0, 1), (2, 3)))
     >>> topology.node.ranks, topology.position, topology.position_group(0).ranks
@@ -71,18 +71,18 @@ class Topology:
 
     @classmethod
     def regular(cls, rank: int, size: int, ranks_per_node: int) -> Topology:
-        """Makes nodes of consecutive ranks, all of the same size but for the last.
+        """Returns nodes of consecutive ranks, all of the same size except possibly the last.
 
         Args:
           rank: Rank of this process.
           size: Number of ranks.
-          ranks_per_node: Ranks of each node; the last one has fewer where that does not divide.
+          ranks_per_node: Number of ranks of each node; the last node may have fewer.
 
         Returns:
-          The topology as `rank` sees it.
+          The topology from the perspective of `rank`.
 
         Raises:
-          ValueError: If `ranks_per_node` is not a whole number from 1.
+          ValueError: If `ranks_per_node` is not an integer from 1.
 
         >>> Topology.regular(0, 5, ranks_per_node=2).nodes
         ((0, 1), (2, 3), (4,))
@@ -127,44 +127,29 @@ class Topology:
         return min(len(node) for node in self.nodes)
 
     def position_group(self, position: int) -> Group:
-        """Returns the ranks at one position of every node, one rank per node.
-
-        Args:
-          position: Position in the nodes, from 0 to `positions` - 1.
-        """
-        # Under MPI nodes need not hold consecutive ranks, and Horovod sorts those of a process set.
+        """Returns the ranks at one position of every node, one rank per node."""
+        # Under MPI, ranks of a node may not be consecutive, and Horovod sorts those of a process
+        # set.
         return Group(tuple(sorted(node[position] for node in self.nodes)))
 
     @property
     def across(self) -> Group | None:
-        """Position group of this rank; `None` if other nodes are too small to have its position."""
+        """Position group of this rank, or `None` if some node is too small to have the position."""
         return self.position_group(self.position) if self.position < self.positions else None
 
     def same_node(self, a: int, b: int) -> bool:
-        """Returns whether two ranks are on one node.
-
-        Args:
-          a: Rank to compare.
-          b: Rank to compare it with.
-        """
+        """Returns whether two ranks are on one node."""
         return any(a in node and b in node for node in self.nodes)
 
     def groups(self) -> tuple[Group, ...]:
-        """Returns the groups of two or more ranks, without the world, that Horovod has to set up.
-
-        Nodes come first, then positions, without those that occur twice: the order is the same on
-        all ranks.
-        """
+        """Returns the groups of two or more ranks, except the world, that need a process set."""
+        # Nodes, then positions, without duplicates: the order must be the same on all ranks.
         candidates: Sequence[Group] = [Group(node) for node in self.nodes]
         candidates = [*candidates, *(self.position_group(p) for p in range(self.positions))]
         return tuple(dict.fromkeys(g for g in candidates if 1 < g.size < self.size))
 
     def seen_from(self, rank: int) -> Topology:
-        """Returns the topology of the same job as another rank sees it.
-
-        Args:
-          rank: Rank that sees it.
-        """
+        """Returns the topology of the same job from the perspective of another rank."""
         return Topology(rank, self.nodes)
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""Wire between ranks: the only use of Horovod's collectives, four operations on groups.
+"""Four collectives on groups of ranks, in the only module that uses Horovod's collectives.
 
-Horovod's TensorFlow ops look like arithmetic to Grappler: with a constant input the collective is
-folded (runs once, or hangs), an unused one is pruned, two equal ones are merged. So no input may be
-a constant (see `zeros`), every output has to be used, and each call has its own name, the same on
-every rank. Names are joined by dots, for Horovod cuts off what stands before a slash. No other
-module imports Horovod's collectives.
+Horovod's TensorFlow ops look like arithmetic to Grappler: a collective with a constant input is
+folded (it runs once, or hangs), an unused one is pruned, and two equal ones are merged. Therefore
+no input may be a constant (see `zeros`), every output must be used, and each call has a unique
+name, the same on every rank. Names are joined by dots, because Horovod removes everything before a
+slash.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from tfposeidon.communication import agreement
 from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
-"""Elements of a tensor that a function takes as an input; TensorFlow's bound is 128."""
+"""Size of a tensor that `tf.function` captures as an input; TensorFlow's limit is 128 elements."""
 
-# Ends the names of all collectives that are called, or traced, within `names_ending_in`.
+# Suffix of the names of all collectives that are called or traced within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
 
 
 @contextlib.contextmanager
 def names_ending_in(suffix: str) -> Iterator[None]:
-    """Gives collectives names of their own, within this context, also within another one.
-
-    It is for code that one graph calls several times. TensorFlow would make names unique by itself,
-    but in other ways in branches and on ranks that are out of data.
-    """
+    """Appends a suffix to the names of collectives within this context, which may be nested."""
+    # For code that one graph calls several times. TensorFlow makes names unique too, but
+    # differently in branches, and on ranks that have exhausted their input.
     token = _suffix.set(suffix + _suffix.get())
     try:
         yield
@@ -44,13 +42,13 @@ def names_ending_in(suffix: str) -> Iterator[None]:
 
 
 class Wire(Protocol):
-    """Collectives over which schemes exchange. Groups of one rank send nothing.
+    """Collectives that schemes use. Groups of one rank send nothing.
 
-    All ranks of a group call each of them with the same name, and must use the result: TensorFlow
-    leaves out what nobody uses.
+    All ranks of a group call each collective with the same name, and must use the result, because
+    TensorFlow prunes unused ops.
 
     Attributes:
-      topology: Ranks of the job, as this one sees them.
+      topology: Topology of the job, from the perspective of this rank.
     """
 
     topology: Topology
@@ -58,21 +56,21 @@ class Wire(Protocol):
     def all_reduce(
         self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
     ) -> tf.Tensor:
-        """Returns `scale` times the sum over the group, the same bits on every rank.
+        """Returns `scale` times the sum over the group, with the same bits on every rank.
 
         Args:
           tensor: Vector, `[n]`, of the same length and dtype on every rank.
           group: Ranks that take part.
           name: Name of the collective.
-          scale: Factor on the sum.
+          scale: Factor of the sum (default 1).
         """
         ...
 
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-        """Returns the tensors of all ranks along the first axis, in the group's order.
+        """Returns the tensors of all ranks, concatenated along the first axis in the group's order.
 
         Args:
-          tensor: Tensor, `[m, ...]`; ranks may differ in `m`.
+          tensor: Tensor, `[m, ...]`; `m` may differ between ranks.
           group: Ranks that take part.
           name: Name of the collective.
         """
@@ -81,18 +79,18 @@ class Wire(Protocol):
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
     ) -> tf.Tensor:
-        """Sends each rank of the group a part of a tensor, in the group's order.
+        """Sends each rank of the group one part of a tensor, in the group's order.
 
         Args:
-          tensor: Parts one after the other, `[m, ...]`.
-          splits: Length along the first axis of the part for each rank of the group; they add up to
+          tensor: Concatenated parts, `[m, ...]`.
+          splits: Length along the first axis of the part for each rank of the group; their sum is
             `m`.
           group: Ranks that take part.
           name: Name of the collective.
 
         Returns:
-          `[sum of lengths, ...]` in the same dtype: what each rank of the group has sent to this
-          one.
+          Concatenated parts that the ranks of the group sent to this one, `[sum of lengths, ...]`
+          in the same dtype.
         """
         ...
 
@@ -101,21 +99,16 @@ class Wire(Protocol):
 
         Args:
           tensor: Tensor of any shape and dtype, both the same on every rank.
-          root_rank: Rank whose tensor everybody gets.
+          root_rank: Rank whose tensor all ranks receive.
           name: Name of the collective.
         """
         ...
 
 
 class HorovodWire(Wire):
-    """Wire over Horovod's ops: NCCL, MPI or Gloo move the bytes.
+    """Collectives by Horovod's ops, over NCCL, MPI or Gloo.
 
-    Args:
-      topology: Ranks of the job, as this one sees them.
-      process_sets: Horovod's process set of each group in `topology.groups()`.
-
-    Attributes:
-      topology: Ranks of the job, as this one sees them.
+    `process_sets` must contain each group of `topology.groups()`.
     """
 
     def __init__(self, topology: Topology, process_sets: dict[Group, Any]) -> None:
@@ -128,8 +121,8 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-        # Collectives meet by name, and scopes may differ between ranks, as in branches: all names
-        # leave them out.
+        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
+        # branches, so names ignore scopes.
         ops = _horovod_ops()
         return ops._allreduce(
             tensor,
@@ -181,12 +174,9 @@ class HorovodWire(Wire):
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
-    """Returns a scalar 0 of which TensorFlow does not know that it is one.
-
-    It is for functions that may be called in anybody's `tf.function`, which lets nobody make a
-    variable. TensorFlow copies small tensors from outside into a function as constants, and takes
-    large ones as inputs.
-    """
+    """Returns a scalar 0 that TensorFlow does not recognize as a constant."""
+    # For functions inside a user's `tf.function`, which may not create variables. TensorFlow
+    # captures small outer tensors as constants, and large ones as inputs.
     with tf.init_scope(), tf.device("/CPU:0"):
         outside = tf.zeros([_MORE_THAN_A_CONSTANT], dtype)
     with tf.device("/CPU:0"):
@@ -194,10 +184,10 @@ def unknown_zero(dtype: str = "int32") -> tf.Tensor:
 
 
 class Zeros(dict[str, tf.Variable]):
-    """Scalar variables that hold 0, by dtype, for `zeros` and `opaque`.
+    """Scalar variables with value 0, by dtype, for `zeros` and `opaque`; created on first access.
 
-    Each is made when it is first asked for. TensorFlow traces a function twice whose first trace
-    makes variables: what is traced asks for none that is new.
+    Access them before tracing: TensorFlow traces a function twice if its first trace creates
+    variables.
     """
 
     def __missing__(self, dtype: str) -> tf.Variable:
@@ -207,53 +197,31 @@ class Zeros(dict[str, tf.Variable]):
 
 
 def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Returns zeros that TensorFlow cannot fold.
-
-    A collective on `tf.zeros` would run on no rank, or hang.
-
-    Args:
-      shape: Shape of the result.
-      zero: Scalar variable that holds 0, or `unknown_zero`; its dtype is the result's.
-    """
+    """Returns zeros, in the dtype of the scalar 0, that TensorFlow cannot fold as `tf.zeros`."""
     return tf.broadcast_to(tf.convert_to_tensor(zero), shape)
 
 
 def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Returns the same tensor, which TensorFlow no longer sees to be a constant; it costs no copy.
-
-    Args:
-      tensor: Tensor, `[n, ...]` of any dtype.
-      zero: Scalar int32 variable that holds 0, or `unknown_zero`.
-    """
-    # A slice of all of it, from an index that only the variable knows. A reshape would not do:
-    # where all but one of its dimensions are given, TensorFlow finds the last by itself.
+    """Returns the same tensor, without a copy, in a form that TensorFlow cannot fold."""
+    # A slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape is not
+    # sufficient: if all dimensions but one are known, TensorFlow infers the last.
     begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Returns what every rank has given, by rank; all ranks call it together, eagerly.
-
-    Args:
-      value: Small thing that JSON can hold.
-      wire: Collectives that join the ranks.
-      name: Name of the collective.
-
-    Raises:
-      RuntimeError: On all ranks, if they call it with different names: one of them has not come to
-        the same line.
-    """
+    """Returns the JSON values of all ranks, by rank; all ranks call it together, eagerly."""
     if wire.topology.size == 1:
         return [value]
-    # Eagerly Horovod matches collectives by their order, whatever their names: the name travels
-    # along.
+    # In eager mode Horovod matches collectives by their order and not by name, so the message
+    # includes the name, which reveals ranks that call from different places.
     text = json.dumps([name, value]).encode()
     world = wire.topology.world
     lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
     joined = (
         wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
     )
-    # The texts come one after the other, and only the lengths tell where each ends.
+    # The texts are concatenated; their lengths give the ends.
     ends = lengths.cumsum()
     pairs = [
         json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
@@ -268,16 +236,9 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
 
 
 def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> bytes:
-    """Returns the bytes of one rank on all ranks; all call it together, eagerly.
-
-    Args:
-      content: Bytes that count on `root_rank` alone; others may give any, such as none.
-      wire: Collectives that join the ranks.
-      root_rank: Rank whose bytes everybody gets.
-      name: Name of the collective.
-    """
+    """Returns the bytes of `root_rank` on all ranks; all ranks call it together, eagerly."""
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
-    # A broadcast needs as many bytes on every rank.
+    # A broadcast requires the same number of bytes on every rank.
     mine = (
         np.frombuffer(content, np.uint8)
         if wire.topology.rank == root_rank
@@ -290,7 +251,7 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
 
 
 def _horovod_ops() -> Any:
-    # Imported late: tfposeidon loads models and plans without Horovod, and importing starts
+    # Imported late: tfposeidon can load models and plans without Horovod, and importing it starts
     # nothing.
     from horovod.tensorflow import mpi_ops
 

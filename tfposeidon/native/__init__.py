@@ -1,4 +1,7 @@
-"""The native library: `lib` is plain C++, `kernels` call it, `ops` has signatures and documents."""
+"""The native library, in three layers.
+
+`lib` is plain C++, `kernels` are thin callers of it, and `ops` has signatures and documentation.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,7 @@ LIBRARY = Path(__file__).with_name("_ops.so")
 
 @functools.cache
 def library() -> Any:
-    """Returns TensorFlow's module of the native ops, and loads it at the first call.
-
-    Raises:
-      RuntimeError: If the library was not built, or for another TensorFlow than the one installed.
-    """
+    """Returns TensorFlow's module of the native ops; the first call loads it."""
     remedy = (
         "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or "
         "`make setup`."
@@ -40,8 +39,8 @@ def library() -> Any:
 
 
 def in_xla() -> bool:
-    """Returns whether what is being traced will be compiled by XLA, which knows no op of ours."""
-    # Private: TensorFlow has no public way to ask.
+    """Returns whether XLA will compile the traced code, in which native ops cannot run."""
+    # Private: TensorFlow has no public function for this.
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -49,12 +48,6 @@ def in_xla() -> bool:
 
 @functools.cache
 def has_gpu_kernels() -> bool:
-    """Returns whether the library was also compiled for CUDA.
-
-    It is where nvcc is there and TensorFlow is one with GPUs.
-
-    Raises:
-      RuntimeError: If the library was not built, or for another TensorFlow.
-    """
+    """Returns whether the library was compiled for CUDA: with nvcc and a TensorFlow for GPUs."""
     library()  # First: ops that come with a plain CDLL are lost to TensorFlow.
     return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

@@ -1,4 +1,4 @@
-"""Optimizers for large batches, LARS and LAMB, and the learning rate schedules they go with."""
+"""Optimizers for large batches, LARS and LAMB, and learning rate schedules for them."""
 
 from tfposeidon.optimizers import schedules
 from tfposeidon.optimizers.lamb import LAMB

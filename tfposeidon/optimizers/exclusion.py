@@ -1,4 +1,4 @@
-"""Variables that a layer-wise rule leaves alone."""
+"""Variables that are excluded from layer-wise scaling."""
 
 from __future__ import annotations
 
@@ -10,24 +10,16 @@ from typing import Any
 from tfposeidon.gradients.description import path_of
 
 Exclude = Sequence[str] | Callable[[Any], bool] | None
-"""Type of the argument `exclude` of LARS and LAMB."""
+"""Type of the argument `exclude` of `LARS` and `LAMB`."""
 
 # Only the last word of the path counts, so that "unbiased_head/kernel" is not excluded. Paths are
-# needed because biases may have two axes (GRU, MultiHeadAttention), and so may gamma and beta
-# (LayerNormalization over two).
+# needed because biases may have two axes (GRU, MultiHeadAttention), as may gamma and beta
+# (LayerNormalization over two axes).
 _SCALE_OR_SHIFT = re.compile(r"(^|[/_.])(bias|gamma|beta)(:\d+)?$")
 
 
 class Exclusion:
-    """Rule that says which variables are excluded.
-
-    Args:
-      rule: `None` for `is_scale_or_shift`; a list of regular expressions, of which one must be
-        found in the path of an excluded variable (`[]` excludes nothing); or a function from a
-        variable to whether it is excluded.
-
-    Raises:
-      ValueError: If `rule` is something else, or a string in it is not a regular expression.
+    """Rule for the excluded variables, as in the argument `exclude` of `LARS`.
 
     >>> import keras
     >>> kernel, bias = keras.Variable([[1.0]], name="kernel"), keras.Variable([1.0], name="bias")
@@ -39,21 +31,14 @@ class Exclusion:
         self._rule = rule if rule is None or callable(rule) else _checked(rule)
 
     def indices(self, variables: Sequence[Any]) -> frozenset[int]:
-        """Returns the indices of the excluded variables.
-
-        Patterns that are found in no path, and a function that is true of no variable, are a
-        `UserWarning`.
-
-        Args:
-          variables: Variables of Keras or TensorFlow.
-        """
+        """Returns the indices of the excluded variables, and warns of patterns without a match."""
         rule = is_scale_or_shift if self._rule is None else self._rule
-        # A server holds a flat part of a variable: what counts are the shape and path of the whole
-        # one.
+        # A shard owner holds a flat part of a variable. The rule applies to shape and path of the
+        # whole variable.
         variables = [getattr(variable, "whole", variable) for variable in variables]
         if callable(rule):
             indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
-            # The default rule may well find nothing: a model without biases is no mistake.
+            # The default rule may match nothing: a model without biases is valid.
             if self._rule is not None and variables and not indices:
                 what = f"is a function that excludes no variable: {_name_of(rule)}"
                 _warn_unused(what, "Correct it, or use [].", variables)
@@ -66,11 +51,7 @@ class Exclusion:
         return frozenset[int]().union(*found.values())
 
     def get_config(self) -> list[str] | None:
-        """Returns the rule as JSON can hold it.
-
-        Raises:
-          ValueError: If the rule is a function.
-        """
+        """Returns the rule in a form that JSON supports; refuses a function."""
         if callable(self._rule):
             raise ValueError(
                 "`exclude` must be None or patterns for the optimizer to be saved. Received: the "
@@ -82,13 +63,7 @@ class Exclusion:
 
 
 def is_scale_or_shift(variable: Any) -> bool:
-    """Returns whether a variable is a bias or a parameter of a normalization layer.
-
-    These have at most one axis, or a path whose last word is "bias", "gamma" or "beta".
-
-    Args:
-      variable: A variable of Keras or TensorFlow.
-    """
+    """Returns whether a variable is a bias or a parameter of a normalization layer."""
     return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
 
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a learning rate for each layer."""
+"""LAMB: Adam with a learning rate per layer."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class LAMB(LayerWiseOptimizer):
         ratio = |w| / |r|, or 1 where one of them is 0
         w     = w - lr ratio r
 
-    `keras.optimizers.Lamb` has no exclusion, and decays weights before the rule, outside the ratio.
+    `keras.optimizers.Lamb` has no exclusion, and decays weights before the step, outside the ratio.
 
     Args:
-      learning_rate: A number, a Keras schedule, or a function without arguments.
-      beta_1: Decay of the first moment, in [0, 1).
-      beta_2: Decay of the second moment, in [0, 1).
-      epsilon: Term added to the root of the second moment, above 0.
-      weight_decay: Weight decay inside the step, and so inside the ratio, from 0; Keras's own
-        decoupled decay is off.
-      exclude: Variables with ratio 1 and without decay, which move as in Adam. As in `LARS`: `None`
-        for biases and parameters of normalization layers, regular expressions searched in the path,
-        or a function of the variable.
-      parallel: True if, inside `DistributedOptimizer`, each rank is to take the norms of some
-        layers only. As in `LARS`.
+      learning_rate: A number, a Keras schedule, or a function without arguments (default 0.001).
+      beta_1: Decay of the first moment, in [0, 1) (default 0.9).
+      beta_2: Decay of the second moment, in [0, 1) (default 0.999).
+      epsilon: Term added to the root of the second moment, above 0 (default 1e-6).
+      weight_decay: Weight decay inside the step, and so inside the ratio, from 0 (default 0).
+        Keras's decoupled decay is disabled.
+      exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
+        `None` (default) for biases and parameters of normalization layers, regular expressions to
+        search in the path, or a function of the variable.
+      parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
+        layers, or "auto" (default). As in `LARS`.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 
@@ -48,14 +48,14 @@ class LAMB(LayerWiseOptimizer):
       ValueError: If an argument is not in its range.
 
     State: both moments ("momentum", "velocity"), in the order of Keras's Lamb; float32 for 16-bit
-    variables. Norms are those of whole variables, also where servers
-    (`tfposeidon.ShardedOptimizer`) hold them in parts.
+    variables. Norms are those of whole variables, even if ranks hold shards of them
+    (`tfposeidon.ShardedOptimizer`).
 
-    Memory: beside the state, the steps of all variables at once, because all norms are taken in one
-    call.
+    Memory: in addition to the state, the steps of all variables at once, because all norms are
+    computed in one call.
 
     Source: You et al. 2020 (Large batch optimization for deep learning), algorithm 2, with the
-    identity for phi. Differs: exclusion, which the authors' code has, too.
+    identity for phi. Differs: exclusion, as in the authors' code.
 
     >>> import keras
     >>> optimizer = LAMB(0.002, weight_decay=0.01, exclude=["bias", "gamma", "beta", "embedding"])
@@ -84,7 +84,7 @@ class LAMB(LayerWiseOptimizer):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates two moments for each variable."""
+        """Creates two moments per variable."""
         if self.built:
             return
         super().build(variables)
@@ -122,8 +122,8 @@ class LAMB(LayerWiseOptimizer):
         """Updates a moment with a sample, and returns it without its bias towards 0."""
         average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
         self.assign(kept, average)
-        # This is 1 - beta^t. In float32 the difference itself would lose four digits in the first
-        # steps at beta = 0.999, where it is about 0.001.
-        # With beta = 0 the logarithm does not exist, and the limit gives 1: no bias.
+        # `-expm1(t log(beta))` is 1 - beta^t. In float32, the direct difference would lose four
+        # digits in the first steps at beta = 0.999, where it is about 0.001. With beta = 0 the
+        # logarithm is not defined, and the limit gives 1: no bias.
         exponent = math.log(beta) if beta else -math.inf
         return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)

@@ -1,4 +1,4 @@
-"""LARS: SGD with a learning rate for each layer."""
+"""LARS: SGD with a learning rate per layer."""
 
 from __future__ import annotations
 
@@ -28,45 +28,46 @@ class LARS(LayerWiseOptimizer):
         velocity = momentum velocity - step
         w        = w + velocity, or with `nesterov` w + momentum velocity - step
 
-    The ratio is 1, without the coefficient, where `|w|` or `|g|` is 0; with "norm_of_sum", where
-    `|w|` or `|g + weight_decay w|` is. The learning rate is inside the velocity: a change of the
-    rate acts on new steps, not on the velocity so far.
+    The ratio is 1, without the coefficient, if `|w|` or `|g|` is 0; with "norm_of_sum", if `|w|` or
+    `|g + weight_decay w|` is 0. The learning rate is inside the velocity: a change of the rate
+    applies to new steps, not to the accumulated velocity.
 
     Args:
-      learning_rate: A number, a Keras schedule, or a function without arguments. As the ratio has
-        `trust_coefficient` in it, rates are far above those of SGD: 1 to 30 in the papers.
-      momentum: Decay of the velocity, in [0, 1); 0 keeps no velocity.
-      nesterov: True to look ahead by one step of momentum; needs momentum.
-      trust_coefficient: Share of its norm by which a layer may change in a step at rate 1, above 0.
-      weight_decay: Weight decay inside both ratio and step, from 0; Keras's own decoupled decay is
-        off.
-      exclude: Variables with ratio 1 and without decay, which move as in SGD at the learning rate
-        itself. `None`: biases and parameters of normalization layers, that is variables with at
-        most one axis, or whose path ends in the word "bias", "gamma" or "beta". Or regular
-        expressions to be searched in the path ("dense/kernel"); `[]` excludes nothing. Or a
-        function of the variable, which cannot be saved with the model.
-      ratio: "sum_of_norms" (the papers) or "norm_of_sum" (optax.lars), as above.
-      epsilon: Term added to the denominator of the ratio, from 0.
-      parallel: True if, inside `DistributedOptimizer`, each rank is to take the norms of some
-        layers only, and to receive the others'; False for all norms on every rank; "auto" (default)
-        for the faster way. That is measured once, at the first step, and
-        `DistributedOptimizer.plan` shows the result.
+      learning_rate: A number, a Keras schedule, or a function without arguments. As the ratio
+        includes `trust_coefficient`, rates are far above those of SGD: 1 to 30 in the papers.
+      momentum: Decay of the velocity, in [0, 1) (default 0.9); 0 disables it.
+      nesterov: True for Nesterov momentum (default False); requires momentum.
+      trust_coefficient: Share of its norm by which a layer may change in a step at rate 1, above 0
+        (default 0.001).
+      weight_decay: Weight decay inside both ratio and step, from 0 (default 0). Keras's decoupled
+        decay is disabled.
+      exclude: Variables with ratio 1 and without decay, which are updated as by SGD at the learning
+        rate. `None` (default) excludes biases and parameters of normalization layers, that is,
+        variables with at most one axis, or whose path ends in the word "bias", "gamma" or "beta". A
+        list contains regular expressions to search in the path ("dense/kernel"); `[]` excludes
+        nothing. A function of the variable is possible, but cannot be saved with the model.
+      ratio: "sum_of_norms" (default, as in the papers) or "norm_of_sum" (as in optax.lars), see
+        above.
+      epsilon: Term added to the denominator of the ratio, from 0 (default 0).
+      parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
+        layers and receives the others. False computes all norms on every rank; "auto" (default)
+        uses the faster way, measured once at the first step. `DistributedOptimizer.plan` shows the
+        result.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 
     Raises:
       ValueError: If an argument is not in its range.
 
-    State: the velocity ("momentum"), as Keras's SGD has it, so that
+    State: the velocity, named "momentum" as in Keras's SGD, so that
     `keras_callbacks.LearningRateSchedule` can correct it; float32 for 16-bit variables. Norms are
-    those of whole variables, also where ranks (`tfposeidon.ShardedOptimizer`) hold them in
-    parts.
+    those of whole variables, even if ranks hold shards of them (`tfposeidon.ShardedOptimizer`).
 
-    Memory: beside the state, the steps of all variables at once, because all norms are taken in one
-    call.
+    Memory: in addition to the state, the steps of all variables at once, because all norms are
+    computed in one call.
 
     Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), equation 11.
-    Differs: exclusion, which Paddle and MLPerf have, `nesterov`, `epsilon`, and the sign of the
+    Differs: exclusion, as in Paddle and MLPerf; `nesterov`; `epsilon`; and the sign of the
     velocity, which is that of Keras's SGD.
 
     >>> import keras
@@ -109,12 +110,12 @@ class LARS(LayerWiseOptimizer):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates a velocity for each variable, if there is momentum."""
+        """Creates one velocity per variable, if there is momentum."""
         if self.built:
             return
         super().build(variables)
-        # The attribute has SGD's name: callbacks that change the rate find the velocities by it,
-        # and rescale them.
+        # The attribute has the same name as in SGD: callbacks that change the rate find the
+        # velocities by this name, and rescale them.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
 
     @override

@@ -13,7 +13,7 @@ from tfposeidon import ranges
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
 class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """Learning rate that rises in a straight line, then falls by a power: usual for LARS and LAMB.
+    """Learning rate with linear warm-up and polynomial decay, common with LARS and LAMB.
 
     At step s = 0, 1, 2, ..., with k = s - warmup_steps::
 
@@ -21,18 +21,18 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         rate = end + (peak - end) (1 - min(k, decay_steps) / decay_steps)^power    afterwards
 
     The peak is reached at step `warmup_steps`, and the end at `warmup_steps + decay_steps`. With
-    the default `initial_learning_rate` the first step has rate 0 and moves nothing, as in Keras's
-    `CosineDecay`.
+    the default `initial_learning_rate`, the first step has rate 0 and changes nothing, as in
+    Keras's `CosineDecay`.
 
-    Steps are those that the optimizer counts: with `gradient_accumulation_steps` every batch.
+    Steps are those that the optimizer counts: with `gradient_accumulation_steps`, every batch.
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.
-      warmup_steps: Steps of the warm-up, from 0.
-      decay_steps: Steps of the decay after the warm-up, from 1.
-      initial_learning_rate: Rate at step 0, from 0 to the peak.
-      end_learning_rate: Rate after all steps, from 0 to the peak.
-      power: Exponent of the decay, above 0: 1 falls in a straight line, 2 is common with LARS.
+      warmup_steps: Number of steps of the warm-up, from 0.
+      decay_steps: Number of steps of the decay after the warm-up, from 1.
+      initial_learning_rate: Rate at step 0, from 0 (default) to the peak.
+      end_learning_rate: Rate after all steps, from 0 (default) to the peak.
+      power: Exponent of the decay, above 0: 1 is linear, 2 (default) is common with LARS.
       name: Name of the schedule and of its operations.
 
     Raises:
@@ -84,17 +84,17 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         steps_per_epoch: int,
         **options: Any,
     ) -> Self:
-        """Makes a schedule from lengths in epochs, which need not be whole; steps are rounded.
+        """Creates a schedule from lengths in epochs, which may be fractional.
 
         Args:
           peak_learning_rate: Rate at the end of the warm-up, above 0.
-          warmup_epochs: Epochs of the warm-up, from 0.
-          decay_epochs: Epochs of the decay after the warm-up, above 0.
-          steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
+          warmup_epochs: Number of epochs of the warm-up, from 0.
+          decay_epochs: Number of epochs of the decay after the warm-up, above 0.
+          steps_per_epoch: Number of steps of one rank, `ceil(samples / (batch_size * ranks))`.
           **options: Further arguments of the constructor.
 
         Returns:
-          Schedule whose lengths are in steps: epochs times `steps_per_epoch`, rounded.
+          Schedule with lengths in steps: epochs times `steps_per_epoch`, rounded.
 
         Raises:
           ValueError: If an argument is not in its range.
@@ -113,7 +113,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
           step: Index of the step, an integer scalar from 0.
 
         Returns:
-          Scalar of `keras.config.floatx()`.
+          Scalar of dtype `keras.config.floatx()`.
         """
         dtype = keras.config.floatx()
         with tf.name_scope(self.name):
@@ -124,7 +124,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
                 + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
             )
             rise = self.peak_learning_rate - self.initial_learning_rate
-            # Without a warm-up no step comes before the peak, and this value is never taken.
+            # Without a warm-up, no step precedes the peak, and this value is not used.
             rising = self.peak_learning_rate + rise * since_peak / max(1, self.warmup_steps)
             return tf.where(since_peak < 0.0, rising, decayed)
 
@@ -155,20 +155,19 @@ def cosine_decay_by_epochs(
     steps_per_epoch: int,
     **options: Any,
 ) -> keras.optimizers.schedules.CosineDecay:
-    """Makes a `keras.optimizers.schedules.CosineDecay` from lengths in epochs.
+    """Creates a `keras.optimizers.schedules.CosineDecay` from lengths in epochs.
 
-    The rate rises from 0 to the peak in a straight line, then falls along a cosine. Epochs need not
-    be whole.
+    The rate rises linearly from 0 to the peak, then falls along a cosine. Epochs may be fractional.
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.
-      warmup_epochs: Epochs of the warm-up, from 0.
-      decay_epochs: Epochs of the decay after the warm-up, above 0.
-      steps_per_epoch: Steps of one rank, `ceil(samples / (batch_size * ranks))`.
+      warmup_epochs: Number of epochs of the warm-up, from 0.
+      decay_epochs: Number of epochs of the decay after the warm-up, above 0.
+      steps_per_epoch: Number of steps of one rank, `ceil(samples / (batch_size * ranks))`.
       **options: Options of `keras.optimizers.schedules.CosineDecay`: alpha, name.
 
     Returns:
-      Schedule whose lengths are in steps: epochs times `steps_per_epoch`, rounded.
+      Schedule with lengths in steps: epochs times `steps_per_epoch`, rounded.
 
     Raises:
       ValueError: If an argument is not in its range.
@@ -197,5 +196,5 @@ def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tu
     decay = ranges.check_number(
         "decay_epochs", decay_epochs, ranges.POSITIVE, "Count the epochs after the warm-up."
     )
-    # A decay of less than half a step still takes one: the rate has to come down.
+    # A decay of less than half a step still takes one step, so that the rate falls.
     return round(warmup * steps), max(1, round(decay * steps))

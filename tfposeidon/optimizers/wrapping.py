@@ -1,4 +1,4 @@
-"""Keras optimizers that hold another one."""
+"""Inspection of Keras optimizers that contain other optimizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import tensorflow as tf
 
 
 def innermost(optimizer: Any) -> Any:
-    """Returns the optimizer inside wrappers that have an `inner_optimizer`.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped any number of times: in `DistributedOptimizer`, or in
-        Keras's `LossScaleOptimizer`.
+    """Returns the optimizer inside any number of wrappers that have an `inner_optimizer`.
 
     >>> import keras
     >>> sgd = keras.optimizers.SGD()
@@ -28,10 +24,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside that hold no others, at any depth; itself if it holds none.
-
-    Those that hold others have them in attributes, or in lists and dictionaries there, as Keras's
-    `LossScaleOptimizer` and `MultiOptimizer` do, and composite ones of users.
+    """Returns the optimizers inside that contain no others, at any depth; itself if it has none.
 
     >>> import keras
     >>> adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
@@ -40,6 +33,8 @@ def leaves(optimizer: Any) -> list[Any]:
     >>> leaves(keras.optimizers.LossScaleOptimizer(both)) == [adam, sgd]
     True
     """
+    # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
+    # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
     inside = []
     for value in vars(optimizer).values():
         items = value.values() if isinstance(value, Mapping) else value
@@ -51,10 +46,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def accumulated_steps(optimizer: Any) -> int | None:
-    """Returns the calls for an update, if all optimizers inside have the same number; else `None`.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped or not.
+    """Returns the calls per update, or `None` if optimizers inside have different numbers.
 
     >>> import keras
     >>> accumulated_steps(keras.optimizers.SGD(gradient_accumulation_steps=4))
@@ -65,16 +57,14 @@ def accumulated_steps(optimizer: Any) -> int | None:
 
 
 def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
-    """Returns an optimizer's class and configuration at any depth, flat, for JSON; without names.
-
-    Functions count by their names, for their code tells nothing on other ranks.
+    """Returns an optimizer's class and nested configuration, flat, for JSON; without names.
 
     >>> import keras
     >>> found = settings(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
     >>> found["optimizer"], found["optimizer.inner_optimizer.learning_rate"]
     ('LossScaleOptimizer', 0.5)
     """
-    # Outside of a step that is traced: rates are variables.
+    # Rates are variables, which must be read outside of the traced step.
     with tf.init_scope():
         return dict(_flat(prefix, _serialized(optimizer)))
 
@@ -86,7 +76,7 @@ def _serialized(value: Any) -> dict[str, Any]:
         simple = bool | int | float | str | None
         attributes = vars(value).items()
         config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}
-    # Keras's own save what they hold; those of users need not.
+    # Keras's optimizers include inner ones in their configuration; those of users may not.
     saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
     if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
         inside = [one for one in leaves(value) if one is not value]
@@ -95,14 +85,15 @@ def _serialized(value: Any) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of what Keras has serialized."""
+    """Yields names and values of a configuration that Keras serialized."""
     if hasattr(value, "get_config"):
         value = _serialized(value)
     if isinstance(value, Mapping):
         if "class_name" in value:
             yield name, value["class_name"]
             config = value.get("config")
-            # The configuration of a function is its name, or the code of one without.
+            # The configuration of a function is its name, or its code if it has no name. Code is
+            # left out, because it is not comparable between ranks.
             value = config if isinstance(config, Mapping) else {"function": config}
         for key, item in value.items():
             if key not in ("name", "code"):
@@ -132,13 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """Returns what an optimizer has gathered over its steps, such as velocities.
-
-    They are floating-point variables, and belong to a number of steps, by which optimizers such as
-    Adam correct their bias. Learning rates and loss scales are not among them.
-
-    Args:
-      optimizer: A built Keras optimizer, wrapped or not.
+    """Returns the floating-point state of a built optimizer, such as velocities, without rates.
 
     >>> import keras
     >>> adam = keras.optimizers.Adam()
@@ -146,6 +131,8 @@ def slots(optimizer: Any) -> list[Any]:
     >>> [slot.name for slot in slots(adam)]
     ['weight_momentum', 'weight_velocity']
     """
+    # This state belongs to a number of steps, with which optimizers such as Adam correct their
+    # bias.
     return [
         variable
         for leaf in leaves(optimizer)
@@ -155,10 +142,7 @@ def slots(optimizer: Any) -> list[Any]:
 
 
 def rates(optimizer: Any) -> list[Any]:
-    """Returns the variables of learning rates; none where a schedule or a function gives them.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped or not.
+    """Returns the variables of learning rates; none for a schedule or a function.
 
     >>> import keras
     >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
@@ -169,23 +153,16 @@ def rates(optimizer: Any) -> list[Any]:
 
 
 def step_counter(optimizer: Any) -> Any:
-    """Returns the variable that counts an optimizer's steps, those included that accumulate.
-
-    Args:
-      optimizer: A Keras optimizer, wrapped or not.
-    """
+    """Returns the variable that counts an optimizer's steps, including those that accumulate."""
     found = leaves(optimizer)
-    # Of those in a MultiOptimizer, some may train nothing.
+    # Some optimizers of a `MultiOptimizer` may train nothing, and are not built.
     counting = next((leaf for leaf in found if leaf.built), found[0])
-    # `iterations` is no variable where an optimizer accumulates gradients.
+    # `iterations` is not a variable if an optimizer accumulates gradients.
     return counting._iterations
 
 
 def reset_slots(optimizer: Any) -> None:
-    """Makes an optimizer begin with new slots, such as velocities; rates and counters stay.
-
-    Args:
-      optimizer: A built Keras optimizer, wrapped or not.
+    """Resets the state of a built optimizer, such as velocities, but not rates and counters.
 
     >>> import keras
     >>> adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.5)
@@ -196,9 +173,9 @@ def reset_slots(optimizer: Any) -> None:
     0.5
     """
     for leaf in leaves(optimizer):
-        # Those of Adagrad and Ftrl, which divide by them.
+        # Adagrad and Ftrl divide by these, so they do not start at 0.
         accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
-        # Of Nadam: a product over its steps, which go on.
+        # Nadam's product over its steps, whose counter is not reset.
         product = getattr(leaf, "_u_product", None)
         for variable in slots(leaf):
             if variable is product:

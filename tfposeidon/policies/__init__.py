@@ -1,4 +1,4 @@
-"""Policies decide which scheme each variable goes by, and say why."""
+"""Policies, which choose a scheme for each variable and give a reason."""
 
 from tfposeidon.policies.auto import Auto, Considered
 from tfposeidon.policies.base import Choice, Policy, Uniform

@@ -1,4 +1,4 @@
-"""`auto`: the schemes with which a step is predicted to be shortest."""
+"""The policy `auto`, which chooses the scheme with the shortest predicted step."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from tfposeidon.schemes import (
 )
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
-"""Kinds of compression, and the share of elements that sparse schemes send."""
+"""Kinds of compression, and the default density of sparse schemes."""
 
 
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Takes the scheme and the bucket size with which a step is predicted to be shortest.
+    """Chooses the scheme and the bucket size with the shortest predicted step.
 
-    It needs the network profile of the job, which is measured at the first step unless it is given
-    to `tfposeidon.init(network=...)`. On GPUs it is measured only if that is asked for; without it
-    every variable goes by all-reduce. By default only schemes are considered whose means are exact
-    to rounding.
+    It needs the network profile of the job, which is measured at the first step unless it is passed
+    to `tfposeidon.init(network=...)`. On GPUs it is measured only on request; without it every
+    variable uses all-reduce. By default, only schemes whose means are exact up to rounding are
+    considered.
 
     Args:
-      compression: Kinds of compression that are considered, too: `"fp16"` for schemes with 16 bits
-        on the wire, `"topk"` for sparse schemes; none by default, which is lossless.
+      compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits,
+        `"topk"` for sparse schemes. None by default, so all schemes are lossless.
       density: Share of elements that sparse schemes send, in (0, 1] (default 0.01).
       margin: Share by which a predicted step must be shorter than with all-reduce, in [0, 1)
         (default 0.02).
-      race: True (default) to time the exchanges of the best candidates, where their predicted steps
-        differ by less than 10 %, or than what links are uncertain by. Without it the plan is a pure
-        function of links, model and ranks.
+      race: True (default) to time the exchanges of the best candidates if their predicted steps
+        differ by less than 10 %, or by less than the uncertainty of the network profile. Without
+        timed trials, the plan is a pure function of network profile, model and ranks.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is
@@ -75,7 +75,7 @@ class Auto(Policy):
                 "`density` is that of sparse schemes. Received: "
                 f'density={self.density}, compression={given!r}. Add "topk" to compression.'
             )
-        # A tuple in one order, so that ranks and runs can be compared.
+        # A tuple in a fixed order, so that ranks and runs can be compared.
         ordered = tuple(kind for kind in COMPRESSION if kind in kinds)
         object.__setattr__(self, "compression", ordered)
 
@@ -96,7 +96,7 @@ class Auto(Policy):
         return self.race
 
     def _schemes(self, topology: Topology) -> list[Scheme]:
-        # On nodes of one rank, and on one node, the torus is one all-to-all and one all-gather.
+        # On one node, or with nodes of one rank, the torus equals `AllToAll`.
         has_levels = len(topology.nodes) > 1 and topology.positions > 1
         schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
         if "fp16" in self.compression:
@@ -111,12 +111,7 @@ class Auto(Policy):
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """One scheme for all variables, which `Auto` compares with others by the predicted step.
-
-    Args:
-      scheme: Scheme of all variables, or of those without factors.
-      sends_factors: True to send factors where there are any.
-    """
+    """One scheme for all variables, or for those without factors, as a candidate of `Auto`."""
 
     scheme: Scheme
     sends_factors: bool = False

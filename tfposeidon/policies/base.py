@@ -1,4 +1,4 @@
-"""What a policy is, and the one that takes the same scheme for all."""
+"""Base class of policies, and the policy that uses one scheme for every variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfposeidon.schemes import Scheme
 
 @dataclass(frozen=True)
 class Choice:
-    """Scheme for one variable, with the reason for it.
+    """Scheme of one variable, with the reason for it.
 
     Example:
       >>> from tfposeidon import policies, schemes
@@ -26,11 +26,11 @@ class Choice:
     """
 
     scheme: Scheme
-    """Scheme by which the variable's gradient is exchanged."""
+    """Scheme that exchanges the variable's gradient."""
     reason: str
     """Reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()
-    """Name of each scheme that was weighed, and the bytes per node by it."""
+    """Name of each scheme that was compared, and its bytes per node."""
 
 
 class Policy(Configured, ABC):
@@ -58,35 +58,35 @@ class Policy(Configured, ABC):
 
     @abstractmethod
     def choose(self, description: Description, topology: Topology) -> Choice:
-        """Chooses the scheme for one variable.
+        """Chooses the scheme of one variable.
 
         Args:
           description: Description of the variable's gradient.
-          topology: Topology of the job, as this rank sees it; the choice is the same on all ranks.
+          topology: Topology of the job; the choice is the same on all ranks.
 
         Returns:
-          The scheme with the reason for it.
+          The scheme, with the reason for it.
         """
 
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
-        """Returns notes for the plan, such as on a rule that matches no variable.
+        """Returns remarks for the plan, such as on a rule that matches no variable.
 
         Args:
           descriptions: Descriptions of all gradients of the plan.
 
         Returns:
-          A line for each note; none by default.
+          One line per remark; none by default.
         """
         return []
 
     @property
     def reads_factors(self) -> bool:
-        """True if it may choose by the factors of gradients, which only the first step tells."""
+        """True if choices may depend on factors of gradients, known only after the first step."""
         return False
 
     @property
     def keeps_state(self) -> bool:
-        """True if some of its schemes keep something from step to step, even on one rank."""
+        """True if some of its schemes have state, even on one rank."""
         return False
 
     @property
@@ -95,20 +95,20 @@ class Policy(Configured, ABC):
         return False
 
     def candidates(self, topology: Topology) -> dict[str, Policy]:
-        """Returns the policies among which the predicted step decides, by a name for each.
+        """Returns the policies among which the predicted step decides, by name.
 
         Args:
           topology: Topology of the job; the result is the same on all ranks.
 
         Returns:
-          Policies that leave nothing open; empty if this one leaves nothing open itself. The first
-          is what stays where nothing is predicted to be faster.
+          Policies without candidates of their own; empty if this policy needs no prediction. The
+          first one is used if none is predicted to be faster.
         """
         return {}
 
     @property
     def leaves_open(self) -> bool:
-        """True if some of what it decides is left to the predicted step."""
+        """True if some choices depend on the predicted step."""
         return bool(self.candidates(Topology(0, ((0,),))))
 
     @property
@@ -155,7 +155,7 @@ class Uniform(Policy):
     @property
     @override
     def keeps_state(self) -> bool:
-        # Asked for a single rank, where a scheme that keeps nothing has nothing to do.
+        # Test with a single rank, on which only schemes with state do anything.
         single_rank = Topology(0, ((0,),))
         return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
 
@@ -167,7 +167,7 @@ class Uniform(Policy):
 
 def _check_is_frozen(scheme: Scheme) -> None:
     """Refuses a scheme whose options cannot be compared and saved."""
-    # Of the class whose constructor it is: a class that adds one may have options of its own.
+    # Check the class that defines `__init__`: a subclass that adds one may have other options.
     made_by = next(cls for cls in type(scheme).__mro__ if "__init__" in vars(cls))
     parameters = vars(made_by).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:

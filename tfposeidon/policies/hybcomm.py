@@ -1,4 +1,4 @@
-"""`hybcomm`: factors where they are fewer bytes, the sharded store for all else."""
+"""The policy `hybcomm`: factors where they are fewer bytes, else `ParameterServer`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from tfposeidon.units import readable_size
 
 @dataclass(frozen=True, kw_only=True)
 class HybComm(Policy):
-    """Sends sufficient factors where they are fewer bytes, all else through the sharded store.
+    """Sends sufficient factors where they are fewer bytes, and all else by `ParameterServer`.
 
-    With P nodes, each worker and server, and K rows a node of an M x N kernel: factors if
-    2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). Ranks of one node alone count
-    as nodes. Each step decides for itself, by the rows that all ranks have in it; the plan shows
-    what the last one took.
+    With P nodes, each a worker and a shard owner, and K batch rows per node for an M x N kernel, it
+    uses factors if 2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). In a job on
+    one node, each rank counts as a node. Each step decides by the batch rows of all ranks; the plan
+    shows what the last step used.
 
     Args:
-      pair_bytes: Size of the store's pairs in bytes (default 2 MiB), as in `ParameterServer`.
+      pair_bytes: Size of Poseidon's key-value pairs in bytes (default 2 MiB), as in
+        `ParameterServer`.
 
     Raises:
       ValueError: If `pair_bytes` is not positive.
 
-    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: whatever is a product of
-    two matrices counts as fully connected; K are the rows that are sent, the mean over ranks,
-    counted in each step; and bytes are compared, where factors may have 16 bits and the rows of an
-    embedding travel with an index in place of M values.
+    Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: any product of two
+    matrices counts as fully connected; K is the number of batch rows that are sent, the mean over
+    ranks, counted in each step; and bytes are compared, because factors may have 16 bits, and batch
+    rows of an embedding are sent with an index instead of M values.
 
     Example:
       >>> from tfposeidon import policies
@@ -49,7 +50,7 @@ class HybComm(Policy):
     pair_bytes: int = PAIR_BYTES
 
     def __post_init__(self) -> None:
-        # Made here for its checks, so that a bad argument is refused at construction.
+        # Build it now, so that invalid arguments are refused at construction.
         _ = self._store
 
     @property
@@ -66,17 +67,18 @@ class HybComm(Policy):
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
-        # Algorithm 1 compares for given rows; solved for them it gives a limit that holds for every
-        # step. A single rank sends nothing either way.
+        # Algorithm 1 compares bytes for a given number of rows. Solved for the rows, it gives a
+        # limit for every step. A single rank sends nothing either way.
         most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
-        # Up to this limit sums in the node would be no fewer bytes than the factors themselves.
+        # Up to this limit, sums in the node are not fewer bytes than the factors.
         few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
         by_rows = ByRows(few=few, many=self._store, limit=limit)
         if factors.rows is None:
             return Choice(by_rows, f"factors up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
-        # Rows are a mean over ranks: times their number they are whole again, as the step saw them.
+        # Rows are a mean over ranks. Times the number of ranks, they are the integer that the step
+        # used.
         scheme = by_rows.for_rows(round(factors.rows * topology.size))
         sign = "<=" if scheme == by_rows.few else ">"
         compared = f"factors {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
@@ -90,9 +92,9 @@ class HybComm(Policy):
 
 
 def _workers(topology: Topology) -> tuple[int, int]:
-    """Returns Poseidon's number of nodes P, and the ranks that make one of them."""
+    """Returns Poseidon's number of nodes P, and the number of ranks in each."""
     ranks = max(len(node) for node in topology.nodes)
-    # On one node alone the ranks exchange as Poseidon's nodes do.
+    # In a job on one node, ranks take the role of Poseidon's nodes.
     return (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
 
 
@@ -102,11 +104,11 @@ def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:
     Args:
       m: Number of rows of the kernel.
       n: Number of columns of the kernel.
-      k: Number of rows of a node's factors.
-      p: Number of nodes, each worker and server.
+      k: Number of batch rows of a node's factors.
+      p: Number of nodes, each a worker and a shard owner.
 
     Returns:
-      The values by factors, and by the store.
+      Number of values with factors, and with `ParameterServer`.
 
     Source: Zhang et al. 2017 (Poseidon), Table 1.
 

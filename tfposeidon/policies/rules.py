@@ -1,4 +1,4 @@
-"""Schemes by the names of variables, and what users may pass as `scheme=`."""
+"""Policy that chooses schemes by the names of variables, and parsing of the argument `scheme`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tfposeidon.schemes import REGISTRY, AllReduce, Scheme
 
 @dataclass(frozen=True, init=False)
 class Rules(Policy):
-    """Schemes chosen by hand: the first rule whose pattern is found in the variable's path decides.
+    """Schemes by variable path: the first rule whose pattern is found in the path decides.
 
-    Variables that no rule matches go by all-reduce; a last rule `(".", "auto")` leaves them open.
+    Variables that match no rule use all-reduce; a last rule `(".", "auto")` uses `Auto` for them.
 
     Args:
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
@@ -46,7 +46,8 @@ class Rules(Policy):
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
-        # The dataclass is frozen, so that plans and configurations can be compared.
+        # `object.__setattr__`, because the dataclass is frozen: plans and configurations are
+        # compared.
         object.__setattr__(self, "rules", parsed)
 
     @override
@@ -54,7 +55,7 @@ class Rules(Policy):
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
-                # The reasons of these two say no more than that the rule asked for it.
+                # The reasons of these two add nothing to the rule.
                 asked_for = isinstance(policy, Uniform | Rules)
                 return replace(
                     choice, reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
@@ -63,8 +64,8 @@ class Rules(Policy):
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
-        # Keras numbers layers by what a process has made before: a model that is made again or
-        # loaded may have other names.
+        # Keras numbers layers across all models of a process, so a rebuilt or loaded model may have
+        # different names.
         paths = [description.path for description in descriptions]
         return [
             f"rule {pattern!r} is found in no path, such as {paths[0]!r}"
@@ -79,7 +80,7 @@ class Rules(Policy):
         return {name: self._with_candidates(name, found) for name in names}
 
     def _with_candidates(self, name: str, found: Sequence[dict[str, Policy]]) -> Policy:
-        """Returns the rules with what is left open decided by the candidate of a name."""
+        """Returns the rules with undecided policies replaced by their candidate of this name."""
         return Rules(
             [
                 (pattern, open_to.get(name, next(iter(open_to.values()))) if open_to else policy)
@@ -114,20 +115,20 @@ class Rules(Policy):
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
-"""Makes a policy with its defaults, by the name that users pass as `scheme=`."""
+"""Constructors of policies with default options, by the name that users pass as `scheme=`."""
 
 
 def parse(scheme: Any) -> Policy:
-    """Turns what users pass as `scheme=` into a policy.
+    """Converts the argument `scheme` to a policy.
 
     Args:
       scheme: A name, a scheme, a policy, or rules as a list of pairs or a dict.
 
     Returns:
-      The policy that is given or named, `Uniform` for a scheme, `Rules` for rules.
+      The policy itself or by its name, `Uniform` for a scheme, `Rules` for rules.
 
     Raises:
-      ValueError: If it is none of these; the message lists the names.
+      ValueError: If `scheme` is none of these; the message lists the names.
 
     Example:
       >>> parse("hybcomm")

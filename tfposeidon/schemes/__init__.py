@@ -1,4 +1,4 @@
-"""Communication schemes, the names under which `scheme=` finds them, and what a new one needs."""
+"""Communication schemes, their names for `scheme=`, and the classes that a custom scheme needs."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "hitopk": HiTopK,
     "topk": TopK,
 }
-"""Makes a scheme with its defaults, by the name that users pass as `scheme=`."""
+"""Constructors of schemes with default options, by the name that users pass as `scheme=`."""
 
 __all__ = [
     "REGISTRY",

@@ -1,4 +1,4 @@
-"""Horovod's own all-reduce: the baseline."""
+"""Horovod's all-reduce, the baseline."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AllReduce(WithWireDtype, VectorScheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:
-      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"`, in
-        which Horovod also sums.
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"`, in which Horovod also sums.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.
@@ -50,7 +50,7 @@ class AllReduce(WithWireDtype, VectorScheme):
         world = wire.topology.world
         if self.wire_dtype is None:
             return wire.all_reduce(gradient, world, name, scale=1.0 / world.size), state
-        # Scaled before the cast: the sum of P ranks must not overflow float16.
+        # Scale before the cast: the sum of P ranks must not overflow float16.
         scaled = gradient / tf.cast(world.size, gradient.dtype)
         summed = wire.all_reduce(encode(scaled, self.wire_dtype), world, name)
         return decode(summed, self.wire_dtype, gradient.dtype), state

@@ -1,4 +1,4 @@
-"""Theano-MPI's exchange: all-to-all, local sum, all-gather; in 16 bits on the wire if wanted."""
+"""Theano-MPI's exchange: all-to-all, local sum and all-gather, optionally in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class AllToAll(WithWireDtype, VectorScheme):
     """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:
-      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"` or
-        `"bfloat16"`: half the bytes of float32, summed in float32. float16 ends at 65504; beyond it
-        values become infinite.
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"` or `"bfloat16"`: half the bytes of float32, summed in float32. With float16,
+        values beyond 65504 become infinite.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
-    Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts are as even as can be
-    where P does not divide n; bfloat16 is offered.
+    Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts differ by at most one
+    element where P does not divide n; bfloat16 is supported.
 
     Example:
       >>> from tfposeidon import schemes
@@ -45,7 +45,7 @@ class AllToAll(WithWireDtype, VectorScheme):
     ) -> tuple[tf.Tensor, State]:
         shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
         total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
-        # The mean, and not the sum, is rounded to 16 bits: the sum of P ranks might overflow them.
+        # Round the mean to 16 bits, and not the sum: the sum of P ranks might overflow.
         mean = total / tf.cast(wire.topology.size, gradient.dtype)
         gathered = stages.gather(encode(mean, self.wire_dtype), shards, wire, f"{name}.gather")
         return decode(gathered, self.wire_dtype, gradient.dtype), state

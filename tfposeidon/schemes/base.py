@@ -1,6 +1,8 @@
-"""The one abstraction: a scheme maps gradients and its state to the mean gradient and new state.
+"""Base classes of schemes, the central abstraction of this package.
 
-A `VectorScheme` takes gradients as they are, a `FactorScheme` as the product of two thin matrices.
+Think of a scheme as a pure function from a gradient and a state to the mean gradient and a new
+state. A `VectorScheme` exchanges gradients as vectors, a `FactorScheme` as products of two thin
+matrices.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from tfposeidon.gradients.factors import FactorPair, FactorShape
 from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
 
 State = tuple[tf.Tensor, ...]
-"""State of a scheme for one bucket: a tensor for each of its slots, in their order."""
+"""State of a scheme for one bucket: one tensor per `Slot`, in the same order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One float32 tensor that a scheme keeps from step to step; it starts at zero.
+    """One float32 state tensor of a scheme; it starts at zero.
 
     Attributes:
       name: Noun for the values, such as `"residual"`.
       shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on
         all ranks.
-      offset: Index in the bucket of the first of these elements. What counts is the sum over all
-        ranks that hold an element: it is kept when the number of ranks changes.
+      offset: Index in the bucket of the first of these elements. If the number of ranks changes,
+        the sum over all ranks that hold an element is preserved.
     """
 
     name: str
@@ -42,14 +44,16 @@ class Slot:
 
 
 class Scheme(Configured, ABC):
-    """Method by which one bucket of gradients becomes the mean over all ranks.
+    """Method that averages one bucket of gradients over all ranks.
 
-    Subclasses are frozen, keyword-only dataclasses. They see neither variables nor learning rates,
-    and keep nothing between calls: what has to last is `state`, which the optimizer stores.
+    Subclasses are frozen, keyword-only dataclasses. They have no access to variables or learning
+    rates, and store nothing between calls: whatever must persist is `state`, which the optimizer
+    stores.
 
-    Policies, plans and exchanges ask for the properties declared here, not for the class: a new
-    scheme overrides those in which it differs. Its options have hashes, and are what ranks compare
-    and what is saved with a model; to load one, Python must have imported the scheme's module.
+    Policies, plans and exchanges read the properties declared here and do not test for classes, so
+    a new scheme overrides the properties in which it differs. Options must be hashable: ranks
+    compare them, and models are saved with them. Loading a saved scheme requires that Python has
+    imported its module.
 
     Example:
       >>> from tfposeidon import schemes
@@ -59,26 +63,26 @@ class Scheme(Configured, ABC):
     """
 
     name: ClassVar[str]
-    """Name that plans print; where a class has none of its own, that of the class in lower case."""
+    """Name that plans print; by default the name of the class in lower case."""
 
     needs_factors: ClassVar[bool] = False
-    """True if it can exchange only gradients that are products of two thin matrices."""
+    """True if the scheme only exchanges gradients that are products of two thin matrices."""
 
     takes_factors: ClassVar[bool] = False
-    """True if it is given the factors of gradients, of which it may still make their products."""
+    """True if the scheme receives the factors of gradients, even if it then sends products."""
 
     averages: ClassVar[bool] = True
-    """False if its result is no mean, so that samples do not weigh."""
+    """False if the result is not a mean, so that it is not weighted by samples."""
 
     loads_evenly: ClassVar[bool] = True
-    """True if nodes of one size send and receive as much as each other."""
+    """True if nodes of equal size send and receive equal numbers of bytes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.name = vars(cls).get("name", cls.__name__.lower())
 
     def __str__(self) -> str:
-        """Returns the name, and the options that differ from their defaults."""
+        """Returns the name, with the options that differ from their defaults."""
         shown = [f for f in fields(self) if f.repr]  # type: ignore[arg-type]
         options = [
             f"{f.name}={getattr(self, f.name)}" for f in shown if getattr(self, f.name) != f.default
@@ -87,12 +91,12 @@ class Scheme(Configured, ABC):
 
     @property
     def exact(self) -> bool:
-        """True if the result is the mean to rounding in the gradient's own dtype."""
+        """True if the result is the mean up to rounding in the gradient's own dtype."""
         return True
 
     @property
     def min_length(self) -> int:
-        """Number of elements below which a variable is better sent by another scheme."""
+        """Number of elements below which another scheme sends a variable."""
         return 0
 
     @property
@@ -102,25 +106,25 @@ class Scheme(Configured, ABC):
 
     @property
     def corrects_momentum(self) -> bool:
-        """True if it accumulates velocity itself, so that the optimizer must not."""
+        """True if the scheme accumulates velocity, so that the optimizer must not."""
         return False
 
     # ------------------------------------------------------------------ planning
 
     def fitted(self, factors: FactorShape, topology: Topology) -> Scheme:
-        """Returns the scheme that suits one variable: this one, or another in its place.
+        """Returns the scheme for one variable: this one, or a replacement.
 
         Args:
-          factors: Shape of the variable's factors; with the rows of a step, where these are known.
-          topology: The ranks of the job; the result is the same on each.
+          factors: Shape of the variable's factors, with the batch rows of a step if they are known.
+          topology: Topology of the job; the result is the same on every rank.
         """
         return self
 
     def for_rows(self, rows: float) -> Scheme:
-        """Returns the scheme that a step follows, where that depends on the number of rows.
+        """Returns the scheme that a step with this number of batch rows uses.
 
         Args:
-          rows: Rows of one variable's factors, summed over all ranks.
+          rows: Batch rows of one variable's factors, summed over all ranks.
         """
         return self
 
@@ -128,40 +132,40 @@ class Scheme(Configured, ABC):
     def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> tuple[Stage, ...]:
-        """Describes what `topology.rank` does for one bucket.
+        """Describes the stages of `topology.rank` in the exchange of one bucket.
 
         Args:
-          length: Elements of all variables of the bucket.
-          itemsize: Bytes of an element.
+          length: Number of elements of all variables of the bucket.
+          itemsize: Size of an element in bytes.
           factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
-          topology: The ranks of the job.
+          topology: Topology of the job.
 
         Returns:
-          Transfers and local work, one after the other.
+          Transfers and local work, in their order.
         """
 
     def bucket_cost(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> Cost:
-        """Predicts what `topology.rank` spends on one bucket.
+        """Predicts the cost of one bucket for `topology.rank`.
 
         Args:
-          length: Elements of all variables of the bucket.
-          itemsize: Bytes of an element.
+          length: Number of elements of all variables of the bucket.
+          itemsize: Size of an element in bytes.
           factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
-          topology: The ranks of the job.
+          topology: Topology of the job.
 
         Returns:
-          Predicted cost of one exchange of the bucket: payload without headers.
+          Predicted cost of one exchange of the bucket; bytes are payload without headers.
         """
         return total_cost(self.bucket_stages(length, itemsize, factors, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
-        """Returns what the scheme does in another way than its name says; mostly nothing.
+        """Returns a remark if the exchange differs from what the scheme's name implies, else `""`.
 
         Args:
-          length: Elements of the bucket.
-          topology: The ranks of the job.
+          length: Number of elements of the bucket.
+          topology: Topology of the job.
         """
         return ""
 
@@ -174,29 +178,29 @@ class Scheme(Configured, ABC):
         """Exchanges a bucket of gradients that are given as factors.
 
         Args:
-          factors: Factors of this rank, one for each variable.
-          rows: Rows of all variables and all ranks together, a float32 scalar.
+          factors: Factors of this rank, one pair per variable.
+          rows: Batch rows summed over all variables and ranks, a float32 scalar.
           dtype: Dtype of the result.
-          wire: The collectives to use.
+          wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per bucket, the same on every rank.
 
         Returns:
-          The mean products over all ranks, one after the other, `[n]` in `dtype` with the same
-          bits on every rank.
+          Mean products over all ranks, concatenated, `[n]` in `dtype` with the same bits on every
+          rank.
         """
 
     def unpack(
         self, mean: tf.Tensor, descriptions: Sequence[Description], topology: Topology
     ) -> list[tf.Tensor]:
-        """Splits a bucket that was exchanged into its variables.
+        """Splits the result of a bucket into its variables.
 
         Args:
           mean: Result of the exchange, `[n]`.
           descriptions: Descriptions of the bucket's gradients.
-          topology: The ranks of the job.
+          topology: Topology of the job.
 
         Returns:
-          A tensor for each variable, by default in its shape.
+          One tensor per variable, by default in the variable's shape.
         """
         lengths = [d.length for d in descriptions]
         parts = tf.split(mean, lengths) if len(lengths) > 1 else [mean]
@@ -205,14 +209,14 @@ class Scheme(Configured, ABC):
     # ------------------------------------------------------------------ state
 
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
-        """Describes what lasts from step to step for one bucket, on `topology.rank`.
+        """Describes the state of one bucket on `topology.rank`.
 
         Args:
-          length: Elements of the bucket.
-          topology: The ranks of the job.
+          length: Number of elements of the bucket.
+          topology: Topology of the job.
 
         Returns:
-          The tensors to keep, in the order in which `state` has them; none by default.
+          Descriptions of the state tensors, in the order of `state`; none by default.
         """
         return ()
 
@@ -220,30 +224,30 @@ class Scheme(Configured, ABC):
         """Returns the state after a change of the learning rate or of the loss scale.
 
         Args:
-          state: State of the bucket: a tensor for each of `slots`.
-          factor: Factor for everything kept of gradients, a float32 scalar.
+          state: State of the bucket: one tensor per slot.
+          factor: Factor for all state in the unit of gradients, a float32 scalar.
         """
         return state
 
     def flushing(self, state: State) -> State:
-        """Returns a state with which all later exchanges send everything, so that nothing is left.
+        """Returns a state with which later exchanges send everything, so that no residual remains.
 
         Args:
-          state: State of the bucket: a tensor for each of `slots`.
+          state: State of the bucket: one tensor per slot.
         """
         return state
 
     def has_flushed(self, state: State) -> bool:
-        """Returns whether an exchange that counted has sent everything since `flushing`.
+        """Returns whether a step that was not skipped has sent everything since `flushing`.
 
         Args:
-          state: State of the bucket, whose tensors have values.
+          state: State of the bucket, as eager tensors.
         """
         return True
 
 
 class VectorScheme(Scheme):
-    """Scheme for gradients as one vector, of one variable or of several.
+    """Scheme that exchanges the gradients of one or several variables as one vector.
 
     Example:
       >>> import dataclasses, tensorflow as tf
@@ -273,41 +277,41 @@ class VectorScheme(Scheme):
         """Exchanges one bucket.
 
         Args:
-          gradient: Gradient of the bucket, `[n]` floating point, `n` static and the same on every
-            rank; not changed.
-          state: State of the bucket: a tensor for each of `slots`.
-          wire: The collectives to use.
+          gradient: Gradient of the bucket, `[n]` floating point, where `n` is static and the same
+            on every rank; not changed.
+          state: State of the bucket: one tensor per slot.
+          wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per bucket, the same on every rank.
 
         Returns:
-          The mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank,
-          and the new state.
+          Mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank, and
+          the new state.
         """
 
     @abstractmethod
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        """Describes what `topology.rank` does in one exchange.
+        """Describes the stages of `topology.rank` in one exchange.
 
         Args:
-          length: Elements of the bucket.
-          itemsize: Bytes of an element.
-          topology: The ranks of the job.
+          length: Number of elements of the bucket.
+          itemsize: Size of an element in bytes.
+          topology: Topology of the job.
 
         Returns:
-          Transfers and local work, one after the other; transfers under the names that `exchange`
-          gives them.
+          Transfers and local work, in their order; transfers have the names that `exchange` gives
+          them.
         """
 
     def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        """Predicts what `topology.rank` spends on one exchange.
+        """Predicts the cost of one exchange for `topology.rank`.
 
         Args:
-          length: Elements of the bucket.
-          itemsize: Bytes of an element.
-          topology: The ranks of the job.
+          length: Number of elements of the bucket.
+          itemsize: Size of an element in bytes.
+          topology: Topology of the job.
 
         Returns:
-          Predicted cost of one exchange of the bucket: payload without headers.
+          Predicted cost of one exchange of the bucket; bytes are payload without headers.
         """
         return total_cost(self.stages(length, itemsize, topology), topology)
 
@@ -321,13 +325,13 @@ class VectorScheme(Scheme):
     def exchange_products(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # Products are computed here and no earlier: a step that sends factors does not need them.
+        # Products are computed only here, because a step that sends factors does not need them.
         products = [tf.cast(one.own_product, dtype) for one in factors]
         return self.exchange(tf.concat(products, 0), (), wire, name)[0]
 
 
 class FactorScheme(Scheme):
-    """Scheme for one variable whose gradient is a product of two thin matrices, without state.
+    """Stateless scheme for one variable whose gradient is a product of two thin matrices.
 
     Example:
       >>> import dataclasses, tensorflow as tf
@@ -357,38 +361,40 @@ class FactorScheme(Scheme):
         """Exchanges the factors of one variable.
 
         Args:
-          factors: Factors of this rank, which travel as `FactorPair.packed`; ranks may have
-            different numbers of rows.
-          wire: The collectives to use.
+          factors: Factors of this rank, sent as `FactorPair.packed`; ranks may have different
+            numbers of batch rows.
+          wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per variable, the same on every rank.
 
         Returns:
-          The mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the
-          same bits on every rank.
+          Mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the same
+          bits on every rank.
         """
 
     @abstractmethod
     def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
-        """Describes what `topology.rank` does where every rank has factors of this shape.
+        """Describes the stages of `topology.rank` if every rank has factors of this shape.
 
         Args:
-          factors: Shape of one variable's factors; without rows the bytes of factors count as 0.
-          topology: The ranks of the job.
+          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
+            as 0.
+          topology: Topology of the job.
 
         Returns:
-          Transfers and local work, one after the other; transfers under the names that
-          `exchange_factors` gives them.
+          Transfers and local work, in their order; transfers have the names that `exchange_factors`
+          gives them.
         """
 
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        """Predicts what `topology.rank` spends where every rank has factors of this shape.
+        """Predicts the cost for `topology.rank` if every rank has factors of this shape.
 
         Args:
-          factors: Shape of one variable's factors; without rows the bytes of factors count as 0.
-          topology: The ranks of the job.
+          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
+            as 0.
+          topology: Topology of the job.
 
         Returns:
-          Predicted cost of one exchange of the variable: payload without headers.
+          Predicted cost of one exchange of the variable; bytes are payload without headers.
         """
         return total_cost(self.factor_stages(factors, topology), topology)
 
@@ -406,7 +412,8 @@ class FactorScheme(Scheme):
     def exchange_products(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # Names by index: Horovod matches collectives by name, and none may occur twice.
+        # Names contain the index, because Horovod matches collectives by name, which must be
+        # unique.
         means = [
             self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
         ]

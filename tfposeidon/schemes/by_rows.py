@@ -1,4 +1,4 @@
-"""Two schemes for one variable: each step takes the one that suits the rows it has."""
+"""Two schemes for one variable, of which each step uses one, chosen by its batch rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tfposeidon.schemes.cost import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class ByRows(Scheme):
-    """Takes one scheme up to a number of rows, and another beyond it.
+    """Uses one scheme up to a number of batch rows, and another above it.
 
-    How many rows there are is known when a step runs, whoever feeds it: they are added up over
-    ranks, so that all take the same branch. The plan shows the scheme that the last step took.
-    Variables whose factors have the same shape may share a bucket.
+    The number of rows is only known when a step runs. It is summed over ranks, so that all ranks
+    take the same branch. The plan shows the scheme that the last step used. Variables whose factors
+    have the same shape may share a bucket.
 
     Args:
       few: Scheme that sends the factors of each variable.
-      many: Scheme that sends the factors of each variable, too, or the products of all of them as
-        one vector.
-      limit: Rows up to which `few` is taken, of one variable and all ranks together.
+      many: Scheme that sends the factors of each variable as well, or the products of all variables
+        as one vector.
+      limit: Batch rows of one variable, summed over all ranks, up to which `few` is used.
 
-    Cost: that of the scheme that is taken.
+    Cost: that of the scheme that is used.
 
     Example:
       >>> from tfposeidon import schemes
@@ -58,7 +58,7 @@ class ByRows(Scheme):
     def bucket_stages(
         self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
     ) -> tuple[Stage, ...]:
-        # Before the first step nobody knows how many rows there are; `for_rows` tells afterwards.
+        # Before the first step the number of rows is unknown; after it, callers use `for_rows`.
         return self.many.bucket_stages(length, itemsize, factors, topology)
 
     @override

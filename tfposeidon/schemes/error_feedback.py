@@ -1,7 +1,7 @@
-"""Error feedback: what a selection leaves behind is added to the next gradient, so none is lost.
+"""Error feedback: elements that a selection does not send are added to the next gradient.
 
-It wraps the selection and not the scheme: in the hierarchical exchange the residual is that of the
-shard.
+It wraps the selection and not the scheme, because in the hierarchical exchange the residual belongs
+to the shard.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from tfposeidon import ops, ranges
 
 
 class FeedbackState(NamedTuple):
-    """Tensors that last from step to step: `[n]` float32 each, `None` where not kept."""
+    """State tensors of one bucket, `[n]` float32 each, or `None` where the options need none."""
 
     residual: tf.Tensor | None
     velocity: tf.Tensor | None
 
     @property
     def kept(self) -> tuple[tf.Tensor, ...]:
-        """The tensors that are kept, in their order."""
+        """The tensors that exist, in their order."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
 class Selection(NamedTuple):
-    """Elements that were selected to be sent.
+    """Selected elements: `[k]` float32 values and ascending `[k]` int32 indices.
 
-    Attributes:
-      values: Selected values, `[k]` float32; rounded to the wire's type where there is a residual,
-        which takes the rounding error.
-      indices: Indices of these values, `[k]` int32, ascending.
+    With a residual, values are already rounded to the wire dtype and the residual holds the
+    rounding error.
     """
 
     values: tf.Tensor
@@ -41,18 +39,10 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback:
-    """Selection of elements to send, with a residual of the others.
+    """Selection of elements to send, with a residual of the others if `keep` is true.
 
-    Args:
-      select: Method of selection; see `tfposeidon.ops.top_k`.
-      wire_dtype: Type that values are rounded to; the rounding error stays in the residual.
-      keep: True for a residual. Without one, what is not sent is lost.
-      momentum: Coefficient of momentum correction, 0 for none: velocity is accumulated before
-        selection, and masked where something was sent (Lin et al. 2018, section 3).
-
-    Raises:
-      ValueError: If `select` is unknown, `momentum` is not in [0, 1), or there is momentum without
-        a residual.
+    Momentum correction accumulates velocity before the selection, and masks it where elements were
+    sent (Lin et al. 2018, section 3).
     """
 
     select: str
@@ -76,19 +66,10 @@ class ErrorFeedback:
         k: int | tf.Tensor,
         seed: tf.Tensor | int = 0,
     ) -> tuple[Selection, FeedbackState]:
-        """Selects `k` elements of the residual plus `gradient`.
-
-        Args:
-          gradient: Gradient, `[n]` float32.
-          state: State of this rank.
-          k: Number of elements, from 0 to `n`.
-          seed: Seed of MSTopK's random window; other methods have none.
-
-        Returns:
-          The elements to send, and the new state: `scatter(values) + new residual = residual +
-          gradient`, with the velocity in place of the gradient if there is one.
-        """
-        # Nothing would take the rounding error here: values are rounded on their way to the wire.
+        """Selects `k` of `n` elements of the residual plus `gradient`, `[n]` float32."""
+        # In all cases below, scatter(values) + new residual = residual + gradient, with the
+        # velocity instead of the gradient if there is one. Without a residual, nothing can hold the
+        # rounding error: values are rounded when they are sent.
         if state.residual is None:
             return Selection(*ops.top_k(gradient, k, self.select, seed=seed)), state
         options: dict[str, Any] = {
@@ -109,20 +90,11 @@ class ErrorFeedback:
     def select_all(
         self, gradient: tf.Tensor, state: FeedbackState
     ) -> tuple[tf.Tensor, FeedbackState]:
-        """Sends all elements, as if `k` were `n`, except that velocity is kept.
-
-        Args:
-          gradient: Gradient, `[n]` float32.
-          state: State of this rank.
-
-        Returns:
-          The residual plus the gradient (or the velocity), `[n]` float32, and the new state, whose
-          residual is zero.
-        """
+        """Sends all elements, as if `k` were `n`, except that velocity is not masked."""
         if state.residual is None:
             return gradient, state
         if state.velocity is None:
             return state.residual + gradient, FeedbackState(tf.zeros_like(gradient), None)
-        # Velocity is masked where elements were late, and here none was.
+        # Masking velocity compensates for delayed elements, and here none is delayed.
         velocity = self.momentum * state.velocity + gradient
         return state.residual + velocity, FeedbackState(tf.zeros_like(gradient), velocity)

@@ -1,4 +1,4 @@
-"""Sufficient factor broadcasting: two thin matrices travel in place of their product."""
+"""Sufficient factor broadcasting: sends two thin matrices instead of their product."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tfposeidon.schemes.cost import Stage
 class Factors(FactorScheme):
     """Gathers every rank's sufficient factors and multiplies them once (SFB of Poseidon).
 
-    First across nodes, among the ranks of one position, then in the node; ranks may have different
-    numbers of rows. In the node the ranks' products are summed instead where that is fewer bytes,
-    as the plan says.
+    Factors are gathered across nodes first, among the ranks at one position, then in the node.
+    Ranks may have different numbers of batch rows. In the node, the ranks' products are summed
+    instead if that is fewer bytes; the plan shows which.
 
     Args:
-      sums_in_node: True to sum products in the node, False to gather factors there, too. `None`
-        (default) leaves it to each step, which goes by its rows.
+      sums_in_node: True to sum products in the node, False to gather factors there as well. `None`
+        (default) decides at each step, from its batch rows.
 
-    Cost: (m - 1) + (n - 1) steps; a rank with K rows sends K (m - 1) (M + N) values across nodes
-    and m K (n - 1) (M + N) in its node, m nodes of n ranks; the product takes 2 m n K M N
-    operations. With sums in the node 2 (n - 1) steps there, 2 M N (n - 1) / n values and 2 m K M N
+    Cost: (m - 1) + (n - 1) steps for m nodes of n ranks. A rank with K rows sends K (m - 1) (M + N)
+    values across nodes and m K (n - 1) (M + N) in its node; the product takes 2 m n K M N
+    operations. With sums in the node: 2 (n - 1) steps there, 2 M N (n - 1) / n values and 2 m K M N
     operations.
-    Source: Zhang et al. 2017 (Poseidon), sections 2.1 and 3.2; Xie et al. 2016. Differs: factors go
-    round in a ring and not to each peer, which is as many values; the product is formed once, not
-    for each peer; uneven nodes gather over all ranks at once.
+    Source: Zhang et al. 2017 (Poseidon), sections 2.1 and 3.2; Xie et al. 2016. Differs: factors
+    are sent around a ring and not to each peer, with the same number of values; the product is
+    computed once, not per peer; uneven nodes gather over all ranks at once.
 
     Example:
       >>> from tfposeidon import schemes
@@ -58,15 +58,15 @@ class Factors(FactorScheme):
         if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
-        # Every rank of an even layout sends as much, so all find the same limit.
+        # With nodes of equal size all ranks send the same bytes, so all compute the same limit.
         one_row_bytes, sums_bytes = (
             scheme.factor_cost(replace(factors, rows=1), topology).node_bytes
             for scheme in (few, many)
         )
-        # Nodes of one rank have nothing to gather inside, and nothing to choose.
+        # Nodes of one rank gather nothing inside, so there is no choice.
         if not one_row_bytes:
             return self
-        # One row on each rank costs `one_row_bytes`, and the limit is of the rows of all ranks.
+        # One row on each rank costs `one_row_bytes`, and the limit counts the rows of all ranks.
         limit = int(topology.size * sums_bytes / one_row_bytes)
         by_rows = ByRows(few=few, many=many, limit=limit)
         if factors.rows is None:
@@ -80,7 +80,7 @@ class Factors(FactorScheme):
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
         if self._sums_in_node_of(topology):
-            # An all-reduce of each node by itself might add in another order in each.
+            # Separate all-reduces in the nodes might add in a different order in each.
             shards = stages.Shards.even(total.shape[0], topology.node)
             own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
             total = stages.gather(own, shards, wire, f"{name}.node_gather")
@@ -102,11 +102,11 @@ class Factors(FactorScheme):
         return made
 
     def _gathering_groups(self, topology: Topology) -> dict[str, Group]:
-        """Returns the groups that gather factors, one after the other, by the name of the stage."""
+        """Returns the groups that gather factors, in their order, by the name of the stage."""
         if topology.across is None or _is_uneven(topology):
             return {"gather": topology.world}
-        # Across nodes first, with the rank's own rows alone: after the gathering in the node each
-        # rank would send the rows of all its neighbours over the slow links, too.
+        # Across nodes first, with only the rank's own rows: after gathering in the node, each rank
+        # would send the rows of the whole node over the slow network.
         across = {"across_gather": topology.across}
         return across if self.sums_in_node else across | {"node_gather": topology.node}
 

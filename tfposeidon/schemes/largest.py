@@ -1,4 +1,4 @@
-"""The largest value of all ranks, for variables that are overwritten with their gradients."""
+"""Largest value over all ranks, for variables that are overwritten with their gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from tfposeidon.schemes.cost import Stage, Transfer, Work
 
 @dataclass(frozen=True, kw_only=True)
 class Largest(VectorScheme):
-    """Takes the largest value of all ranks, element by element.
+    """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
 
-    Plans choose it for variables with `overwrite_with_gradient`, such as scales and histories of
-    float8, which are never negative. Keras keeps the largest of them over calls that accumulate;
-    here it is the largest over ranks, too. No policy names it.
-
-    Cost: an all-gather, (P - 1) n elements sent per rank.
+    Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,
+    which are never negative. Keras takes the maximum over accumulated calls; this extends it over
+    ranks. No policy chooses it.
     """
 
     averages: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Sparse vectors on the wire: indices and values in one message."""
+"""Message format of sparse vectors: indices and values in one message."""
 
 from __future__ import annotations
 
@@ -11,29 +11,16 @@ from tfposeidon.schemes.wire_format import decode, encode
 
 
 def pair_bytes(wire_dtype: str | None) -> int:
-    """Returns the bytes of one index and one value.
-
-    Args:
-      wire_dtype: Type of values on the wire; `None` for float32.
-    """
+    """Returns the size in bytes of one index and one value."""
     return 8 if wire_dtype is None else 6
 
 
 def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    """Joins indices and values in one vector, indices first.
-
-    Args:
-      values: Values of the pairs, `[k]` float32.
-      indices: Indices of the pairs, `[k]` int32.
-      wire_dtype: Type of values on the wire; `None` for float32.
-
-    Returns:
-      `[k * pair_bytes / itemsize]`: int32, or uint16 where values have 16 bits.
-    """
-    # Indices go as whole numbers and values as their bits: floats would round indices above 2^24.
+    """Joins float32 `values` and int32 `indices`, `[k]` each, in one vector, indices first."""
+    # Messages are integers that contain the bits of values: floats would round indices above 2^24.
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
-    # One message has one type, so bits are reinterpreted: float16 and int32 as uint16.
+    # A message has one dtype, so float16 and int32 are bitcast to uint16.
     encoded = encode(values, wire_dtype)
     whole = encoded if encoded.dtype == tf.uint16 else tf.bitcast(encoded, tf.uint16)
     return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), whole], 0)
@@ -42,24 +29,15 @@ def pack(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) -> tf.Te
 def unpack(
     packed: tf.Tensor, groups: Sequence[tuple[int, Any]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Inverts `pack` for many messages that follow one another.
-
-    Args:
-      packed: All messages in one vector.
-      groups: Runs of messages of one length: the number of messages, and of the pairs of each.
-      wire_dtype: Type of values on the wire; `None` for float32.
-
-    Returns:
-      `values` `[c]` float32, `indices` `[c]` int32, and `counts` `[messages]` int64: the pairs of
-      each message.
-    """
+    """Inverts `pack` for runs of messages; also returns the pairs of each message, int64."""
+    # Each group is a run of messages of one length: the number of messages, and of pairs in each.
     width = pair_bytes(wire_dtype) // packed.dtype.size
     sizes = [count * width * k for count, k in groups]
     runs = tf.split(packed, sizes) if len(groups) > 1 else [packed]
     values, indices, counts = [], [], []
     for run, (count, k) in zip(runs, groups, strict=True):
         messages = tf.reshape(run, [count, width * k])
-        # Values take one element of a message each, indices the others.
+        # Each value occupies one element of a message; indices occupy the others.
         split = (width - 1) * k
         indices.append(_indices(messages[:, :split]))
         values.append(tf.reshape(_values(messages[:, split:], wire_dtype), [-1]))

@@ -1,4 +1,4 @@
-"""Poseidon's key-value store: gradients spread evenly over servers, which are the nodes."""
+"""Poseidon's key-value store: gradients are sharded evenly over the nodes."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from tfposeidon.schemes.base import State, VectorScheme
 from tfposeidon.schemes.cost import Stage
 
 PAIR_BYTES = 2 * 2**20
-"""Size of Poseidon's key-value pairs (section 4.1)."""
+"""Size in bytes of Poseidon's key-value pairs (section 4.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(VectorScheme):
-    """Pushes gradients to the servers of their parts and pulls the means from there.
+    """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
 
-    Every node is worker and server. A bucket is cut into equal parts, one for each server. Nodes of
-    several ranks sum inside first, and each rank serves its shard of the node's part.
+    Every node is both worker and shard owner. A bucket is split into equal parts, one per node.
+    Nodes of several ranks sum inside first, and each rank owns a shard of the node's part.
 
-    Every rank updates its variables by the means. `tfposeidon.ShardedOptimizer` leaves means and
-    optimizer state with their servers, and pulls variables.
+    Every rank updates its variables with the means. `tfposeidon.ShardedOptimizer` keeps means and
+    optimizer state with the shard owners, and gathers variables instead.
 
     Args:
-      pair_bytes: Bytes, over all buckets, that a server may hold more than another (default 2 MiB).
-        Parts that differ by one element keep within it anyway, so it changes nothing.
+      pair_bytes: Bytes, over all buckets, by which the shards of two owners may differ (default 2
+        MiB). Parts differ by one element at most, which is always within this limit, so it has no
+        effect.
 
     Raises:
       ValueError: If `pair_bytes` is not positive.
 
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
     received, for P nodes and d elements.
-    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; pushing is an all-to-all with a
-    local sum, pulling an all-gather. Differs: every bucket is spread over all servers, where
-    Poseidon's pairs of 2 MB have one each. Horovod carries out one exchange after another: with a
-    bucket on one server, that server's link alone would be at work.
+    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; push is an all-to-all with a local
+    sum, pull an all-gather. Differs: every bucket is sharded over all nodes, where each of
+    Poseidon's 2 MB pairs has one server. Horovod runs one exchange after another: with a bucket on
+    one server, only that server's network connection would be busy.
 
     Example:
       >>> from tfposeidon import schemes
@@ -66,16 +67,11 @@ class ParameterServer(VectorScheme):
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
-        """Returns begin and end of what a rank serves of a bucket; (0, 0) for nothing.
-
-        Args:
-          length: Elements of the bucket.
-          topology: Topology of the job; `topology.rank` is the rank in question.
-        """
+        """Returns start and end of the shard that `topology.rank` owns; (0, 0) if it owns none."""
         node, across = stages.shards_by_level(length, topology)
         if across is None:
             return 0, 0
-        # The rank's shard of the node's vector was cut again over the nodes.
+        # The rank's shard of the node's vector is sharded again over the nodes.
         begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
         return begin, begin + across.length_of(topology.rank)
 

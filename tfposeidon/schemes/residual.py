@@ -1,4 +1,4 @@
-"""Base of the schemes that keep a residual: the part of gradients that they have not sent yet."""
+"""Base class of schemes with a residual, the part of gradients that is not sent yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tfposeidon.schemes.base import State, VectorScheme
 
 
 class ResidualScheme(VectorScheme, ABC):
-    """Scheme that sends a part of the gradient and keeps the rest, its residual, for later steps.
+    """Scheme that sends a part of the gradient and retains the rest as residual for later steps.
 
-    The first of its slots is one number of shape `()`: 0 or more while it sends parts, `FLUSHING`
-    where the next exchange is to send everything, and `FLUSHED` after an exchange that did so,
-    which `exchange` returns. All other slots are in the gradient's unit.
+    The first of its slots has shape `()`. It is 0 or more while the scheme sends parts, and
+    `FLUSHING` if the next exchange must send everything; that exchange returns `FLUSHED`. All other
+    slots are in the gradient's unit.
 
     `benchmarks/baselines/one_bit.py` is an example.
 
@@ -24,11 +24,11 @@ class ResidualScheme(VectorScheme, ABC):
       min_elements: Option of each such scheme: variables with fewer elements are sent densely.
     """
 
-    # Two numbers, as a step that is skipped leaves the state as it was: what it sent counts not.
+    # Two numbers, because a skipped step discards the new state: its exchange does not count.
     FLUSHING: ClassVar[float] = -1.0
-    """First number of the state where everything is to be sent."""
+    """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0
-    """First number of the state where everything has been sent."""
+    """First number of the state after an exchange that sent everything."""
 
     min_elements: int
 
@@ -44,7 +44,7 @@ class ResidualScheme(VectorScheme, ABC):
 
     @override
     def rescaled(self, state: State, factor: tf.Tensor) -> State:
-        # What was kept at rate a and is sent at rate b would otherwise count b / a times.
+        # A residual stored at learning rate a and sent at rate b would otherwise count b / a times.
         progress, *kept = state
         return (progress, *(tensor * factor for tensor in kept))
 

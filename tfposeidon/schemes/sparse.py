@@ -1,4 +1,8 @@
-"""Base of the sparse schemes: shards, selection with error feedback, pairs on the slow links."""
+"""Base class of the sparse schemes.
+
+Each rank owns a shard of the node's sum, selects its largest elements with error feedback, and
+sends them as pairs of index and value over the slow network.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,12 @@ from tfposeidon.schemes.residual import ResidualScheme
 from tfposeidon.schemes.wire_format import check_wire_dtype, wire_itemsize
 
 MAX_LENGTH = 2**31
-"""Elements of a bucket whose indices are int32 on the wire."""
+"""Maximum number of elements of a bucket, whose indices are sent as int32."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Shards of a bucket on one topology, and the ranks that select from them.
-
-    Attributes:
-      node: Shards in the node.
-      across: The ranks that exchange pairs across nodes; `None` where there are no others.
-      node_count: Number of nodes.
-      rank: Rank of this process.
-    """
+    """Shards of a bucket in one node, and the ranks that exchange pairs across nodes, if any."""
 
     node: stages.Shards
     across: Group | None
@@ -42,36 +39,20 @@ class _Layout:
 
     @property
     def length(self) -> int:
-        """Elements of this rank's shard."""
+        """Number of elements of this rank's shard."""
         return self.node.length_of(self.rank)
 
     @property
     def offset(self) -> int:
-        """Index in the bucket of the first of them."""
+        """Index in the bucket of the shard's first element."""
         return self.node.offset_of(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Sends the elements of largest magnitude; what is not sent is added to the next gradient.
+    """Scheme that sends the elements of largest magnitude and retains the others as residual.
 
-    Args:
-      density: Share of elements that each node sends, in (0, 1] (default 0.01).
-      select: Method of selection: `"mstopk"` (default), `"exact"` or `"dgc"`; see
-        `tfposeidon.ops.top_k`.
-      wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
-        `"bfloat16"`. Rounding errors join the residual. float16 ends at 65504, and what is sent are
-        sums over a node, not means; bfloat16 has no such end.
-      error_feedback: True (default) for a residual. Without one, what is not sent is lost.
-      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
-        0: none); the optimizer's own must then be 0.
-      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
-        0).
-      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
-        or, with `momentum`, by this scheme at density 1.
-
-    Raises:
-      ValueError: If an argument is out of its range, or there is momentum without error feedback.
+    Subclasses document the options.
     """
 
     density: float = 0.01
@@ -89,7 +70,7 @@ class SparseScheme(ResidualScheme):
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
             ranges.check_number(name, getattr(self, name), ranges.NOT_NEGATIVE, "Use 0 for none.")
-        # Made here for its checks, so that a bad argument is refused at construction.
+        # Build it now, so that invalid arguments are refused at construction.
         _ = self._feedback
 
     @property
@@ -100,12 +81,12 @@ class SparseScheme(ResidualScheme):
     @property
     @override
     def for_small_variables(self) -> Scheme | None:
-        # The optimizer's momentum is 0, so small variables need momentum from the scheme, too.
+        # The optimizer's momentum is 0, so small variables also need momentum from the scheme.
         return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
 
     @abstractmethod
     def _layout_topology(self, topology: Topology) -> Topology:
-        """Returns the topology that the stages are laid out on."""
+        """Returns the topology over which buckets are sharded."""
 
     @override
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
@@ -121,11 +102,11 @@ class SparseScheme(ResidualScheme):
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
         layout = self._layout(gradient.shape[0], wire.topology)
-        # The node's sum is what is selected from (Shi et al. 2021, Algorithm 2), so the residual is
-        # that of the shard, and its owner keeps it.
+        # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the residual
+        # is that of the shard, and the shard's owner stores it.
         steps, kept_before = self._unpack_state(state, layout)
         shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
-        # Residuals are float32: in 16 bits small values would be lost when they are added.
+        # Residuals are float32: in 16 bits, additions of small values would be lost.
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), [layout.length])
 
         def dense() -> tuple[tf.Tensor, State]:
@@ -142,7 +123,8 @@ class SparseScheme(ResidualScheme):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
-        # A negative number is no count but a mode: all was sent now, so the scheme is flushed.
+        # A negative number is a mode, not a count: this step sent everything, so the scheme is
+        # flushed.
         steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
@@ -180,15 +162,10 @@ class SparseScheme(ResidualScheme):
         length: int,
         wire: Wire,
     ) -> tf.Tensor:
-        """Returns the mean over all ranks, from the pairs that they have selected.
-
-        Args:
-          packed: Pairs in the order of positions in the node and, in these, of nodes.
-          messages: Number of messages and of the pairs of each, for each position.
-          offsets: Index in the result of the shard's first element, for each position.
-          length: Elements of the result.
-          wire: Wire whose topology has the number of ranks.
-        """
+        """Returns the mean over all ranks, `[length]`, from the pairs that they selected."""
+        # `packed` is ordered by position in the node, then by node. Per position, `messages` has
+        # the number of messages and of pairs in each, and `offsets` the start of the shard in the
+        # result.
         values, indices, counts = pairs.unpack(packed, messages, self.wire_dtype)
         if any(offsets):
             per_position = [
@@ -196,7 +173,7 @@ class SparseScheme(ResidualScheme):
                 for (count, k), offset in zip(messages, offsets, strict=True)
             ]
             indices += tf.concat(per_position, 0)
-        # Divided before they are spread: k values per rank instead of all.
+        # Divide before scattering: k values per rank instead of all elements.
         mean = ops.scatter_add(values / wire.topology.size, indices, length, counts)
         return tf.ensure_shape(mean, [length])
 
@@ -212,7 +189,7 @@ class SparseScheme(ResidualScheme):
 
     @staticmethod
     def _dense_stages(layout: _Layout, topology: Topology) -> tuple[Stage, ...]:
-        # 4 bytes each: after the scatter values are float32, whatever the gradient is.
+        # Itemsize 4: after the scatter, values are float32 whatever the gradient's dtype.
         back = stages.gather_stages(layout.node, 4, None, "node_gather")
         if layout.across is None:
             return back
@@ -291,35 +268,23 @@ class SparseScheme(ResidualScheme):
         return steps, FeedbackState(*[*kept, None, None][:2])
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
-        """Returns how many elements of a shard are sent: at least one, if it has any.
-
-        Args:
-          length: Elements of the shard.
-          steps: Steps so far; `None` means after the warm-up.
-
-        Returns:
-          A Python number, or an int64 scalar tensor where there is a warm-up and `steps` is given.
-        """
+        """Returns how many elements of a shard are sent: at least one, if it has any."""
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
-        # In 64 bits: what follows multiplies by nodes and bytes.
+        # In int64, because callers multiply by the number of nodes and by bytes.
         count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
 
     @staticmethod
     def _selection_seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
         """Returns a seed with which MSTopK's window differs at every step and on every rank."""
-        # With a window that stays, elements that tie outside of it would never be sent where there
-        # is no residual. Seeds differ as long as there are fewer ranks than the factor.
+        # With a fixed window and no residual, tied elements outside of it would never be sent.
+        # Seeds differ between ranks as long as there are fewer ranks than the factor.
         return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
 
     def _is_dense(self, layout: _Layout) -> bool:
-        """Returns whether values are always sent, and never pairs.
-
-        They are where pairs would be more bytes at the final density, and on a single rank, which
-        sends nothing.
-        """
+        """Returns whether all steps send values: on one rank, or if pairs would be more bytes."""
         is_single_rank = layout.node_count == 1 and layout.node.group.size == 1
         return is_single_rank or all(
             bool(self._pairs_outweigh_values(layout, self._selected_count(n), n))
@@ -327,16 +292,15 @@ class SparseScheme(ResidualScheme):
         )
 
     def _pairs_outweigh_values(self, layout: _Layout, k: Any, length: int) -> Any:
-        # Across nodes a dense sum moves each value twice; on one node what is saved is a gather.
+        # Across nodes, a dense sum moves each value twice; on one node, pairs only replace a
+        # gather.
         moves = 2 if layout.node_count > 1 else 1
         return k * layout.node_count * pairs.pair_bytes(self.wire_dtype) >= moves * 4 * length
 
     def _sends_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
-        """Returns whether a step sends all values: while flushing, or early in the warm-up.
-
-        All ranks must take the same branch, so this looks at what is the same on all: the number of
-        steps, and the longest shard in place of the rank's own.
-        """
+        """Returns whether a step sends all values: while flushing, or early in the warm-up."""
+        # All ranks must take the same branch, so this depends only on values that all ranks share:
+        # the number of steps, and the longest shard instead of the rank's own.
         is_flushing = steps < 0.0
         if not self.warmup_steps:
             return is_flushing
@@ -345,10 +309,7 @@ class SparseScheme(ResidualScheme):
         return tf.logical_or(is_flushing, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
-        """Returns whether, in the node, pairs are fewer bytes than the sums they make.
-
-        Decided at the final density, once for the graph of the step.
-        """
+        """Returns whether pairs in the node are fewer bytes than their sums, at final density."""
         width = pairs.pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)

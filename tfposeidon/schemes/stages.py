@@ -1,10 +1,10 @@
-"""Stages that several schemes are made of, each beside its description.
+"""Building blocks of schemes, each next to its cost description.
 
-Over Gloo an all-to-all and a local sum is several times faster than Horovod's own reduce-scatter,
-carries more types, takes uneven parts, and sums 16-bit values in 32 bits.
-
-A scheme of two levels cuts a vector over the ranks of a node, and each rank's shard again over the
-ranks at its position in all nodes. `node` and `across` are these two cuts, from `shards_by_level`.
+A reduce-scatter here is an all-to-all followed by a local sum. Over Gloo this is several times
+faster than Horovod's own reduce-scatter, supports more dtypes and uneven shards, and sums 16-bit
+values in float32. Hierarchical schemes shard a vector over the ranks of a node (`node`), and each
+rank's shard again over the ranks at the same position in all nodes (`across`); `shards_by_level`
+returns both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_item
 
 @dataclass(frozen=True)
 class Shards:
-    """A vector cut over the ranks of a group.
+    """A vector sharded over the ranks of a group.
 
     Args:
-      group: The ranks that take part.
-      lengths: Number of elements that each of these ranks owns; 0 for those that only contribute.
+      group: Ranks that take part.
+      lengths: Number of elements that each of these ranks owns; 0 for ranks that only contribute.
     """
 
     group: Group
@@ -36,15 +36,15 @@ class Shards:
 
     @classmethod
     def even(cls, length: int, group: Group, owners: int | None = None) -> Shards:
-        """Cuts a vector so that shards differ by one element at most.
+        """Shards a vector so that lengths differ by at most one element.
 
         Args:
-          length: Elements of the vector.
-          group: The ranks that take part.
-          owners: Number of ranks, the first of the group, that own a shard; all if left out.
+          length: Number of elements of the vector.
+          group: Ranks that take part.
+          owners: Number of ranks, the first of the group, that own a shard; all by default.
 
         Returns:
-          The shards, the longer ones first; ranks that are no owners have empty ones.
+          The shards, longer ones first; ranks after the owners have empty ones.
         """
         owners = group.size if owners is None else owners
         lengths = [end - begin for begin, end in partition.even(length, owners)]
@@ -54,7 +54,7 @@ class Shards:
         """Returns the number of elements that a rank owns.
 
         Args:
-          rank: A rank of the group.
+          rank: Rank of the group.
         """
         return self.lengths[self.group.index(rank)]
 
@@ -62,7 +62,7 @@ class Shards:
         """Returns the index of the first element that a rank owns.
 
         Args:
-          rank: A rank of the group.
+          rank: Rank of the group.
         """
         return sum(self.lengths[: self.group.index(rank)])
 
@@ -70,45 +70,45 @@ class Shards:
 def scatter_sum(
     vector: tf.Tensor, shards: Shards, wire: Wire, name: str, wire_dtype: str | None
 ) -> tf.Tensor:
-    """Sums over the group; each rank gets its own shard.
+    """Sums a vector over a group and returns this rank's shard.
 
     Args:
       vector: Vector to sum, `[sum(shards.lengths)]` floating point.
-      shards: Shards that the ranks get.
-      wire: The collectives to use.
+      shards: Shards of the ranks.
+      wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      wire_dtype: Dtype in which values are sent; `None` for the vector's own.
 
     Returns:
-      `[own length]` in the vector's dtype; values that cross the wire in 16 bits are summed in
-      float32.
+      `[own length]` in the vector's dtype; values that are sent in 16 bits are summed in float32.
     """
     if shards.group.size == 1:
         return vector
     received = wire.all_to_all(encode(vector, wire_dtype), shards.lengths, shards.group, name)
     own_length = shards.length_of(wire.topology.rank)
     if own_length == 0:
-        # Empty, but not a constant that TensorFlow could fold, with the collective left out.
+        # The result is empty, but must depend on the collective: TensorFlow would fold a constant
+        # and drop the collective.
         return decode(received, wire_dtype, vector.dtype)
-    # The same shard of every rank, one after the other. Its owner alone adds them up and passes the
-    # sum on, so that ranks get the same bits in whatever order TensorFlow adds.
+    # `received` is this shard from every rank, concatenated. Only the owner sums it and sends the
+    # result, so ranks get the same bits whatever the order of TensorFlow's additions.
     received = tf.ensure_shape(received, [shards.group.size * own_length])
     return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
 
 def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tensor:
-    """Inverts scattering: every rank gets all shards, with the same bits on each.
+    """Gathers all shards on every rank, with the same bits on each.
 
-    Values stay encoded: those that cross the wire twice need no conversion in between.
+    Values stay encoded, so that values sent twice need no conversion in between.
 
     Args:
-      encoded: Shard of this rank, `[own length]`, in the type that crosses the wire.
-      shards: Shards that the ranks have.
-      wire: The collectives to use.
+      encoded: Shard of this rank, `[own length]`, in the dtype that is sent.
+      shards: Shards of the ranks.
+      wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
 
     Returns:
-      `[sum(shards.lengths)]` in the type of `encoded`.
+      `[sum(shards.lengths)]` in the dtype of `encoded`.
     """
     if shards.group.size == 1:
         return encoded
@@ -121,14 +121,14 @@ def scatter_sum_stages(
     """Describes `scatter_sum`: P - 1 messages of a shard each, P - 1 additions per owned element.
 
     Args:
-      shards: Shards that the ranks get.
-      itemsize: Bytes of an element in the vector's own type.
-      topology: Topology of the job, as the rank that carries it out sees it.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      shards: Shards of the ranks.
+      itemsize: Size in bytes of an element in the vector's own dtype.
+      topology: Topology of the job; `topology.rank` is the rank described.
+      wire_dtype: Dtype in which values are sent; `None` for the vector's own.
       name: Name of the collective.
 
     Returns:
-      The stages; none for a group of a single rank.
+      The stages; none for a group of one rank.
     """
     p, own = shards.group.size, shards.length_of(topology.rank)
     if p == 1:
@@ -151,13 +151,13 @@ def gather_stages(
     """Describes `gather`: P - 1 messages of a shard each.
 
     Args:
-      shards: Shards that the ranks have.
-      itemsize: Bytes of an element in the vector's own type.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
+      shards: Shards of the ranks.
+      itemsize: Size in bytes of an element in the vector's own dtype.
+      wire_dtype: Dtype in which values are sent; `None` for the vector's own.
       name: Name of the collective.
 
     Returns:
-      The stages; none for a group of a single rank.
+      The stages; none for a group of one rank.
     """
     width = wire_itemsize(wire_dtype, itemsize)
     return gathering(shards.group, [float(n * width) for n in shards.lengths], name, width)
@@ -169,13 +169,13 @@ def gathering(
     """Describes an all-gather.
 
     Args:
-      group: The ranks that take part.
-      parts_bytes: Bytes of the part of each.
+      group: Ranks that take part.
+      parts_bytes: Bytes that each of them contributes.
       name: Name of the collective.
-      itemsize: Bytes of an element on the wire.
+      itemsize: Size in bytes of an element as it is sent (default 4).
 
     Returns:
-      The transfer; nothing for a group of a single rank.
+      The transfer; none for a group of one rank.
     """
     if group.size == 1:
         return ()
@@ -191,16 +191,7 @@ def gathering(
 
 
 def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...]:
-    """Describes `wire_format.encode` or `decode`.
-
-    Args:
-      length: Elements that are converted.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
-      name: Name of the work.
-
-    Returns:
-      The work; nothing where values cross the wire as they are.
-    """
+    """Describes `wire_format.encode` or `decode`; returns no work without a `wire_dtype`."""
     return () if wire_dtype is None else (Work(name=name, kind="encode", elements=length),)
 
 
@@ -208,11 +199,11 @@ def product(factors: FactorShape, ranks: int) -> Work:
     """Describes the product of the factors of several ranks.
 
     Args:
-      factors: Shape of one rank's factors; without rows nothing is multiplied.
-      ranks: Number of ranks whose rows are multiplied.
+      factors: Shape of one rank's factors; without batch rows, operations count as 0.
+      ranks: Number of ranks whose batch rows are multiplied.
 
     Returns:
-      The work: a multiplication and an addition for each row and element of the product.
+      The work: one multiplication and one addition per batch row and element of the product.
     """
     rows = ranks * (factors.rows or 0)
     operations = 2.0 * rows * factors.left_columns * factors.right
@@ -225,18 +216,9 @@ def product(factors: FactorShape, ranks: int) -> Work:
 
 
 def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | None]:
-    """Cuts a vector over the ranks of the node, and the rank's own shard again across nodes.
-
-    Where nodes differ in size, shards go to the positions that every node has: other ranks own none
-    in the node and take no part across nodes.
-
-    Args:
-      length: Elements of the vector.
-      topology: Topology of the job, as one of its ranks sees it.
-
-    Returns:
-      Shards in the node, and across nodes; the latter `None` for ranks that take no part there.
-    """
+    """Shards a vector over the node's ranks, and the rank's own shard again over nodes."""
+    # If nodes differ in size, only positions that every node has own shards. Ranks at other
+    # positions own none and take no part across nodes, so their second result is `None`.
     node = Shards.even(length, topology.node, owners=topology.positions)
     if topology.across is None:
         return node, None
@@ -251,19 +233,7 @@ def mean_by_levels(
     name: str,
     wire_dtype: str | None,
 ) -> tf.Tensor:
-    """Averages over all ranks: sums in the node, then across nodes, and gathers the same way back.
-
-    Args:
-      vector: Vector to average, `[n]` floating point.
-      node: Shards in the node.
-      across: Shards across nodes, or `None`.
-      wire: The collectives to use.
-      name: Prefix of the names of collectives, the same on every rank.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
-
-    Returns:
-      The mean, `[n]` in the vector's dtype, the same bits on every rank.
-    """
+    """Averages `[n]` over all ranks: sums in the node and across nodes, then gathers in reverse."""
     own = own_mean_by_levels(vector, node, across, wire, name, wire_dtype)
     return gather_by_levels(own, node, across, wire, name, wire_dtype)
 
@@ -276,29 +246,18 @@ def own_mean_by_levels(
     name: str,
     wire_dtype: str | None,
 ) -> tf.Tensor:
-    """Averages what this rank owns: sums in the node, then across nodes.
-
-    Args:
-      vector: Vector to average, `[n]` floating point.
-      node: Shards in the node.
-      across: Shards across nodes, or `None`.
-      wire: The collectives to use.
-      name: Prefix of the names of collectives, the same on every rank.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
-
-    Returns:
-      `[own length]` in the vector's dtype; empty for ranks that take no part across nodes.
-    """
+    """Averages this rank's shard; the result is empty for ranks that take no part across nodes."""
     shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
     if across is None:
-        # The rank owns nothing, and so there is nothing to divide.
+        # The shard is empty.
         return shard
-    # Divided once, and by all ranks: a mean of the nodes' means would weigh uneven nodes alike.
+    # Divide once, by the number of all ranks: a mean of node means would weight uneven nodes
+    # equally.
     size = tf.cast(wire.topology.size, vector.dtype)
     if wire_dtype is None:
-        # At the end, so that sums of whole numbers stay exact.
+        # Divide last, so that sums of integers are exact.
         return scatter_sum(shard, across, wire, f"{name}.across_scatter", None) / size
-    # Before values cross in 16 bits, of which the sum of a node may be out of range.
+    # Divide before values are sent in 16 bits, because a node's sum may exceed their range.
     return scatter_sum(shard / size, across, wire, f"{name}.across_scatter", wire_dtype)
 
 
@@ -310,21 +269,9 @@ def gather_by_levels(
     name: str,
     wire_dtype: str | None,
 ) -> tf.Tensor:
-    """Inverts the scattering by levels: every rank gets what all ranks own.
-
-    Args:
-      own: Shard of this rank, `[own length]` floating point.
-      node: Shards in the node.
-      across: Shards across nodes, or `None`.
-      wire: The collectives to use.
-      name: Prefix of the names of collectives, the same on every rank.
-      wire_dtype: Type in which values cross the wire; `None` for the shard's own.
-
-    Returns:
-      `[n]` in the dtype of `own`, the same bits on every rank.
-    """
-    # Encoded once for both levels, so that values are rounded once. In the reverse order of the
-    # scattering: what comes from other nodes makes the rank's shard of the node's vector whole.
+    """Gathers the shards of all ranks, across nodes first; the same bits on every rank."""
+    # Values are encoded once for both levels, so that they are rounded once. Gathering reverses the
+    # order of scattering: the shards of other nodes complete the rank's shard of the node's vector.
     encoded = encode(own, wire_dtype)
     if across is not None:
         encoded = gather(encoded, across, wire, f"{name}.across_gather")
@@ -334,18 +281,7 @@ def gather_by_levels(
 def stages_by_levels(
     node: Shards, across: Shards | None, itemsize: int, topology: Topology, wire_dtype: str | None
 ) -> tuple[Stage, ...]:
-    """Describes `mean_by_levels`: scattering and gathering, on both levels.
-
-    Args:
-      node: Shards in the node.
-      across: Shards across nodes, or `None`.
-      itemsize: Bytes of an element in the vector's own type.
-      topology: Topology of the job, as the rank that carries it out sees it.
-      wire_dtype: Type in which values cross the wire; `None` for the vector's own.
-
-    Returns:
-      The stages, in their order.
-    """
+    """Describes `mean_by_levels`."""
     scatter = scatter_sum_stages(node, itemsize, topology, wire_dtype, "node_scatter")
     back = gather_stages(node, itemsize, wire_dtype, "node_gather")
     if across is not None:

@@ -1,4 +1,4 @@
-"""NaiveAG: every rank sends its largest elements to every other."""
+"""NaiveAG: every rank sends its largest elements to all others."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tfposeidon.schemes.sparse import SparseScheme
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SparseScheme):
-    """Selects on every rank, gathers the pairs of all ranks, and sums them locally.
+    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
 
     Args:
       density: Share of elements that each rank sends, in (0, 1] (default 0.01).
-      select: Method of selection: `"mstopk"`, `"exact"` or `"dgc"` (default "exact"); see
+      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
         `tfposeidon.ops.top_k`.
-      wire_dtype: Type of values on the wire: `None` for float32 (default), `"float16"` or
-        `"bfloat16"`. Rounding errors join the residual.
-      error_feedback: True (default) to add what is not sent to the next gradient. Otherwise it is
-        lost.
-      momentum: Coefficient of momentum correction, in [0, 1) (default 0: none). The optimizer's own
-        must then be 0.
+      wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
+        `"bfloat16"`. Rounding errors are added to the residual.
+      error_feedback: True (default) to add the elements that are not sent to the next gradient.
+        Otherwise they are lost.
+      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
+        0: none). The optimizer's own must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
         0).
       min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
         or, with `momentum`, by this scheme at density 1.
 
     Raises:
-      ValueError: If an argument is out of its range.
+      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
 
     Cost: P ranks, d elements: (P - 1) density d pairs sent per rank.
     Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
-    feedback; where pairs would be more bytes than the dense exchange, that is made.
+    feedback; where pairs would be more bytes than the dense exchange, values are sent densely.
 
     Example:
       >>> from tfposeidon import schemes
@@ -48,5 +48,5 @@ class TopK(SparseScheme):
 
     @override
     def _layout_topology(self, topology: Topology) -> Topology:
-        # Every rank is a node of its own, so that nothing is summed before the selection.
+        # Every rank is a separate node, so that nothing is summed before the selection.
         return Topology(topology.rank, tuple((rank,) for rank in range(topology.size)))

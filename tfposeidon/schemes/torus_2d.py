@@ -1,4 +1,4 @@
-"""2D-torus all-reduce: most bytes stay on the fast links inside the nodes."""
+"""2D-torus all-reduce, which keeps most bytes on the fast network inside the nodes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Torus2D(WithWireDtype, VectorScheme):
     """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node (2DTAR).
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
-    nodes, so that all n links of the node are busy at once.
+    nodes, so all n network interfaces of a node are busy at once.
 
     Args:
-      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or `"float16"` or
-        `"bfloat16"`; see `AllToAll`.
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"` or `"bfloat16"`; see `AllToAll`.
 
     Raises:
       ValueError: If `wire_dtype` is anything else.
 
     Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
     and 2 d (m - 1) / (m n) across nodes, for d elements.
-    Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each stage that
-    reduces is an all-to-all with a local sum (Theano-MPI's, see `stages`); where nodes differ in
-    size, shards go to the positions that every node has and the other ranks only contribute.
+    Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
+    is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
+    positions that every node has own shards, and the other ranks only contribute.
 
     Example:
       >>> from tfposeidon import schemes

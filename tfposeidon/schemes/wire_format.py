@@ -1,4 +1,4 @@
-"""Format of floating-point values on the wire: as they are, or in 16 bits."""
+"""Format in which floating-point values are sent: unchanged, or rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ import tensorflow as tf
 from tfposeidon import ops
 
 WIRE_DTYPES = ("float16", "bfloat16")
-"""Types in which values may cross the wire in place of their own."""
+"""Dtypes to which values may be rounded for sending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithWireDtype:
-    """Mix-in for schemes whose only loss is the rounding of values that cross the wire.
+    """Mix-in for schemes whose only loss is the rounding of values that are sent.
 
-    It comes before the scheme's other base class, whose `exact` it overrides.
-
-    Args:
-      wire_dtype: Dtype on the wire: `None` for the gradient's own (default), or one of
-        `allowed_wire_dtypes`.
-
-    Raises:
-      ValueError: If `wire_dtype` is anything else.
+    It must precede the scheme's other base class, whose `exact` it overrides. Subclasses document
+    `wire_dtype` and its `ValueError`.
     """
 
     allowed_wire_dtypes: ClassVar[tuple[str, ...]] = WIRE_DTYPES
-    """Values of `wire_dtype` besides `None`."""
+    """Values that `wire_dtype` may have, apart from `None`."""
 
     wire_dtype_remedy: ClassVar[str] = ""
-    """Sentence that ends the message about another `wire_dtype`."""
+    """Last sentence of the error about an invalid `wire_dtype`."""
 
     wire_dtype: str | None = None
 
@@ -40,23 +34,14 @@ class WithWireDtype:
 
     @property
     def exact(self) -> bool:
-        """True if values cross the wire in the gradient's own dtype."""
+        """True if values are sent in the gradient's own dtype."""
         return self.wire_dtype is None
 
 
 def check_wire_dtype(
     wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
 ) -> None:
-    """Refuses a type that values cannot have on the wire.
-
-    Args:
-      wire_dtype: Type that the user gave.
-      allowed: Types that are allowed besides `None`.
-      remedy: Sentence that ends the message.
-
-    Raises:
-      ValueError: If `wire_dtype` is neither `None` nor one of `allowed`.
-    """
+    """Refuses a dtype in which values cannot be sent; the error ends with `remedy`."""
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
@@ -66,63 +51,31 @@ def check_wire_dtype(
 
 
 def wire_itemsize(wire_dtype: str | None, itemsize: int) -> int:
-    """Returns the bytes of one element on the wire.
-
-    Args:
-      wire_dtype: Type on the wire; `None` for the values' own.
-      itemsize: Bytes of one element in the values' own type.
-    """
+    """Returns the size in bytes of one element as it is sent."""
     return itemsize if wire_dtype is None else 2
 
 
 def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    """Rounds values to the wire's type.
-
-    Args:
-      tensor: Values, floating point of any shape.
-      wire_dtype: Type on the wire; `None` leaves values as they are.
-
-    Returns:
-      The same shape in `wire_dtype`; bfloat16 as uint16, because Horovod does not know bfloat16.
-    """
+    """Rounds values to the wire dtype; bfloat16 is returned as uint16, which Horovod supports."""
     if wire_dtype is None:
         return tensor
-    # An op of ours, as a cast by the CPU's own instruction may make denormals zero: ranks would
+    # A native op, because the CPU's cast instruction may flush denormals to zero, and ranks would
     # differ.
     encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
     return tf.bitcast(encoded, tf.uint16) if wire_dtype == "bfloat16" else encoded
 
 
 def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
-    """Inverts `encode`, up to its rounding.
-
-    Args:
-      tensor: Result of `encode`.
-      wire_dtype: Type on the wire; `None` returns the tensor as it is.
-      dtype: Type of the result, where `wire_dtype` is not `None`.
-
-    Returns:
-      The values in `dtype` and the shape of `tensor`.
-    """
+    """Inverts `encode`, up to its rounding; `dtype` is ignored without a `wire_dtype`."""
     if wire_dtype is None:
         return tensor
     return tf.cast(_sixteen_bits(tensor, wire_dtype), dtype)
 
 
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
-    """Sums encoded vectors that follow one another, those of 16 bits in float32.
-
-    Args:
-      rows: Vectors one after the other, `[count * n]`, in the type that `encode` returns.
-      count: Number of vectors.
-      wire_dtype: Type on the wire; `None` for the values' own.
-      dtype: Type of the result, where `wire_dtype` is not `None`.
-
-    Returns:
-      `[n]` in `dtype`.
-    """
+    """Sums `count` concatenated vectors from `encode` to one, 16-bit values in float32."""
     if wire_dtype is None:
-        # `tf.reduce_sum` over the first axis takes four times as long for two vectors, or three.
+        # `tf.reduce_sum` over the first axis takes four times as long for two or three vectors.
         return tf.add_n(tf.split(rows, count))
     return tf.cast(ops.sum_rows(_sixteen_bits(rows, wire_dtype), count), dtype)
 
