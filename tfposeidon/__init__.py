@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes, state
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
+    from tfposeidon.communicating import unwrap
     from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
     from tfposeidon.communication.runtime import init, rank, size, workers
     from tfposeidon.elastic_averaging.optimizer import ElasticAveraging
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
     from tfposeidon.sharded.optimizer import ShardedOptimizer
-    from tfposeidon.wrapper import unwrap
 
 __version__ = "0.1.0"
 __all__ = [

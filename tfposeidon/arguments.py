@@ -40,7 +40,7 @@ CALLBACKS = {
 
 def check_inner(owner: str, inner: Any, wrapper: type) -> None:
     """Refuses inner optimizers that are not Keras optimizers, or already wrapped or scaled."""
-    # `wrapper` is `OptimizerWrapper`, which this module must not import: imports point down.
+    # `wrapper` is `CommunicatingOptimizer`, which this module must not import: imports point down.
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
+from tfposeidon.communicating import CommunicatingOptimizer
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
@@ -30,11 +32,10 @@ from tfposeidon.optimizers.wrapping import (
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.wrapper import OptimizerWrapper
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
-class DistributedOptimizer(OptimizerWrapper):
+class DistributedOptimizer(CommunicatingOptimizer):
     """Averages gradients over all ranks, then lets the inner optimizer apply them.
 
     It works in `fit`, `train_on_batch` and custom training loops. Gradients are averaged before the
@@ -134,6 +135,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self.gradient_accumulation_steps:
             self._check_accumulates_inside()
             self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+        self._exchange.build()
         self._adopt(variables)
 
     def _build_inner(self, variables: Sequence[Any]) -> None:
@@ -269,7 +271,8 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
-        return FitHooks(abandon_update=self._abandon_update if self._accumulation else None)
+        abandon = self._abandon_update if self._accumulation else None
+        return replace(super().fit_hooks(model), abandon_update=abandon)
 
     def _abandon_update(self) -> None:
         """Discards gradients that were accumulated for an update that will not happen."""

@@ -225,7 +225,7 @@ class Trainer:
     def _state(self):
         optimizer = self.optimizer
         inner = optimizer.inner_optimizer.variables
-        return [*optimizer.variables, *optimizer.rank_variables, *inner]
+        return [*optimizer.variables, *(variable for variable, _ in optimizer.rank_state), *inner]
 
     def _begin(self, seed):
         """Takes the weights of a seed, and an optimizer that has done nothing."""

@@ -10,6 +10,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.callbacks import compiled, shared_folder
+from tests.helpers.models import rank_variables
 from tests.helpers.over_ranks import exchange_objects
 
 EPOCHS = 2
@@ -52,7 +53,7 @@ def checkpoint_job(
 
 
 def saved_state(model):
-    own = tp.unwrap(model.optimizer).rank_variables
+    own = rank_variables(tp.unwrap(model.optimizer))
     variables = [*model.variables, *model.optimizer.variables, *own]
     return [v.numpy() for v in variables]
 

@@ -11,6 +11,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.callbacks import shared_folder
+from tests.helpers.models import rank_variables
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import BATCH
 
@@ -134,7 +135,7 @@ def local_job(folder, make, every_n_steps=None, build=batch_norm, model=None):
 
 
 def whole_state(model):
-    variables = [*model.variables, *model.optimizer.variables, *model.optimizer.rank_variables]
+    variables = [*model.variables, *model.optimizer.variables, *rank_variables(model.optimizer)]
     return [v.numpy() for v in variables]
 
 
@@ -142,9 +143,11 @@ SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 
 
 def check_resumes(wire, make, snapshots, label=""):
-    """Resumes a run from some of its steps, and compares bits with those of the whole run.
+    """Resumes a run from some of its steps, and compares it with the whole run.
 
     The first is resumed by a new model, and the others by that one, as `checkpoints.check_resumes`.
+    Two ranks give the same bits. With more, the order in which Horovod sums a tensor depends on its
+    place in the fused buffer, and so on time.
 
     Args:
       wire: Collectives that join the ranks.
@@ -165,7 +168,8 @@ def check_resumes(wire, make, snapshots, label=""):
         exchange_objects(None, wire, "copied")
         resumed = local_job(target, make, model=resumed)
         for a, b in zip(whole_state(resumed), whole_state(whole), strict=True):
-            np.testing.assert_array_equal(a, b, f"{label}, resumed from {snapshot}")
+            rtol, atol = (0, 0) if wire.topology.size == 2 else (1e-5, 1e-7)
+            np.testing.assert_allclose(a, b, rtol, atol, err_msg=f"{label}, from {snapshot}")
     exchange_objects(None, wire, "compared")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)

@@ -124,3 +124,8 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, index):
         part = slice(index * self._batch, (index + 1) * self._batch)
         return tuple(array[part] for array in self._arrays)
+
+
+def rank_variables(optimizer):
+    """Variables of an optimizer that differ between ranks."""
+    return [variable for variable, _ in optimizer.rank_state]

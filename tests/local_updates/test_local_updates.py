@@ -25,7 +25,7 @@ from tests.helpers.local_updates import (
     own_weights,
     sgd,
 )
-from tests.helpers.models import same_on_all_ranks
+from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects, on_one_rank
 from tests.helpers.several_optimizers import Gan, gan_batches, gan_data
 from tests.helpers.training import BATCH, check_equal, dense_rows
@@ -313,7 +313,7 @@ def test_a_gan_is_resumed(wire):
         data = [part[wire.topology.rank :: wire.topology.size] for part in gan_data(32)]
         model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[checkpoint])
         optimizers = (model.d_optimizer, model.optimizers["generator"])
-        variables = [v for o in optimizers for v in (*o.variables, *o.rank_variables)]
+        variables = [v for o in optimizers for v in (*o.variables, *rank_variables(o))]
         return model, [v.numpy() for v in (*model.variables, *variables)]
 
     folder, model = shared_folder(wire), None

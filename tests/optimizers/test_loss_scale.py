@@ -13,7 +13,7 @@ from tests.helpers import models
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checkpoints import BETWEEN_AND_WITHIN, check_resumes
 from tests.helpers.checks import LogLines
-from tests.helpers.models import same_on_all_ranks
+from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.several_optimizers import Gan, gan_data
 from tests.helpers.training import BATCH, check_close, train_alone, train_together
 from tfposeidon.training import session
@@ -274,7 +274,7 @@ def test_an_overflow_in_a_hand_written_loop(wire, scheme):
     step(x, y, 4.0)
 
     def state():
-        everything = (*model.variables, *optimizer.variables, *optimizer.rank_variables)
+        everything = (*model.variables, *optimizer.variables, *rank_variables(optimizer))
         return [v.numpy() for v in everything]
 
     before = state()

@@ -13,7 +13,7 @@ from tests.helpers import models
 from tests.helpers.automatic import given, links, small
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import Raises
-from tests.helpers.models import same_on_all_ranks
+from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import train_together
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_goes_on_with_a_model_that_was_made_again(wire, scheme):
         model.fit(*_data(wire), epochs=epochs, **options)
         optimizer = model.optimizer
         return [
-            v.numpy() for v in (*model.weights, *optimizer.variables, *optimizer.rank_variables)
+            v.numpy() for v in (*model.weights, *optimizer.variables, *rank_variables(optimizer))
         ]
 
     whole = go("whole", 2)

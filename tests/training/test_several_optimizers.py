@@ -12,7 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import Raises
-from tests.helpers.models import same_on_all_ranks
+from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects, on_one_rank
 from tests.helpers.several_optimizers import ADAM, Gan, gan_batches, gan_data, gan_state, make_gan
 from tfposeidon.training.session import optimizers_of
@@ -77,7 +77,7 @@ def _job(folder, epochs, every_n_steps=None, model=None):
         verbose=0,
         callbacks=callbacks,
     )
-    rank_state = [v.numpy() for o in optimizers_of(model) for v in o.rank_variables]
+    rank_state = [v.numpy() for o in optimizers_of(model) for v in rank_variables(o)]
     return model, [*gan_state(model), *rank_state]
 
 

@@ -11,6 +11,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import rank_variables
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import SERVED
 from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
@@ -107,7 +108,7 @@ def test_accumulation(wire):
     model.compile(optimizer=optimizer, loss=models.LOSS)
     model.fit(of_unknown_length(4 + wire.topology.rank), epochs=2, verbose=0)
     check_together(model, optimizer, wire, 4)
-    assert all(not np.any(v.numpy()) for v in optimizer.rank_variables)
+    assert all(not np.any(v.numpy()) for v in rank_variables(optimizer))
 
 
 def test_equal_lengths_say_nothing(wire):

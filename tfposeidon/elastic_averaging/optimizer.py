@@ -17,6 +17,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges
+from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job, start
@@ -32,14 +33,13 @@ from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.units import readable_size
-from tfposeidon.wrapper import OptimizerWrapper, build_inner
 
 BETA = 0.9
 """Default of workers x alpha, by Zhang et al. 2015."""
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
-class ElasticAveraging(OptimizerWrapper):
+class ElasticAveraging(CommunicatingOptimizer):
     """Optimizer for asynchronous workers that exchange weights with a server (EASGD).
 
     Once in `sync_every` steps, a worker exchanges its weights `x` with the server's global weights
@@ -137,6 +137,7 @@ class ElasticAveraging(OptimizerWrapper):
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
+        self._exchange.build()
         self._adopt(variables)
 
     @property
@@ -183,8 +184,8 @@ class ElasticAveraging(OptimizerWrapper):
         return self.alpha if self._server_alpha is None else self._server_alpha
 
     @property
-    @override
     def agreed_settings(self) -> dict[str, Any]:
+        """Settings that must be equal on all ranks."""
         return {
             "sync_every": self._every,
             "alpha": self.alpha,
@@ -201,7 +202,13 @@ class ElasticAveraging(OptimizerWrapper):
           RuntimeError: If the optimizer is not built, so that its variables are unknown, or if the
             job has not started.
         """
-        plan = super().plan
+        check_built(self)
+        # All exchanged variables, in the dtype of the exchange.
+        described = [
+            dataclasses.replace(describe(variable), dtype="float32")
+            for variable in self.exchanged_variables
+        ]
+        plan = self._exchange.plans.planner.plan(described)
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
@@ -221,20 +228,7 @@ class ElasticAveraging(OptimizerWrapper):
         ]
         return dataclasses.replace(plan, occasion="exchange", notes=(*notes, *plan.notes))
 
-    @override
-    def _made_plan(self) -> Plan:
-        # All exchanged variables, in the dtype of the exchange.
-        described = [
-            dataclasses.replace(describe(variable), dtype="float32")
-            for variable in self.exchanged_variables
-        ]
-        return self._exchange.plans.planner.plan(described)
-
     # ------------------------------------------------------------------ steps
-
-    @override
-    def prepare(self, variables: Sequence[Any]) -> None:
-        """Has no effect: `build` has created all state for a step."""
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:

@@ -42,6 +42,7 @@ class Step:
       wire: Function that returns the wire between the ranks that exchange; by default all ranks.
       prefix: Function that returns the prefix of the names of its collectives, asked for when ranks
         agree; by default it is numbered.
+      settings: Function that returns further settings that ranks compare when they agree.
 
     Attributes:
       plans: Plans that its steps follow.
@@ -69,8 +70,9 @@ class Step:
         sample_count: sample_counts.SampleCount | None,
         wire: Callable[[], Wire] = runtime.wire,
         prefix: Callable[[], str] | None = None,
+        settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        self._optimizer, self._wire = optimizer, wire
+        self._optimizer, self._wire, self._own_settings = optimizer, wire, settings
         self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix or next_prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
@@ -246,7 +248,7 @@ class Step:
             **settings(optimizer.inner_optimizer),
             **_settings_of_loss_scale(optimizer),
             "gradient_accumulation_steps": steps,
-            **optimizer.agreed_settings,
+            **self._own_settings(),
             **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 

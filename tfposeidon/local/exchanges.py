@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.step import Step
-from tfposeidon.optimizers.wrapping import settings
 from tfposeidon.sample_counts import SampleCount
 
 
@@ -22,15 +21,8 @@ class Adding:
 
     gradient_accumulation_steps = None
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self) -> None:
         self.inner_optimizer = self.updater = keras.optimizers.SGD(1.0)
-
-    @property
-    def agreed_settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks, for JSON."""
-        inner = settings(self._optimizer.inner_optimizer, "inner optimizer")
-        return inner | self._optimizer.agreed_settings
 
 
 class Node:
@@ -48,6 +40,7 @@ class Node:
             runtime.node_wire,
             # Nodes of one rank run no exchange that would use up a number.
             prefix=lambda: f"{rounds.exchangers[-1].prefix}.node",
+            settings=optimizer.settings,
         )
         # The exchange within the node detects an absent rank first.
         self.exchange.absence = rounds.absence

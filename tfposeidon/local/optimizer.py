@@ -17,6 +17,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
+from tfposeidon.communicating import CommunicatingOptimizer, build_inner
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
@@ -35,11 +36,10 @@ from tfposeidon.state.placement import by_dtype
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.wrapper import OptimizerWrapper, build_inner
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
-class LocalUpdates(OptimizerWrapper):
+class LocalUpdates(CommunicatingOptimizer):
     """Optimizer that trains local weights on each rank and synchronizes them once in several steps.
 
     Ranks exchange differences from the global weights, which are equal on all ranks, and an outer
@@ -87,7 +87,10 @@ class LocalUpdates(OptimizerWrapper):
       >>> model.compile(optimizer=optimizer, loss="mse")
     """
 
-    _serialized: ClassVar[tuple[str, ...]] = (*OptimizerWrapper._serialized, "outer_optimizer")
+    _serialized: ClassVar[tuple[str, ...]] = (
+        *CommunicatingOptimizer._serialized,
+        "outer_optimizer",
+    )
     has_own_inner: ClassVar[bool] = True
 
     def __init__(
@@ -128,7 +131,9 @@ class LocalUpdates(OptimizerWrapper):
         # Read now: a rule's own optimizer cannot evaluate its learning rate while a step is traced.
         self._rule_settings = settings(self._rule, "outer_optimizer")
         # Differences are added, so their plans do not depend on the inner optimizer.
-        self._exchange = Step(exchanges.Adding(self), policy, bucket_bytes, sample_count)
+        self._exchange = Step(
+            exchanges.Adding(), policy, bucket_bytes, sample_count, settings=self.settings
+        )
         self._node = (
             exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
             if hierarchical
@@ -168,6 +173,7 @@ class LocalUpdates(OptimizerWrapper):
             self._rule.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.exchange.build()
+        self._exchange.build()
         self._adopt(variables)
 
     def _build_synchronization(self, variables: Sequence[Any]) -> None:
@@ -201,7 +207,7 @@ class LocalUpdates(OptimizerWrapper):
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
         if not self.built:
             return []
-        self.prepare(self._trainable_variables)
+        self._prepare(self._trainable_variables)
         slots = [
             (variable, StateDescription(name=f"inner {index}", placement=by_dtype(variable)))
             for index, variable in enumerate(self.inner_optimizer.variables)
@@ -274,9 +280,8 @@ class LocalUpdates(OptimizerWrapper):
 
     # ------------------------------------------------------------------ steps
 
-    @override
-    def prepare(self, variables: Sequence[Any]) -> None:
-        super().prepare(variables)
+    def _prepare(self, variables: Sequence[Any]) -> None:
+        self._exchange.exchanger(variables)
         if self._node is not None:
             self._node.exchange.exchanger(variables)
         self._carry_statistics()
@@ -295,7 +300,7 @@ class LocalUpdates(OptimizerWrapper):
         if synchronization is None:
             self._update(grads, variables, count)
             return
-        self.prepare(variables)
+        self._prepare(variables)
         # Ranks agree on the exchange when a step is traced; it runs between executions.
         with self._exchange.call(variables, variables, count):
             self._check_start(synchronization)
@@ -359,11 +364,11 @@ class LocalUpdates(OptimizerWrapper):
             "tfposeidon.broadcast_variables(model.variables) before the first step.",
         )
 
-    @property
-    @override
-    def agreed_settings(self) -> dict[str, Any]:
-        schedule = dataclasses.asdict(self._schedule)
-        return {**schedule, "hierarchical": self._node is not None, **self._rule_settings}
+    def settings(self) -> dict[str, Any]:
+        """Returns what must be equal on all ranks, besides what each exchange compares."""
+        schedule, is_hierarchical = dataclasses.asdict(self._schedule), self._node is not None
+        inner = settings(self.inner_optimizer, "inner optimizer")
+        return {**inner, **schedule, "hierarchical": is_hierarchical, **self._rule_settings}
 
     @property
     @override
@@ -452,7 +457,8 @@ class LocalUpdates(OptimizerWrapper):
             return FitHooks()
         # The optimizer must not keep its model alive.
         self._model = weakref.ref(model)
-        return self._showing.hooks(model, self._schedule.check_steps_per_execution)
+        hooks = self._showing.hooks(model, self._schedule.check_steps_per_execution)
+        return dataclasses.replace(hooks, prepare=self._prepare)
 
     def _end_fit(self) -> None:
         """Warns if training ended before the first synchronization."""

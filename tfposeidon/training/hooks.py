@@ -12,7 +12,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 
 
-def _accept(callbacks: Sequence[Any]) -> None:
+def _accept(values: Sequence[Any]) -> None:
     pass
 
 
@@ -29,6 +29,8 @@ class FitHooks:
     """
 
     check: Callable[[Sequence[Any]], None] = _accept
+    # Creates the variables that a step over these trainable variables needs, before it is traced.
+    prepare: Callable[[list[Any]], Any] = _accept
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
     around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = _around_nothing

@@ -235,7 +235,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace creates the exchange's variables, and TensorFlow traces the
             # step a second time.
-            optimizer.prepare(model.trainable_weights)
+            optimizer.fit_hooks(model).prepare(model.trainable_weights)
 
 
 def _trains_all_together(model: keras.Model) -> bool:

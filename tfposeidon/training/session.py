@@ -24,7 +24,7 @@ from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
 
 _distributed: tuple[type, ...] = ()
-"""`OptimizerWrapper`, set by registration, since its module imports this one."""
+"""`CommunicatingOptimizer`, set by registration, since its module imports this one."""
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """Communicating optimizers. If there are none, models are not searched."""
 _MOST_ITEMS = 100
@@ -35,7 +35,7 @@ _joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join"
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
-    """Registers the base class of communicating optimizers, `OptimizerWrapper`."""
+    """Registers the base class of communicating optimizers, `CommunicatingOptimizer`."""
     global _distributed
     _distributed = (optimizer_class,)
 

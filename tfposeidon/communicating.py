@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -20,23 +20,20 @@ from tfposeidon.communication import surroundings
 from tfposeidon.exchange.joining import JoinHook, join_hooks
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
-from tfposeidon.optimizers.wrapping import innermost, leaves
+from tfposeidon.optimizers.wrapper import OptimizerWrapper
 from tfposeidon.planning.plan import Plan
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches, one_writer, session
 from tfposeidon.training.hooks import FitHooks
 
 
-class OptimizerWrapper(keras.optimizers.Optimizer):
+class CommunicatingOptimizer(OptimizerWrapper):
     """Base class of optimizers that communicate, and let a Keras optimizer inside apply updates.
 
     Under `mixed_float16`, `compile` wraps it in Keras's `LossScaleOptimizer`, as any optimizer; see
     `apply_under`. Subclasses document the arguments of the constructor.
     """
 
-    built: bool
-    _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
-    """Arguments in `get_config` that are objects serialized by Keras."""
     has_own_inner: ClassVar[bool] = False
     """True if the state of the inner optimizer and of a loss scale differs between ranks."""
 
@@ -50,43 +47,17 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         name: str,
     ) -> None:
         surroundings.check_surroundings()
-        arguments.check_inner(type(self).__name__, inner_optimizer, OptimizerWrapper)
+        arguments.check_inner(type(self).__name__, inner_optimizer, CommunicatingOptimizer)
         bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
-        super().__init__(
-            # Unused: the property `learning_rate` is that of the inner optimizer.
-            learning_rate=0.0,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            name=name,
-        )
-        self.inner_optimizer = inner_optimizer
+        super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Here and not at import, because importing the module must not change Keras.
-        keras_patches.patch_keras(OptimizerWrapper)
+        keras_patches.patch_keras(CommunicatingOptimizer)
         session.note_made(self)
 
     # ------------------------------------------------------------------ state
-
-    def _adopt(self, variables: Sequence[Any]) -> None:
-        """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
-        # Keras's method serves replicas of `tf.distribute`, which is refused. It joins all
-        # gradients, so that the first update, or gather from shard owners, would wait for the last
-        # exchange. It also registers a gradient function permanently, which references the graph of
-        # each traced step.
-        for leaf in leaves(self.inner_optimizer):
-            leaf._all_reduce_sum_gradients = list
-        # Bypass Keras's `build`, which would create accumulators for this wrapper too, and its
-        # attribute tracking, which would add the weights to this optimizer's variables.
-        self.__dict__["_trainable_variables"] = list(variables)
-        self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
-        self._exchange.build()
-        self.built = True
-
-    @property
-    def rank_variables(self) -> list[Any]:
-        """Variables of `rank_state`."""
-        return [variable for variable, _ in self.rank_state]
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
@@ -94,32 +65,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         # Accumulated gradients, the state of schemes, and this rank's shards of the inner
         # optimizer. `keras_callbacks.Checkpoint` saves them per rank; `.keras` files do not.
         raise NotImplementedError
-
-    @property
-    @override
-    def iterations(self) -> Any:
-        return self.inner_optimizer.iterations
-
-    @property
-    @override
-    def learning_rate(self) -> Any:
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def _model_variables_moving_average(self) -> list[Any]:
-        """Averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
-        averages: list[Any] = innermost(self)._model_variables_moving_average
-        return averages
-
-    @property
-    def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set separately."""
-        found: list[keras.optimizers.Optimizer] = innermost(self).optimizers
-        return found
 
     @property
     def plan(self) -> Plan:
@@ -131,14 +76,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         Raises:
           RuntimeError: If the optimizer is not built, so that its variables are unknown.
         """
-        if not self.built:
-            raise RuntimeError(
-                "There is a plan once the optimizer knows its variables. Received: an optimizer "
-                "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
-            )
-        return self._made_plan()
-
-    def _made_plan(self) -> Plan:
+        check_built(self)
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
     @property
@@ -147,51 +85,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
 
     @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
-        """Returns an optimizer from the result of `get_config`, without Horovod or a launcher."""
-        objects: dict[str, Any] = {
-            key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
-            for key in cls._serialized
-            if key in config
-        }
-        return cls(**{**config, **objects})
-
-    @override
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Assigns arrays to `variables`, those of the inner optimizer, in their order."""
-        if not self.built:
-            raise ValueError(
-                "The optimizer must be built before its weights are set. Received: one that is "
-                "not. Call fit, or optimizer.build(model.trainable_variables), first."
-            )
-        wanted, given = (
-            [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
-        )
-        if wanted != given:
-            raise ValueError(
-                "There must be an array for each of the optimizer's variables, in their shapes "
-                f"{wanted}. Received: shapes {given}. Give what another optimizer of the same kind "
-                "holds in `variables`."
-            )
-        for variable, array in zip(self.variables, weights, strict=True):
-            variable.assign(array)
-
-    @override
     def save_own_variables(self, store: Any) -> None:
         """Saves nothing: Keras saves the inner optimizer as a part of this one."""
         if self._exchange.exchangers:
             one_writer.warn_if_all_save()
 
-    @override
-    def load_own_variables(self, store: Any) -> None:
-        """Loads nothing: Keras loads the inner optimizer as a part of this one."""
-
     # ------------------------------------------------------------------ steps
-
-    def prepare(self, variables: Sequence[Any]) -> None:
-        """Creates the variables that an exchange needs, before a step is traced."""
-        self._exchange.exchanger(variables)
 
     # AutoGraph would convert everything that a custom step calls; nothing in here needs it.
     @override
@@ -252,20 +151,11 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if not grads:
             return
         variables = list(self._trainable_variables if variables is None else variables)
-        session.note_applied(self._around() or self, variables)
-        self._check(grads, variables)
-        count = self._exchange.batch.current if sample_count is None else sample_count
-        self._step(grads, variables, count)
-
-    def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        """Executes one call of `apply`, weighted by `count` samples; `None` for equal weights."""
-        raise NotImplementedError
-
-    def _check(self, grads: list[Any], variables: list[Any]) -> None:
+        scale = self._around()
+        session.note_applied(scale or self, variables)
         if not self.built:
             with surroundings.made_before_the_trace():
                 self.build(variables)
-        scale = self._around()
         if scale is not None and not scale.built:
             # In the trace: the step is traced again, because `scale_loss` ran without these
             # variables.
@@ -277,39 +167,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f"There must be a gradient per variable. Received: {len(grads)} gradients and "
                 f"{len(variables)} variables. Give None for variables without one."
             )
+        count = self._exchange.batch.current if sample_count is None else sample_count
+        self._step(grads, variables, count)
 
-    @override
-    def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
-        """Performs one step as `apply` does, with pairs of gradients and variables.
-
-        Args:
-          grads_and_vars: Pairs of a gradient and its variable.
-          sample_count: Number of samples of the gradients on this rank; see `apply`.
-
-        Returns:
-          Number of updates so far.
-        """
-        pairs = list(grads_and_vars)
-        self.apply(
-            [gradient for gradient, _ in pairs], [variable for _, variable in pairs], sample_count
-        )
-        return self.iterations
-
-    @override
-    def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the inner optimizer's `loss_scale_factor`, if it has one."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    @override
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends `fit` as the inner optimizer does."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    @override
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the inner weight decay; must be called before `build`."""
-        for leaf in leaves(self.inner_optimizer):
-            leaf.exclude_from_weight_decay(var_list, var_names)
+    def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
+        """Executes one call of `apply`, weighted by `count` samples; `None` for equal weights."""
+        raise NotImplementedError
 
     @property
     def policy(self) -> policies.Policy:
@@ -354,11 +217,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Object that exchanges the gradients, for training loops and callbacks."""
         return self._exchange
 
-    @property
-    def agreed_settings(self) -> dict[str, Any]:
-        """Settings of the subclass that must be the same on all ranks, as JSON values."""
-        return {}
-
     def join_hooks(self) -> list[JoinHook]:
         """Returns callables that join other ranks' exchanges once this rank has no more data."""
         return join_hooks(self._exchange)
@@ -367,12 +225,21 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def fit_hooks(self, model: Any) -> FitHooks:
         """Returns the callbacks and step hooks that `fit` of a model needs for this optimizer."""
-        return FitHooks()
+        return FitHooks(prepare=self._exchange.exchanger)
 
     def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the variables hold weights that are equal on all ranks."""
         # With `assign`, weights that are assigned in the context become the global ones.
         return contextlib.nullcontext()
+
+
+def check_built(optimizer: Any) -> None:
+    """Refuses to plan for an optimizer that is not built, and has no variables yet."""
+    if not optimizer.built:
+        raise RuntimeError(
+            "There is a plan once the optimizer knows its variables. Received: an optimizer "
+            "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
+        )
 
 
 def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -383,7 +250,7 @@ def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
         optimizer.build(variables)
 
 
-def unwrap(optimizer: keras.optimizers.Optimizer) -> OptimizerWrapper:
+def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
     """Returns the optimizer that communicates, without Keras's loss scale around it.
 
     Under `mixed_float16`, `compile` wraps the optimizer in a `LossScaleOptimizer`, which is then
@@ -406,7 +273,7 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> OptimizerWrapper:
       True
     """
     found = session.without_loss_scale(optimizer)
-    if not isinstance(found, OptimizerWrapper):
+    if not isinstance(found, CommunicatingOptimizer):
         raise TypeError(
             "`optimizer` must be a DistributedOptimizer, LocalUpdates or ElasticAveraging, or a "
             f"LossScaleOptimizer around one. Received: {optimizer!r} of type "
