@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from tests.helpers.models import rank_variables
 from tests.helpers.training import check_equal
 from tests.launch import horovodrun
 from tests.state.resuming import fit_with_checkpoint, sharded_adam
@@ -9,7 +10,6 @@ from tests.state.resuming import fit_with_checkpoint, sharded_adam
 FIRST_HALF = """
 import sys, keras, tfposeidon as tp
 from tests.state.resuming import fit_with_checkpoint, sharded_adam
-from tests.helpers.models import rank_variables
 tp.init()
 fit_with_checkpoint(sharded_adam, sys.argv[1], epochs=1, samples=32, rank=tp.rank(), ranks=2)
 """

@@ -1,1 +1,1 @@
-"""The exchange of gradients in each step, by a plan that all ranks have agreed on."""
+"""Exchange of gradients in each step, by a plan that all ranks have agreed on."""

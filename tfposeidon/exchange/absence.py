@@ -1,4 +1,8 @@
-"""Ranks that are out of data: whether steps watch for them, and how many there were."""
+"""Ranks with exhausted input: whether steps watch for them, and their number.
+
+Ranks may have different numbers of batches. A rank without a batch joins the steps of the others,
+and this module counts such ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import tensorflow as tf
 class Absence:
     """Number of ranks that took part in a step without a batch of their own.
 
-    Steps that are traced while it is watched drop their update on all ranks if one is out of data.
-    The training loop asks for that, and ends the epoch together with the other ranks.
+    Steps that are traced while it is watched skip their update on all ranks if one rank's input is
+    exhausted. The training loop requests that, and ends the epoch on all ranks together.
     """
 
     def __init__(self) -> None:
@@ -18,28 +22,24 @@ class Absence:
         self._complete: tf.Variable | None = None
 
     def build(self) -> None:
-        """Makes the variables that steps leave the numbers in, before a step is traced."""
+        """Creates the variables for the numbers, before a step is traced."""
         self._ranks = tf.Variable(0.0, trainable=False, name="absent")
         self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
 
     def watch(self, wanted: bool) -> None:
-        """Sets whether steps drop their updates on all ranks if one of them is out of data.
-
-        Args:
-          wanted: True if steps that are traced from now on do so.
-        """
+        """Sets whether later traced steps skip updates if a rank's input is exhausted."""
         self._is_watched = wanted
-        # What a `fit` that was interrupted has left.
+        # Discard the number of an interrupted `fit`.
         self.forget()
 
     @property
     def is_watched(self) -> bool:
-        """True if steps drop their updates on all ranks if one of them is out of data."""
+        """True if steps skip updates on all ranks if one rank's input is exhausted."""
         return self._is_watched
 
     @property
     def ranks(self) -> int:
-        """Ranks that had no batch left, at most, in a step of this epoch that was watched."""
+        """Maximum number of ranks without a batch in a step of this epoch."""
         return 0 if self._ranks is None else int(self._ranks.numpy())
 
     @property
@@ -48,28 +48,21 @@ class Absence:
         return 0 if self._complete is None else int(self._complete.numpy())
 
     def forget(self) -> None:
-        """Begins another epoch, in which no rank is out of data yet."""
+        """Starts another epoch, in which no rank's input is exhausted yet."""
         if self._ranks is not None:
             self._ranks.assign(0.0)
 
     def note(self, ranks: int) -> None:
-        """Keeps a number that was found between two steps."""
+        """Records a number that was found between two steps."""
         if self._ranks is not None:
             self._ranks.assign(max(self.ranks, ranks))
 
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
-        """Keeps the number that a step has found, as a part of the step.
-
-        Args:
-          ranks: Number of ranks without a batch, a float32 scalar.
-
-        Returns:
-          True if every rank had a batch, a bool scalar; `None` where that is not watched.
-        """
+        """Records a step's number in the step; returns whether it is 0; `None` if not watched."""
         assert self._ranks is not None
-        # Read by nobody in most steps, but TensorFlow leaves out a collective whose result is not
-        # used. The largest, as a later exchange of the same execution, such as one in the node,
-        # may be of ranks that all have data.
+        # Assign it in every step, because TensorFlow prunes a collective whose result is unused.
+        # Retain the maximum, because a later exchange of the same execution, such as one within the
+        # node, may only include ranks with data.
         self._ranks.assign(tf.maximum(self._ranks, ranks))
         if not self._is_watched:
             return None

@@ -1,7 +1,7 @@
-"""The plans of one optimizer, which ranks agree on when its steps are traced.
+"""Plans of one optimizer, which ranks agree on when its steps are traced.
 
-There is one plan for each list of variables that the optimizer is called with: a GAN or a model
-that is trained in parts calls it with several.
+There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
+that is trained in parts, has several.
 """
 
 from __future__ import annotations
@@ -32,27 +32,19 @@ from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
 
 # Collectives are matched by name. Plans take their number at their first step, which all ranks
-# reach together, and not when they are made: a rank may make or load more optimizers than others.
+# reach together, and not at their creation: a rank may create or load more optimizers than others.
 _numbers = itertools.count()
 
 
 def next_prefix() -> str:
-    """Returns a prefix of the names of collectives, another one each time."""
+    """Returns a prefix of the names of collectives, different at each call."""
     return f"tp{next(_numbers)}"
 
 
 class AgreedPlans:
     """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
 
-    Args:
-      policy: Choice of the scheme by which a variable is exchanged.
-      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
-      wire: Function that returns the wire between the ranks that exchange.
-      prefix: Function that returns the prefix of the names of the collectives of a plan.
-
-    Attributes:
-      planner: Makes the plans.
-      choose_norms: Function that chooses how norms of layers are computed; see `layer_norms`.
+    `choose_norms` is the function that chooses how layer norms are computed; see `layer_norms`.
     """
 
     def __init__(
@@ -69,24 +61,15 @@ class AgreedPlans:
         self._effective_rates: dict[Any, EffectiveRate] = {}
         self._norms: dict[Any, layer_norms.NormMethod] = {}
         self._learnt: dict[Paths, Measured] = {}
-        # Lists of variables whose plans change unless they are kept, and what is predicted for
-        # these plans now.
+        # Lists of variables whose plans change unless they are retained, and the forecasts of the
+        # current plans.
         self._changing: set[Paths] = set()
         self._kept: list[tuple[Exchanger, Forecast]] = []
         self._notes: dict[Any, dict[str, None]] = {}
         self._zeros = Zeros()
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
-        """Returns the exchanger of a list of variables, and makes it if need be.
-
-        Args:
-          variables: Keras or TensorFlow variables; another order is another list.
-          inner_optimizer: Optimizer that applies the means.
-
-        Raises:
-          ValueError: If the plan does not go with the inner optimizer, or for a variable that is
-            not floating point.
-        """
+        """Returns the exchanger of a list of variables, after creating it if necessary."""
         key = _key(variables)
         if key not in self._exchangers:
             plan = self.planner.plan_before_first_step([describe(v) for v in variables])
@@ -98,40 +81,25 @@ class AgreedPlans:
         return self._exchangers[key]
 
     def effective_rate(self, variables: list[Any]) -> EffectiveRate:
-        """Returns the rate at which the schemes' state of `variables` was made.
-
-        Args:
-          variables: Variables for which `exchanger` was called, in the same order.
-        """
+        """Returns the learning rate at which the schemes' state of `variables` was computed."""
         return self._effective_rates[_key(variables)]
 
     def norms(self, variables: list[Any]) -> Norms | None:
-        """Returns the function by which a layer-wise optimizer computes norms; `None` for its own.
-
-        Args:
-          variables: Variables that the optimizer updates.
-        """
+        """Returns the norm function for a layer-wise optimizer; `None` for the optimizer's own."""
         return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """All exchangers, in the order in which they were made."""
+        """All exchangers, in the order of their creation."""
         return list(self._exchangers.values())
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in a step, in the order in which they were made."""
+        """Exchangers that ranks have agreed on in a step, in the order of their creation."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as the last step followed them.
-
-        Before the first step it is the plan for `variables`, without factors.
-
-        Args:
-          variables: Trainable variables of the optimizer.
-          inner_optimizer: Optimizer that applies the means.
-        """
+        """Returns all plans as one, as of the last step, or before it the plan of `variables`."""
         plans = [self._of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
@@ -149,21 +117,10 @@ class AgreedPlans:
         inner_optimizer: Any,
         settings: dict[str, Any],
     ) -> None:
-        """Checks, while the first step is traced, that all ranks are about to do the same.
+        """Checks that all ranks exchange the same, while the first step is traced; plans again.
 
-        Then it plans once more, with the factors that the graph shows. Later traces change nothing:
-        ranks retrace when they like, and nobody else might be there to answer.
-
-        Args:
-          grads: Gradients of this rank, one per variable: tensors, `IndexedSlices` or `None`.
-          variables: Variables of the gradients, in the same order.
-          inner_optimizer: Optimizer that applies the means.
-          settings: Further settings that have to be the same on all ranks, besides the variables,
-            the policy and `bucket_bytes`; for JSON.
-
-        Raises:
-          RuntimeError: On all ranks alike, if variables or settings differ.
-          ValueError: If a scheme needs factors and no gradient has any.
+        The new plan uses the factors that the graph shows. Later traces change nothing: a rank may
+        retrace at any time, when other ranks do not respond.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is None:
@@ -187,16 +144,12 @@ class AgreedPlans:
         self._take_notes(grads, variables, inner_optimizer, settings)
 
     def change_policy(self, policy: Policy) -> None:
-        """Drops all plans; those of the next traced step follow `policy`.
-
-        Args:
-          policy: Policy of later steps, the same on all ranks.
-        """
+        """Discards all plans; those of the next traced step follow `policy`."""
         self.planner.change_policy(policy)
         self.forget()
 
     def forget(self) -> None:
-        """Drops all plans; those of the next traced step are made by what is known then."""
+        """Discards all plans; the next traced step makes plans from the data available then."""
         self._changing.clear()
         for key in list(self._exchangers):
             self._forget(key)
@@ -206,23 +159,17 @@ class AgreedPlans:
             of_all.pop(key, None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the plans and what they were made by, for JSON."""
+        """Returns the plans and the data behind them, for JSON."""
         plans = [Resumed.of(exchanger.plan).to_dict() for exchanger in self.agreed_exchangers]
-        # Plans that are about to change have been made already.
+        # If plans are about to change, the new ones have been computed from `_learnt`.
         learnt = self._learnt if self._changing else None
         changing = sorted(self._changing)
         return self.planner.to_dict(learnt) | {"plans": plans, "changing": changing}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Goes on with the plans of an earlier run, where links and nodes are the same.
+        """Continues with an earlier run's plans if profile and nodes are the same.
 
-        All ranks call it together.
-
-        Args:
-          saved: Result of `to_dict` in the earlier run, from JSON.
-
-        Returns:
-          True if later plans may be others than those so far.
+        All ranks call it together. It returns true if later plans may differ from the current ones.
         """
         if not self.planner.resume(saved):
             return False
@@ -231,13 +178,10 @@ class AgreedPlans:
         return True
 
     def learn(self, found: Mapping[tuple[str, ...], Measured]) -> float:
-        """Plans by what steps have measured; steps go on by the plans so far until `adopt`.
+        """Plans from measured step times; the plans take effect in `adopt`.
 
-        Args:
-          found: What was measured, by the paths of a list of variables; the same on all ranks.
-
-        Returns:
-          Predicted seconds that each step would save by the new plans; 0 if they are the old ones.
+        `found` is the same on all ranks. Returns the predicted seconds that new plans save per
+        step; 0 if plans are unchanged.
         """
         links = runtime.links()
         self._learnt, saved_s = dict(found), 0.0
@@ -263,13 +207,13 @@ class AgreedPlans:
     def _prediction(
         self, exchanger: Exchanger, links: NetworkProfile, measured: Measured
     ) -> Prediction:
-        """Predicts, by what steps have measured, the step of the plan that they have followed."""
+        """Predicts, from measured step times, the step of the current plan."""
         followed, slowdown = self._of_last_step(exchanger), 1.0
-        # There is none where factors had no rows yet.
+        # Without a forecast, the rows of factors were not known yet.
         name, bucket_bytes = "the first plan", self.planner.bucket_bytes
         for before in exchanger.plan.forecasts:
             name, bucket_bytes = before.chosen.name, before.chosen.bucket_bytes
-            # A race over other links tells nothing about these.
+            # A timed trial on another network does not apply to this one.
             slowdown = before.chosen.slowdown if before.links == links else 1.0
         return Prediction(
             name=name,
@@ -279,7 +223,7 @@ class AgreedPlans:
         )
 
     def keep(self) -> None:
-        """Keeps the plans so far, though others were predicted to be faster."""
+        """Retains the current plans, although others are predicted to be faster."""
         for exchanger, forecast in self._kept:
             exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
         self.planner.decide()
@@ -287,9 +231,9 @@ class AgreedPlans:
         self._changing.clear()
 
     def adopt(self) -> None:
-        """Keeps what was learnt, by which plans are made from now on, in resumed runs too.
+        """Applies the plans of `learn`, also in resumed runs.
 
-        Plans that change are dropped; the others stay, with what their schemes have kept.
+        Plans that change are discarded. The others stay, with the state of their schemes.
         """
         self.planner.keep(self._learnt)
         for key, exchanger in list(self._exchangers.items()):
@@ -303,13 +247,13 @@ class AgreedPlans:
         return bool(self._changing)
 
     def flush(self) -> None:
-        """Makes schemes whose plans change send everything, what they have kept included."""
+        """Makes schemes whose plans change send everything, including residuals."""
         for exchanger in self._to_change:
             exchanger.states.flush()
 
     @property
     def have_flushed(self) -> bool:
-        """True if schemes whose plans change keep nothing, on all ranks alike."""
+        """True if schemes whose plans change have no residuals, on all ranks alike."""
         return all(exchanger.states.has_flushed for exchanger in self._to_change)
 
     @property
@@ -320,13 +264,13 @@ class AgreedPlans:
         return exchanger.plan.paths in self._changing
 
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Yields the variables that schemes keep on this rank, each with what it is."""
+        """Yields the variables of schemes' state on this rank, each with its description."""
         for key, exchanger in self._exchangers.items():
             states = exchanger.states
             if states.exist:
                 yield from zip(itertools.chain(*states.variables), states.describe(), strict=True)
-                # By the variables, and not by a number: another run may meet the lists in another
-                # order.
+                # Identify it by the variables, not by a number: another run may use the lists in
+                # another order.
                 members = states.members
                 rate = StateDescription(name="effective_rate", members=members)
                 yield self._effective_rates[key].variable, rate
@@ -341,7 +285,7 @@ class AgreedPlans:
         return replace(plan, forecasts=forecasts)
 
     def _plan_again(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
-        """Plans again, now that the graph shows the ops that make the gradients."""
+        """Plans again, now that the graph shows the ops that compute the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
         found = factor_agreement.find_factors(grads, descriptions, replicated)
@@ -352,13 +296,13 @@ class AgreedPlans:
         if self.planner.leaves_open:
             self._check_same_plan(plan, f"{exchanger.prefix}.plan")
         factor_agreement.check_any_factors(plan, self.planner.policy)
-        # With the variables of the old one: TensorFlow traces once more what makes variables.
+        # Reuse the old exchanger's variables: TensorFlow retraces a function that creates any.
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
 
     def _check_same_plan(self, plan: Plan, name: str) -> None:
-        """Compares what predicted steps have decided, which rests on floating-point numbers."""
+        """Compares plans over ranks, because predictions depend on floating-point arithmetic."""
         with tf.init_scope():
             everybody = exchange_objects(plan.digest, self._wire(), name)
         agreement.require_equal(
@@ -408,7 +352,7 @@ class AgreedPlans:
 
 
 def _key(variables: list[Any]) -> Any:
-    # TensorFlow's variables have no hash, for they compare element by element.
+    # TensorFlow's variables are not hashable, because they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
 
 

@@ -1,4 +1,4 @@
-"""Number of samples that a rank weighs by, as it is counted in the batch that it trains on."""
+"""Number of samples by which a rank is weighted, counted in its current batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from tfposeidon import sample_counts
 
 
 class BatchCount:
-    """Count of the batch that a train step has in hand.
+    """Count of the batch of the current train step.
 
-    Keras's train steps call `apply` without a count; `fit` makes it known here around each step.
-
-    Args:
-      function: Function from a batch to its count, `None` for the number of its rows; see
-        `sample_count` of `DistributedOptimizer`.
-
-    Attributes:
-      are_equal: True if ranks have agreed that all batches have as many rows.
+    Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
+    `are_equal` is true if ranks have agreed that all batches have equally many rows.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
@@ -29,7 +23,7 @@ class BatchCount:
 
     @property
     def function(self) -> sample_counts.SampleCount | None:
-        """Function that counts, as it was given."""
+        """Function from a batch to its count; `None` to count its rows."""
         return self._function
 
     @property
@@ -38,23 +32,12 @@ class BatchCount:
         return self._current
 
     def is_of_rows(self, count: Any) -> bool:
-        """Returns whether a count is the current batch's number of rows, taken by default.
-
-        Args:
-          count: Count that a call of `apply` weighs by.
-        """
+        """Returns whether a count is the current batch's number of rows, used by default."""
         return count is not None and count is self._current and self._function is None
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:
-        """Makes `apply` weigh this rank by what a batch counts, within this context.
-
-        Args:
-          data: Batch as the train step is given it, such as `(x, y, sample_weight)`.
-
-        Raises:
-          ValueError: If the function makes more than one number of it.
-        """
+        """Makes `apply` weight this rank by the count of `data` within this context."""
         count = sample_counts.counted(self._function or sample_counts.batch_size, data)
         self._current, previous = count, self._current
         try:

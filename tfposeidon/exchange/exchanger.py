@@ -1,7 +1,8 @@
-"""Execution of a plan: one exchange per bucket, each as soon as its gradients exist.
+"""Executes a plan: one exchange per bucket, which starts once the bucket's gradients exist.
 
-Nothing in one bucket's exchange depends on another's, so TensorFlow starts them in the order in
-which backpropagation makes the gradients (wait-free backpropagation, Poseidon section 3.1).
+Exchanges of different buckets do not depend on each other. TensorFlow therefore starts them in the
+order in which backpropagation computes the gradients (wait-free backpropagation, Poseidon section
+3.1).
 """
 
 from __future__ import annotations
@@ -45,23 +46,10 @@ Afterwards = Callable[[list[Any]], list[Any]]
 class Exchanger:
     """Exchanges the gradients of one list of variables.
 
-    Args:
-      plan: Buckets of variables, each with its scheme.
-      wire: Collectives that join the ranks.
-      zeros: Zeros of another exchanger, to share them.
-      other: Exchanger of the same variables whose place it takes, to share what steps count.
-
-    Attributes:
-      plan: Buckets of variables, each with its scheme.
-      wire: Collectives that join the ranks.
-      prefix: Prefix of the names of its collectives; `None` until ranks have agreed.
-      states: State that the schemes keep from step to step.
-      rows: Rows of factors in the last step that had any, `[variables]` float32: at a bucket's
-        index the sum over its variables and all ranks.
-      own_rows: Rows of factors of each variable in this rank's last step, `[variables]` float32,
-        where the choice of schemes is left open; 0 for gradients without factors.
-      calls: Number of exchanges in a traced step, at most.
-      times: Times of the steps that exchanged by it.
+    `prefix` of the names of its collectives is `None` until ranks have agreed. `rows[i]` is the sum
+    of factor rows over ranks and variables of bucket i in the last step that had any; `own_rows`
+    has this rank's rows per variable, 0 without factors, while the planner may still choose the
+    scheme. `calls` is the maximum number of exchanges in a traced step.
     """
 
     def __init__(
@@ -76,9 +64,11 @@ class Exchanger:
         self.prefix: str | None = None
         self._present_at_first_step: list[bool] = []
         self.calls = 0
-        # By graph: one that is traced anew counts from 0, and none is kept alive for its count.
+        # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
+        # alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # For counts of samples and rows, and for `opaque`. All are made now: see `Zeros`.
+        # Zeros for counts of samples and rows, and for `opaque`. Create all of them now; see
+        # `Zeros`.
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         dtypes |= {
             d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors
@@ -86,46 +76,30 @@ class Exchanger:
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted(dtypes):
             self._zeros[dtype]
-        # For as many buckets as there might be: which there are is known in a trace, and TensorFlow
-        # traces a step once more whose first trace makes variables.
+        # Size for the largest possible number of buckets, which is known only in a trace. If a
+        # trace created variables, TensorFlow would trace the step again.
         count = len(self.plan.descriptions)
         self.rows: tf.Variable = _variable([count], "rows") if other is None else other.rows
         self.own_rows: tf.Variable = _variable([count], "rows") if other is None else other.own_rows
         self.times: StepTimes = StepTimes() if other is None else other.times
-        # Samples of all ranks in the last step, if all had as many; else 0.
+        # Samples of all ranks in the last step if all had equally many, else 0.
         self._expected: tf.Variable = _variable([], "samples") if other is None else other._expected
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
-        """Replaces another exchanger of the same variables.
-
-        It goes on with the state of buckets that have the same members and scheme.
-
-        Args:
-          other: Exchanger by another plan, on which ranks have agreed.
-        """
+        """Replaces `other`, with its state for buckets that have the same members and scheme."""
         self.prefix, self.calls, self._calls = other.prefix, other.calls, other._calls
         self._present_at_first_step = other._present_at_first_step
         self.states.take_over(other.states)
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
-        """Checks, before the first exchange, that all ranks are about to exchange the same.
-
-        Args:
-          prefix: Prefix of the names of its collectives; the same on every rank.
-          gradients: Gradients of the first step; `None` where this rank has none. Later steps may
-            have others.
-          settings: Further settings that have to be the same on all ranks, for JSON.
-
-        Raises:
-          RuntimeError: On all ranks alike, naming the first difference.
-        """
+        """Checks before the first exchange that variables and settings are equal on all ranks."""
         mine = {
             "settings": settings,
             "variables": as_json(self.plan.descriptions),
             "present": [g is not None for g in gradients],
         }
-        # Outside of the graph that is traced: now, and not in every step.
+        # Run now, outside of the traced graph, and not in every step.
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         agreement.require_equal(
@@ -141,28 +115,19 @@ class Exchanger:
         self.prefix = prefix
 
     def group_by_first_step(self, indices: Sequence[int]) -> list[list[int]]:
-        """Groups variables by whether any rank had a gradient of theirs at the first step.
-
-        Variables of one group mostly go together: they have a gradient in the same steps.
-
-        Args:
-          indices: Indices of variables.
-
-        Returns:
-          At most two lists that are not empty, that of variables with a gradient first.
-        """
+        """Groups variables by whether any rank had their gradient in the first step."""
         with_gradient = [i for i in indices if self._present_at_first_step[i]]
         without = [i for i in indices if not self._present_at_first_step[i]]
         return [group for group in (with_gradient, without) if group]
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Counts one use of the exchanger, of which there may be several in the graph of one step.
+        """Counts one use of the exchanger, of which the graph of a step may have several.
 
-        Collectives within it get the names of this use: in a graph each name may occur once.
+        Collectives in this context have names of this use, because names in a graph must be unique.
         """
         graph = tf.compat.v1.get_default_graph()
-        # Eager collectives have no names that would have to differ.
+        # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
         self._calls[graph] = number + 1
         self.calls = max(self.calls, number + 1)
@@ -192,20 +157,10 @@ class Exchanger:
         rescale: tf.Tensor | None = None,
         has_batch: bool = True,
     ) -> tuple[Presence, list[Any], list[State]]:
-        """Exchanges all buckets, ranks weighing by their samples.
-
-        Args:
-          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `FactorPair` or `None`.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-          rescale: Factor for what schemes have kept of earlier gradients; see `exchange`.
-          has_batch: True if this rank has a batch, which may be one in which nothing counts.
-
-        Returns:
-          The participation of ranks in the step; means and new states as `exchange` returns them.
-        """
+        """Exchanges all buckets, weighted by samples; returns participation, means and states."""
         takes_factors = any(bucket.takes_factors for bucket in self.plan.buckets)
         if takes_factors or self.wire.topology.size == 1:
-            # Factors have their weight before they are sent, and one rank has nothing to wait for.
+            # Factors need their weight before they are sent, and a single rank waits for no other.
             return self._means_after_count(gradients, count, rescale, has_batch)
         ranks = float(self.wire.topology.size)
         with tf.device("/CPU:0"):
@@ -217,11 +172,11 @@ class Exchanger:
                 asks, lambda: self._count_all(count), lambda: (expected, tf.constant(True))
             )
             weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
-            # A batch without samples is never as expected: its mean is not a number, and must not
-            # be sent as it is.
+            # A batch without samples never counts as expected: its mean is NaN and must not be
+            # sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
-        # After the first gradient: Horovod mostly carries it in one cycle with the first bucket,
-        # and a rank whose data have ended does not count.
+        # Wait for the first gradient, so that Horovod mostly runs this in one cycle with the first
+        # bucket, and a rank whose input is exhausted does not count.
         first = [tensor for gradient in gradients for tensor in tensors_of(gradient)][-1:]
         with tf.control_dependencies(first):
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
@@ -234,7 +189,8 @@ class Exchanger:
             with names_ending_in(".again"):
                 total, are_equal = self._count_all(count)
                 weight = weight_of(count, total, self.wire.topology.size)
-                # What ranks with equal batches have sent is right, however large these are.
+                # Reuse the first exchange if ranks have equal batches: its means are correct for
+                # any size.
                 means, states = tf.cond(
                     are_equal, lambda: sent, lambda: self.exchange(gradients, weight, rescale)
                 )
@@ -259,25 +215,16 @@ class Exchanger:
         return presence, *self.exchange(gradients, weight, rescale)
 
     def _count_all(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the samples of all ranks, and whether each has as many, and any."""
+        """Returns the samples of all ranks, and whether all have the same positive number."""
         with tf.device("/CPU:0"):
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)
             are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
-            # Their sum may be rounded in another way than the product, which steps compare with.
+            # Use the product: steps compare with it, and the sum may be rounded differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
-        """Counts what a call weighs over the job, where gradients wait for an update.
-
-        Args:
-          count: Number of samples behind the gradients on this rank, a scalar.
-          finite: True if they are finite on this rank, a bool scalar.
-          has_batch: False for a rank that is out of data.
-
-        Returns:
-          The participation of ranks in the call.
-        """
+        """Returns the participation of ranks in a call whose gradients may wait for an update."""
         name, zero = f"{self.prefix}.calls", self._zeros["float32"]
         return count_call(count, finite, has_batch, self.wire, name, zero)
 
@@ -288,19 +235,8 @@ class Exchanger:
         rescale: tf.Tensor | None = None,
         buckets: Collection[int] | None = None,
     ) -> tuple[list[Any], list[State]]:
-        """Exchanges all buckets, or some.
-
-        Args:
-          gradients: Gradients, one per variable: a tensor, `IndexedSlices`, `FactorPair` or `None`.
-          weight: Factor for this rank's gradients, a float32 scalar; `None` for equal weights.
-          rescale: Factor for what schemes have kept of earlier gradients, a float32 scalar; `None`
-            for 1.
-          buckets: Indices of the buckets to exchange, the same on every rank; all if left out.
-
-        Returns:
-          The mean gradient of each variable (as its scheme unpacks it; zeros where no rank has any;
-          `None` in other buckets), and the new state of each bucket's scheme.
-        """
+        """Exchanges all or some buckets; returns each variable's mean and each scheme's state."""
+        # Means are zeros if no rank has a gradient, and `None` for variables of other buckets.
         means: list[Any] = [None] * len(gradients)
         states: list[State] = []
         rows: dict[int, tf.Tensor] = {}
@@ -325,7 +261,8 @@ class Exchanger:
                 new = tf.stack(
                     [rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])]
                 )
-                # Without rows on any rank, as at the end of an epoch, it was no step to plan by.
+                # Retain the previous rows if no rank has any, as at the end of an epoch, because
+                # such a step is not representative.
                 self.rows.assign(tf.where(new > 0.0, new, self.rows))
 
     def _exchange_factors(
@@ -352,25 +289,11 @@ class Exchanger:
 
     @tf.function(autograph=False)
     def contribute_to_call(self, number: int = 0) -> tf.Tensor:
-        """Takes part in what ranks tell of a call, for a rank that is out of data.
-
-        Args:
-          number: Index of the exchange among the `calls` of a step.
-
-        Returns:
-          Number of ranks that are absent like this one.
-        """
+        """Joins `join_call` on a rank with exhausted input; returns the number of such ranks."""
         return self.contribute_to_call_eagerly(number)
 
     def contribute_to_call_eagerly(self, number: int = 0) -> tf.Tensor:
-        """Does as `contribute_to_call` for steps that run eagerly.
-
-        Args:
-          number: Index of the exchange among the `calls` of a step.
-
-        Returns:
-          The same as `contribute_to_call`.
-        """
+        """Runs `contribute_to_call` for eager steps."""
         with names_ending_in(_number(number)):
             return self.join_call(0.0, True, has_batch=False).absent
 
@@ -378,35 +301,18 @@ class Exchanger:
     def contribute_nothing(
         self, number: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Takes part in one exchange with zeros, for a rank that is out of data.
-
-        Args:
-          number: Index of the exchange among the `calls` of a step.
-          afterwards: Collectives of the others after the exchange.
-
-        Returns:
-          Number of ranks that are absent like this one, and tensors to fetch with it: TensorFlow
-          leaves out a collective whose result nobody uses, even as a control dependency.
-        """
+        """Joins one exchange with zeros; returns the number of such ranks, and tensors to fetch."""
+        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
+        # even if they are control dependencies.
         return self.contribute_nothing_eagerly(number, afterwards)
 
     def contribute_nothing_eagerly(
         self, number: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Does as `contribute_nothing` for steps that run eagerly.
-
-        Their collectives have other names than those of graphs, and match only eager ones.
-
-        Args:
-          number: Index of the exchange among the `calls` of a step.
-          afterwards: Collectives of the others after the exchange.
-
-        Returns:
-          The same as `contribute_nothing`.
-        """
+        """Runs `contribute_nothing` for eager steps, whose collectives have other names."""
         nothing = [None] * len(self.plan.descriptions)
         with names_ending_in(_number(number)):
-            # No rank keeps state of a step that somebody was absent from.
+            # Discard the new state: no rank updates its state in a step without full participation.
             presence, means, _ = self.weighted_means(nothing, 0.0, has_batch=False)
             if afterwards is not None:
                 means = afterwards(means)
@@ -417,8 +323,8 @@ class Exchanger:
         pairs = zip(bucket.members, bucket.descriptions, strict=True)
         parts = [tf.reshape(dense(gradients[member], d, zero), [-1]) for member, d in pairs]
         vector = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        # Gradients of linear losses are constants, on some ranks or on all: TensorFlow would fold
-        # the collective.
+        # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would
+        # fold the collective.
         return opaque(vector, self._zeros["int32"])
 
 
@@ -432,8 +338,8 @@ def _variable(shape: Sequence[int], name: str) -> tf.Variable:
 
 
 def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    # With equal batches the weight is exactly 1, and the vector need not pass through memory again.
-    # No samples, no say: a mean over an empty batch is not a number.
+    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
+    # gradients of empty batches: their mean is NaN.
     return tf.cond(
         weight == 1.0,
         lambda: vector,

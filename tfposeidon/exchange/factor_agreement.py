@@ -1,4 +1,8 @@
-"""The factors that ranks find in their gradients at the first traced step, and agree on."""
+"""Sufficient factors that ranks find in their gradients at the first traced step, and agree on.
+
+A gradient is sent as factors only if all ranks find factors of equal shape. Later traces must
+follow that agreement.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tfposeidon.policies import Policy
 log = logging.getLogger("tfposeidon")
 
 Found = dict[str, Any]
-"""Dictionary of a `FactorShape` with a digest of constants, or `{"why_not": text}`; for JSON."""
+"""Dictionary of a `FactorShape` and a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
 def find_factors(
@@ -26,16 +30,7 @@ def find_factors(
     descriptions: Sequence[Description],
     replicated: Collection[Any],
 ) -> list[Found]:
-    """Finds the gradients of this rank that are products of two thin matrices.
-
-    Args:
-      gradients: Gradients as they come from the tape.
-      descriptions: Descriptions of their variables, in the same order.
-      replicated: Variables with the same values on all ranks.
-
-    Returns:
-      The shape of each gradient's factors, or the reason why it has none; for JSON.
-    """
+    """Returns the shape of each gradient's factors, or why there are none, for JSON."""
     return [_found(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)]
 
 
@@ -56,16 +51,7 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
 def count_rows(
     gradients: Sequence[Any], descriptions: Sequence[Description], replicated: Collection[Any]
 ) -> tf.Tensor:
-    """Returns the rows of each gradient's factors, whether or not it is sent as factors.
-
-    Args:
-      gradients: Gradients as they come from the tape.
-      descriptions: Descriptions of their variables, in the same order, as ranks agreed on them.
-      replicated: Variables with the same values on all ranks.
-
-    Returns:
-      `[variables]` float32; 0 for a gradient without factors.
-    """
+    """Returns the rows of each gradient's factors, even if sent dense; `[variables]` float32."""
     return tf.stack([_rows(g, d, replicated) for g, d in zip(gradients, descriptions, strict=True)])
 
 
@@ -81,16 +67,7 @@ def _rows(gradient: Any, description: Description, replicated: Collection[Any]) 
 def merge_findings(
     descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
 ) -> list[Description]:
-    """Adds to descriptions the factors that all ranks have found.
-
-    Args:
-      descriptions: Descriptions of all variables.
-      everybody: Results of `find_factors` on all ranks, by rank.
-
-    Returns:
-      Descriptions with `factors`, or with `why_no_factors`: the reason of the first rank that has
-      none.
-    """
+    """Adds to descriptions the factors that all ranks found, or the first reason for none."""
     return [
         dataclasses.replace(description, **_merged([found[index] for found in everybody]))
         for index, description in enumerate(descriptions)
@@ -116,19 +93,11 @@ def _merged(found: Sequence[Found]) -> dict[str, Any]:
 def check_any_factors(plan: Plan, policy: Policy) -> None:
     """Refuses a scheme that needs factors if no variable has any.
 
-    If some have, those without go by all-reduce.
-
-    Args:
-      plan: Plan made with the factors that ranks have agreed on.
-      policy: Policy by which it was made.
-
-    Raises:
-      ValueError: Naming a variable, why its gradient has no factors, and layers whose gradients
-        would.
+    If some variables have factors, the others use all-reduce.
     """
     if any(bucket.takes_factors for bucket in plan.buckets):
         return
-    # Not vectors, such as biases: nobody expects a product of two matrices there.
+    # Skip vectors such as biases: their gradients are not expected to be products.
     for description in (
         d for bucket in plan.buckets for d in bucket.descriptions if len(d.shape) > 1
     ):
@@ -143,22 +112,11 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
 
 
 def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection[Any]) -> list[Any]:
-    """Reads the factors of gradients that the plan exchanges by factors.
+    """Reads the factors of gradients that the plan exchanges as factors.
 
-    A later trace of the step may not show them, or show others. Such a gradient stays a matrix,
-    which `convert_to_factors` turns into factors before it is sent.
-
-    Args:
-      gradients: Gradients as they come from the tape, one per variable.
-      plan: Plan that ranks have agreed on.
-      replicated: Variables with the same values on all ranks.
-
-    Returns:
-      The gradients, with `FactorPair` in place of those that this trace shows as products.
-
-    Raises:
-      ValueError: If a regularised variable's gradient has no factors in this trace: its peers add
-        the regulariser's part by themselves, and in a matrix it cannot be told from the rest.
+    A later trace of the step may not show the same factors. Such a gradient stays a matrix, which
+    `convert_to_factors` turns into factors before it is sent. Raises for a regularized variable:
+    other ranks add the regularizer's gradient themselves, and a matrix includes it inseparably.
     """
     extracted = list(gradients)
     for member, description in _by_factors(plan):
@@ -188,17 +146,10 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
 
 
 def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
-    """Turns matrices into factors where the plan exchanges factors.
+    """Turns matrices into factors if the plan exchanges factors.
 
-    A matrix is its product with the unit matrix. So every rank sends what its peers expect: they
-    cannot know what another rank's trace has shown.
-
-    Args:
-      gradients: Gradients from `extract_factors`, or sums of them.
-      plan: Plan that ranks have agreed on.
-
-    Returns:
-      The gradients, with `FactorPair` or `None` for all variables that are exchanged by factors.
+    A matrix is its product with the unit matrix. Every rank thus sends factors as the
+    others expect, although they cannot know this rank's trace.
     """
     planned = list(gradients)
     for member, description in _by_factors(plan):
@@ -209,7 +160,7 @@ def convert_to_factors(gradients: Sequence[Any], plan: Plan) -> list[Any]:
 
 
 def _by_factors(plan: Plan) -> Iterator[tuple[int, Description]]:
-    """Yields the index and the description of each variable that is exchanged by factors."""
+    """Yields the index and description of each variable that is exchanged as factors."""
     for bucket in plan.buckets:
         for member, description in zip(bucket.members, bucket.descriptions, strict=True):
             if bucket.takes_factors and description.factors is not None:

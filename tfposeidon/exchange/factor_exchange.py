@@ -1,4 +1,8 @@
-"""Exchange of one bucket of variables whose gradients are products of two thin matrices."""
+"""Exchange of one bucket whose gradients are sent as sufficient factors.
+
+Ranks first count the rows of all ranks, by which the scheme may choose how to send them, and then
+exchange the rows.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +27,14 @@ def exchange(
     name: str,
     zero: Zeros,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Counts the rows of all ranks, then exchanges them.
-
-    Args:
-      bucket: Variables of which all gradients are exchanged as factors.
-      gradients: `FactorPair` of each of its variables, or `None` for no rows.
-      weight: Factor for this rank's gradients, a float32 scalar; `None` for 1.
-      wire: Collectives that join the ranks.
-      name: Prefix of the names of the collectives.
-      zero: Zeros of all dtypes that occur.
-
-    Returns:
-      The mean gradients one after the other, `[bucket.length]`, and the number of rows of all
-      variables and ranks, a float32 scalar.
-    """
+    """Exchanges factors; returns the concatenated means, and the rows of all ranks."""
     pairs = zip(gradients, bucket.descriptions, strict=True)
     factors = [_no_rows(d, zero) if g is None else g for g, d in pairs]
     rows = _agreed_rows(factors, wire, name, zero, after=[weight] if weight is not None else [])
     sent = [_sent(one, weight, zero) for one in factors]
     mean = bucket.scheme.exchange_products(sent, rows, bucket.dtype, wire, name)
     mean = tf.ensure_shape(mean, [bucket.length])
-    # The local term is the same on all ranks: each adds it to the mean by itself.
+    # The local term is the same on all ranks, so each adds it to the mean itself.
     if any(one.local is not None for one in factors):
         mean += tf.concat(
             [_local(one, d, zero) for one, d in zip(factors, bucket.descriptions, strict=True)], 0
@@ -54,13 +45,13 @@ def exchange(
 def _agreed_rows(
     factors: Sequence[FactorPair], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    # Activations are known in the forward pass: the sum is mostly there before the first gradient.
-    # It waits for them and for the weight even where shapes are static: a rank whose iterator has
-    # just ended must not have counted. On the CPU: a GPU would have to be waited for before anybody
-    # can branch on it.
+    # Activations are known in the forward pass, so the sum is mostly ready before the first
+    # gradient. It waits for them and for the weight even if shapes are static, because a rank whose
+    # iterator has just ended must not have counted. Run on the CPU, because branching on a GPU
+    # tensor would wait for the GPU.
     with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
-        # Static shapes are constants, which must not reach a collective.
+        # Static shapes are constants, which a collective must not receive.
         mine += zero["float32"].read_value()
         return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
 

@@ -1,4 +1,7 @@
-"""Exchanges that a rank without data joins, until all ranks have ended the epoch."""
+"""Exchanges that a rank with exhausted input joins, until all ranks have ended the epoch.
+
+Collectives need all ranks, so such a rank contributes zeros to them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,13 @@ from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.step import Step
 
 Join = Callable[[bool], bool]
-"""Joins the next exchange, eagerly or as a graph; returns True once none of its ranks has data."""
+"""Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
 
 
 class JoinHook(NamedTuple):
-    """One kind of exchange that a rank without data joins.
+    """One kind of exchange that a rank with exhausted input joins.
 
-    Attributes:
-      join: Joins the next exchange of this kind.
-      is_ordered: True if its collectives are eager in eager steps, where they match by their order.
+    `is_ordered` is true if its collectives are eager in eager steps, where they match by order.
     """
 
     join: Join
@@ -29,9 +30,9 @@ class JoinHook(NamedTuple):
 def join_with_zeros(
     exchanger: Exchanger, call: int, eagerly: bool, afterwards: Afterwards | None = None
 ) -> bool:
-    """Joins one exchange of a step with zeros; returns True if all of its ranks do."""
+    """Joins one exchange of a step with zeros; returns true if all ranks do."""
     join = exchanger.contribute_nothing_eagerly if eagerly else exchanger.contribute_nothing
-    # As an argument, so that another function is traced anew.
+    # Pass it as an argument, so that another function is traced again.
     absent, _ = join(call, afterwards)
     return int(absent) == exchanger.wire.topology.size
 
@@ -48,9 +49,9 @@ def join_hooks(
 
 
 def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
-    """Joins the other ranks' exchanges until no rank has data; returns whether others had some."""
-    # How often, and in which order, the others' step exchanges by each is not known here: so all
-    # are joined at once, but for those that match by their order.
+    """Joins exchanges until all ranks' input is exhausted; returns whether others had data."""
+    # The number and order of exchanges in the other ranks' steps is unknown here, so join all
+    # concurrently, except for those that match by order.
     ordered = [hook for hook in hooks if eagerly and hook.is_ordered]
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 
@@ -58,13 +59,13 @@ def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
         return _join_in_turn(group, eagerly)
 
     with ThreadPoolExecutor(len(groups)) as threads:
-        # A list, for `map` raises a thread's error only where its result is asked for.
+        # Use a list, because `map` raises a thread's error only when its result is read.
         return any(list(threads.map(join, groups)))
 
 
 def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     others_went_on = False
-    # A list, as all are joined in each turn.
+    # Use a list, because each turn must join all of them.
     while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
         others_went_on = True
     return others_went_on

@@ -1,4 +1,8 @@
-"""Norms for layer-wise optimizers: each rank computes all of them, or a share."""
+"""Norms for layer-wise optimizers: each rank computes all of them, or a share.
+
+All ranks need the norms of all layers. A share saves computation but costs an all-gather, so
+`parallel="auto"` times both methods.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +21,23 @@ from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_no
 from tfposeidon.optimizers.wrapping import innermost
 
 ROUNDS = 7
-"""Number of measurements of each method; the first, which traces, does not count."""
+"""Number of measurements of each method, including the first, which traces and is discarded."""
 
 
 def parallel_norms(wire: Wire, name: str) -> Norms:
     """Returns a function by which each rank computes norms of some layers and receives the rest.
 
-    Ranks must have agreed on the variables.
+    Ranks must have agreed on the variables. Each rank reads 1 / P of the values, and one all-gather
+    sends two numbers per layer.
 
-    Args:
-      wire: Collectives that join the ranks.
-      name: Name of the all-gather.
-
-    Cost: a P-th of the reading, and one all-gather of two numbers per layer.
     Source: Shi et al. 2021 (CommLib), section 4.2.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced(sizes, wire.topology.size)[wire.topology.rank]
-        # The dtype of all rows: a rank's share may have another one, and results must fit together.
+        # Use the dtype of all rows: a rank's share may have another one, and results must be
+        # compatible.
         dtype, width = norm_dtype(rows), len(rows[0])
         own = (
             tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
@@ -53,9 +54,8 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
 class NormMethod(NamedTuple):
     """Method by which the norms of one list of variables are computed.
 
-    Attributes:
-      norms: Function for `override_norms`; `None` where the optimizer asks for no norms.
-      note: Line for the plan; may be empty.
+    `norms` is for `override_norms`, or `None` if the optimizer needs no norms. `note` is a line for
+    the plan, or empty.
     """
 
     norms: Norms | None = None
@@ -63,19 +63,10 @@ class NormMethod(NamedTuple):
 
 
 def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str) -> NormMethod:
-    """Chooses how norms of a layer-wise optimizer are computed, at the first trace of a step.
+    """Chooses how to compute a layer-wise optimizer's norms, when a step is first traced.
 
-    With `parallel="auto"` it measures both ways, which takes a few milliseconds for each.
-
-    Args:
-      optimizer: Optimizer inside `DistributedOptimizer`; it need not be layer-wise.
-      variables: Variables that the optimizer trains; ranks have agreed on them, and on
-        `norm_settings`.
-      wire: Collectives that join the ranks.
-      prefix: Prefix of the names of collectives.
-
-    Returns:
-      The function for `override_norms`, and a line for the plan.
+    With `parallel="auto"`, it times both methods, for a few milliseconds each. Ranks must have
+    agreed on the variables and on `norm_settings`.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
@@ -96,14 +87,7 @@ def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: s
 
 
 def norm_settings(optimizer: Any) -> dict[str, Any]:
-    """Returns the settings that decide which collectives norms need, for JSON.
-
-    They must be the same on all ranks.
-
-    Args:
-      optimizer: Optimizer inside `DistributedOptimizer`; without settings of this kind unless it is
-        layer-wise.
-    """
+    """Returns the settings that determine the collectives of norms and must be equal, for JSON."""
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer):
         return {}
@@ -112,14 +96,9 @@ def norm_settings(optimizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
-    """Makes a layer-wise optimizer compute its norms by another function, within this context.
+    """Makes a layer-wise optimizer use another norm function within this context.
 
-    Elsewhere it computes them by itself, as when somebody calls the inner optimizer directly.
-
-    Args:
-      optimizer: Optimizer inside `DistributedOptimizer`; any other than a layer-wise one stays as
-        it is.
-      norms: Function that computes the norms, or `None` to change nothing.
+    Elsewhere it computes its own norms, for example if the inner optimizer is called directly.
     """
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
@@ -133,10 +112,10 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Measures seconds on every rank and in parallel, of the slowest rank: so all choose alike."""
+    """Measures seconds of the slowest rank, local and parallel, so that all ranks choose alike."""
     if not layers:
         return 0.0, 0.0
-    # Outside of the graph that is traced, to run now.
+    # Run now, outside of the traced graph.
     with tf.init_scope():
         candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
         mine = [
@@ -149,14 +128,14 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
 
 
 def _seconds(norms: Norms, layers: Sequence[Any], wire: Wire, name: str) -> float:
-    # The values of variables stand for gradients, which have the same sizes.
+    # Use variables in place of gradients, which have the same sizes.
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         return norms(layers, [[tf.convert_to_tensor(variable)] * 2 for variable in layers])
 
     times = []
     for turn in range(ROUNDS):
-        # All ranks begin together, or the wait for the last one would be measured.
+        # Start together, because waiting for the last rank must not be timed.
         exchange_objects(turn, wire, f"{name}.{turn}")
         begin = time.perf_counter()
         once().numpy()

@@ -1,4 +1,7 @@
-"""Means of a step, and the conditions under which they are applied."""
+"""Means of a step, and the conditions under which they are applied.
+
+The conditions must be equal on all ranks, or replicas would diverge.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,19 @@ import tensorflow as tf
 from tfposeidon.gradients.description import is_overwritten
 
 Apply = Callable[[list[Any]], None]
-"""Applies a list of means, one per variable, with `None` for variables that are left out."""
+"""Applies a list of means, one per variable, with `None` for variables to skip."""
 
 
 @dataclass(frozen=True)
 class Means:
     """Mean gradients over all ranks, and whether they count.
 
-    Attributes:
-      values: Mean of each variable: a tensor, `IndexedSlices` on one rank, or `None`.
-      missing: Groups of indices of variables without a gradient on this rank in the step that is
-        traced. Other ranks may have one for all of a group or for none.
-      expected: True for each variable that has a mean to apply, `[variables]` bool; `None` on one
-        rank.
-      everybody: True if all ranks had a batch, a bool scalar; `None` where that is not watched.
-      moves: True if the update moves the weights, a bool scalar. At a learning rate of 0 what was
-        sent would be lost.
-      state: Pairs of a variable of the schemes' state and its new value.
+    `missing` has groups of indices of variables without a gradient on this rank in the traced step;
+    other ranks have a gradient for all of a group or for none. `expected` is true for each variable
+    with a mean to apply, `[variables]` bool; `None` on one rank. `everybody` is true if all ranks
+    had a batch; `None` if that is not watched. `moves` is false at a learning rate of 0, at which
+    the sent gradients would have no effect. `state` has pairs of a state variable of schemes and
+    its new value.
     """
 
     values: list[Any]
@@ -38,12 +37,7 @@ class Means:
     state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
 
     def times(self, factor: Any, variables: Sequence[Any]) -> Means:
-        """Returns the same with values multiplied, but for those that overwrite their variables.
-
-        Args:
-          factor: Factor for all values.
-          variables: Variables of the values, in their order.
-        """
+        """Returns the means times a factor, except for values that overwrite their variables."""
         pairs = zip(self.values, variables, strict=True)
         return replace(
             self,
@@ -51,15 +45,11 @@ class Means:
         )
 
     def update(self, apply: Apply) -> None:
-        """Gives the means to `apply`, unless a rank is out of data: then all ranks drop the update.
+        """Passes the means to `apply`; if a rank's input is exhausted, all ranks skip the update.
 
-        Args:
-          apply: Function of a list of means, with `None` for variables that have a gradient on no
-            rank.
-
-        Raises:
-          InvalidArgumentError: When the step runs, if no rank has any gradient, or if other ranks
-            have gradients for some of a group of `missing` variables and not for others.
+        `apply` receives `None` for variables that have a gradient on no rank. The step fails with
+        `InvalidArgumentError` if no rank has any gradient, or if others have gradients for some but
+        not all variables of a group in `missing`.
         """
         if self.everybody is None:
             self._apply_expected(apply)
@@ -73,17 +63,14 @@ class Means:
             _apply_expected(self.values, self.missing, self.expected, apply)
 
     def keep_state(self) -> None:
-        """Assigns the schemes' new state, if the step counts.
-
-        It counts if everybody took part, if it moves the weights, and if all means are finite.
-        """
+        """Assigns the new state if all ranks took part, weights move, and all means are finite."""
         if not self.state:
             return
         counts = (
             self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
         )
-        # Under a loss scale the optimizer skips a step that is not finite: what was sent in it
-        # would be lost. And a residual that is NaN would stay NaN.
+        # With loss scaling, the optimizer skips non-finite steps, so sent gradients would be lost.
+        # Also, a NaN residual would stay NaN.
         finite = tf.reduce_all(
             [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
         )
@@ -118,7 +105,7 @@ def _apply_expected(
     found = tf.gather(expected, group)
     without = [None if index in group else value for index, value in enumerate(values)]
 
-    # A branch for each group, not for each variable: each branch traces the rest once more.
+    # Use a branch per group, not per variable: each branch traces the rest again.
     def with_group() -> None:
         rule = (
             "Of the variables without a gradient on this rank, all or none must have one on "

@@ -1,4 +1,7 @@
-"""What steps have measured, by which plans are made again."""
+"""Measured step times, which later plans depend on.
+
+They come from the first steps, and are equal on all ranks so that all plans are.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,10 @@ from tfposeidon.planning.simulation import Timeline
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps have measured of one list of variables, the same on all ranks.
+    """Measurements of one list of variables, the same on all ranks.
 
-    Attributes:
-      first_s: Seconds from the end of one exchange to the first gradient of the next.
-      compute_s: Seconds from the end of one exchange to the last gradient of the next.
-      step_s: Seconds from the end of one exchange to the end of the next.
-      rows: Rows of each gradient's factors on a rank; 0 without factors.
+    Times are in seconds from the end of one exchange, to the first and last gradient and the end of
+    the next. `rows` has the rows of each gradient's factors on a rank; 0 without factors.
     """
 
     first_s: float
@@ -30,17 +30,13 @@ class Measured:
         """Times of the gradients of a step."""
         return Timeline.even(
             variables=len(self.rows),
-            # The clock may have been set back between two of them.
+            # The clock may have been set back during a step.
             first_s=max(0.0, min(self.first_s, self.compute_s)),
             compute_s=max(0.0, self.compute_s),
         )
 
     def with_rows(self, descriptions: Sequence[Description]) -> list[Description]:
-        """Returns descriptions whose factors have the measured rows.
-
-        Args:
-          descriptions: Descriptions of the variables.
-        """
+        """Returns descriptions whose factors have the measured rows."""
         return [
             replace(d, factors=replace(d.factors, rows=rows)) if d.factors and rows else d
             for d, rows in zip(descriptions, self.rows, strict=True)

@@ -1,4 +1,4 @@
-"""Small values that travel together, as one float32 vector."""
+"""Packs small values into one float32 vector, so that one collective sends them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ import tensorflow as tf
 
 
 def joined(values: Sequence[Any]) -> tf.Tensor:
-    """Returns values one after the other, as a float32 vector.
-
-    Args:
-      values: Floating-point variables or tensors.
-    """
+    """Returns floating-point values, concatenated to a float32 vector."""
     flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in values]
     return tf.concat(flat, 0) if flat else tf.zeros([0])
 
 
 def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the parts of a vector, in the shapes and dtypes of what it was joined from.
-
-    Args:
-      vector: Vector as `joined` returns it.
-      like: The variables or tensors that were joined.
-    """
+    """Returns the parts of a vector from `joined`, in the shapes and dtypes of `like`."""
     if not like:
         return []
     shapes = [tf.TensorShape(value.shape) for value in like]

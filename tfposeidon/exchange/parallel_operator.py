@@ -1,4 +1,4 @@
-"""The parallel tensor operator: each rank computes a part of what all would compute alike.
+"""Parallel tensor operator: each rank computes a part of a result that all ranks need.
 
 Source: Shi et al. 2021 (CommLib), section 4.2.
 """
@@ -27,43 +27,44 @@ CARRIED = (
     "float64",
     "bool",
 )
-"""Dtypes that Horovod carries."""
+"""Dtypes that Horovod supports."""
 
-# Collectives are matched by name, and all ranks call alike.
+# Collectives are matched by name, and all ranks call this equally often.
 _numbers = itertools.count()
 
 
-# Nothing in here is for AutoGraph, which would convert all that is called.
+# Disable AutoGraph, which would convert all functions that are called.
 @tf.autograph.experimental.do_not_convert
 def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf.Tensor:
     """Returns `function(tensors)`, of which each rank computes a part and receives the rest.
 
-    It pays where computing is dearer than an all-gather of the results, as for many norms or long
-    sorts, and where the ranks have the same tensors, as after an exchange of gradients. All ranks
-    call it together, and use the result, in the same order. It has no gradient: asking for one is a
-    `LookupError`.
+    It is faster if computing takes longer than an all-gather of the results, as for many norms or
+    long sorts. All ranks need the same tensors, for example after an exchange of gradients, and
+    must call it, and use the results, in the same order. It has no gradient: differentiating it
+    raises a `LookupError`.
 
-    In a loop use a `tf.function`: otherwise ranks compare notes at every call. In one they compare
-    them whenever it is traced, so all must trace together: give it an `input_signature` where one
-    rank might have, say, a last batch of another size.
+    In a loop, call it within a `tf.function`, because ranks otherwise compare their arguments at
+    every call. In a `tf.function`, they compare them at every trace, so all ranks must trace
+    together: use an `input_signature` if one rank might have a last batch of another size, for
+    example.
 
     Args:
-      function: Function from consecutive items to a tensor `[m, ...]` for any `m`. The results of
-        the parts, one after the other, must be that of the whole. It is not called without items.
-      tensors: List of tensors or of tuples of tensors, or one tensor; the same on all ranks. A
-        list is cut between items, so that the largest part, in elements, is as small as can be, and
-        `function` receives lists. A tensor is cut along its first axis, evenly.
+      function: Function from consecutive items to a tensor `[m, ...]` for any `m`. The concatenated
+        results of parts must equal the result of the whole. It is not called without items.
+      tensors: List of tensors or of tuples of tensors, or one tensor, the same on all ranks. A list
+        is split between items, so that the largest part has as few elements as possible, and
+        `function` receives lists. A tensor is split evenly along its first axis.
 
     Returns:
-      `[m, ...]`, the same bits on every rank.
+      Tensor `[m, ...]`, bit-equal on all ranks.
 
     Raises:
-      ValueError: If there is nothing to cut, if shapes are not known, or inside XLA.
+      ValueError: If there is nothing to split, if shapes are unknown, or inside XLA.
       RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of
-        them, or if its results do not fit together.
+        them, or if the results are incompatible.
 
-    Cost: a P-th of the computing; every rank receives all results, (P - 1) / P of their bytes, in P
-    - 1 steps.
+    Cost: 1 / P of the computation; every rank receives all results, (P - 1) / P of their bytes, in
+    P - 1 steps.
     Source: Shi et al. 2021 (CommLib), Eq. 12 to 14.
 
     Example:
@@ -82,19 +83,9 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 def run_in_parallel(
     wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
 ) -> tf.Tensor:
-    """Computes what `parallel_tensor_operator` does, over a given wire.
-
-    Args:
-      wire: Collectives that join the ranks.
-      function: Function from consecutive items to a tensor; see `parallel_tensor_operator`.
-      tensors: Tensors that are cut into items; see `parallel_tensor_operator`.
-      name: Prefix of the names of the collectives; the same on every rank.
-
-    Returns:
-      The result of all items, the same bits on every rank.
-    """
+    """Runs `parallel_tensor_operator` over a given communicator."""
     result, problem, description = None, None, None
-    # Whatever goes wrong here, the other ranks wait for this one: it tells them before it raises.
+    # The other ranks wait for this one, so send them any error before raising it.
     try:
         surroundings.check_graph()
         items = _items(tensors)
@@ -118,21 +109,14 @@ def run_in_parallel(
 def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
-    """Gathers the results of all ranks, which must fit together (CommLib, Eq. 14).
+    """Gathers compatible results `[m, *shape]` in the order of ranks (CommLib, Eq. 14).
 
-    Args:
-      own: Result of this rank, `[m, *shape]`; `None` if it had nothing to do.
-      dtype: Dtype of all results.
-      shape: Shape of all results but for the first axis.
-      wire: Collectives that join the ranks.
-      name: Name of the all-gather.
-
-    Returns:
-      The results one after the other, in the order of ranks. It has no gradient.
+    `own` is `None` on a rank without items. The result has no gradient.
     """
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
-    # Horovod's all-gather has a gradient, which would reach this rank's part of the tensors alone.
+    # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part of the
+    # tensors.
     return tf.raw_ops.PreventGradient(
         input=whole, message="a parallel tensor operator has no gradient"
     )
@@ -181,7 +165,7 @@ def _result(result: Any) -> tf.Tensor:
 
 
 def _description(items: Any) -> list[Any]:
-    """Returns what must be the same on all ranks, for JSON."""
+    """Returns dtypes and shapes, which must be equal on all ranks, for JSON."""
     nested = items if isinstance(items, list) else [items]
     return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 

@@ -1,4 +1,8 @@
-"""Plans by what is known of links and steps: measured now, given, or kept by a snapshot."""
+"""Plans from the known network profile and step times: measured now, given, or from a snapshot.
+
+The first plan depends on the network profile alone. Once steps have been timed, the planner can
+plan again with their computation times.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.util import _pywrap_determinism  # There is no public way to ask.
+from tensorflow.python.util import _pywrap_determinism  # There is no public API.
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.network_profile import NetworkProfile
@@ -24,23 +28,15 @@ from tfposeidon.planning.search import choose_plan
 from tfposeidon.policies import Policy
 
 Paths = tuple[str, ...]
-"""Paths of a list of variables, as snapshots name them."""
+"""Paths of a list of variables, which identify it in snapshots."""
 
 
 class Planner:
     """Makes the plans of one optimizer.
 
-    Args:
-      policy: Choice of the scheme by which a variable is exchanged.
-      bucket_bytes: Bytes up to which small gradients are fused.
-      wire: Function that returns the wire between the ranks that exchange.
-
-    Attributes:
-      policy: Choice of the scheme by which a variable is exchanged; `change_policy` replaces it.
-      bucket_bytes: Bytes up to which small gradients are fused.
-      spent_s: Seconds in which links were measured and exchanges raced so far.
-      is_watched: True while steps that are traced have clocks, for plans to be chosen by.
-      has_decided: True once plans were chosen by what steps have measured, or stay.
+    `spent_s` is the time spent on network measurements and timed trials so far. While `is_watched`
+    is true, traced steps record the times that plans depend on. `has_decided` is true once plans
+    were chosen by measured step times, or retained.
     """
 
     def __init__(
@@ -56,27 +52,23 @@ class Planner:
         self.is_watched = self.has_decided = False
 
     def change_policy(self, policy: Policy) -> None:
-        """Plans by another policy from now on.
-
-        Args:
-          policy: Policy of later steps, the same on all ranks.
-        """
+        """Uses another policy for later plans."""
         self.policy = policy
         self.forget_times()
         self._resumed.clear()
 
     @property
     def leaves_open(self) -> bool:
-        """True if the predicted step decides, and may decide otherwise once steps have run."""
+        """True if predictions choose plans, and may choose others once steps have run."""
         if is_deterministic():
-            # A plan that follows measured times is another one in the next run.
+            # A plan that depends on measured times would differ in the next run.
             return False
         knows_links = runtime.links() is not None or runtime.measures_links()
         return knows_links and self.policy.leaves_open
 
     @property
     def may_learn(self) -> bool:
-        """True if plans depend on what steps measure, and were not chosen by that yet."""
+        """True if plans depend on measured step times, and were not chosen by them yet."""
         return self.leaves_open and not self.has_decided
 
     def plan(
@@ -86,15 +78,10 @@ class Planner:
         *,
         together: bool = False,
     ) -> Plan:
-        """Makes a plan.
+        """Makes a plan, the same on every rank.
 
-        Args:
-          descriptions: Descriptions of the gradients, in the order of the variables.
-          measured: What steps have measured; by default what was kept by `keep`, if anything.
-          together: True if all ranks make it together, and may time exchanges for it.
-
-        Returns:
-          The plan, the same on every rank.
+        `together` is true if all ranks call it together, so that it may time exchanges. `measured`
+        defaults to the times passed to `keep`.
         """
         topology, links = self._wire().topology, runtime.links()
         notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
@@ -103,7 +90,7 @@ class Planner:
             notes = ["deterministic ops: no plan follows measured times"]
         measured = measured or self._measured.get(paths_of(descriptions))
         if links != self._raced_over:
-            # What a race took over other links tells nothing about these.
+            # A timed trial on another network does not apply to this one.
             self._race, self._raced_over = Race(), links
         return choose_plan(
             descriptions if measured is None else measured.with_rows(descriptions),
@@ -127,64 +114,45 @@ class Planner:
         self.spent_s += time.perf_counter() - begin_s
 
     def plan_before_first_step(self, descriptions: Sequence[Description]) -> Plan:
-        """Makes a plan before the first step shows factors: that of a snapshot, if there is one.
-
-        Args:
-          descriptions: Descriptions of the gradients, in the order of the variables.
-        """
+        """Makes a plan before the first step shows factors, or returns that of a snapshot."""
         resumed = self._resumed.get(paths_of(descriptions))
         return resumed.plan(descriptions) if resumed else self.plan(descriptions)
 
     def plan_first_step(self, descriptions: Sequence[Description]) -> Plan:
-        """Makes the plan of the first step: that of a snapshot, if there is one.
-
-        All ranks make it together, and may time exchanges for it.
-
-        Args:
-          descriptions: Descriptions of the gradients, in the order of the variables, with their
-            factors.
-        """
+        """Makes the first step's plan, or a snapshot's; all ranks call it for timed trials."""
         plan = self.plan(descriptions, together=True)
         paths = paths_of(descriptions)
         resumed, measured = self._resumed.get(paths), self._measured.get(paths)
         if resumed is None:
             return plan
-        # Steps may have kept a plan although another was predicted to be faster.
+        # The earlier run may have retained a plan although another was predicted to be faster.
         if measured is None:
             return resumed.followed(plan, descriptions, None)
         return resumed.followed(plan, measured.with_rows(descriptions), measured.timeline)
 
     def measure_links(self) -> None:
-        """Measures links that are needed and not known yet; all ranks call it together."""
+        """Measures the network profile if it is needed and unknown; all ranks call it together."""
         if self.leaves_open and runtime.links() is None:
             with self._spending():
                 _measure_links()
 
     def keep(self, measured: Mapping[Paths, Measured]) -> None:
-        """Plans from now on by what steps have measured, in resumed runs too.
-
-        Args:
-          measured: What was measured, by the paths of a list of variables; the same on all ranks.
-        """
+        """Uses measured times, the same on all ranks, for later plans, also in resumed runs."""
         self._measured |= measured
         self._resumed.clear()
         self.decide()
 
     def decide(self) -> None:
-        """Notes that plans are chosen, or stay: steps that are traced have no clocks."""
+        """Marks plans as final, so that later traced steps record no times."""
         self.is_watched, self.has_decided = False, True
 
     def forget_times(self) -> None:
-        """Forgets what steps have measured, so that they are timed and planned by once more."""
+        """Discards measured step times, so that steps are timed and planned again."""
         self._measured.clear()
         self.has_decided = False
 
     def to_dict(self, learnt: Mapping[Paths, Measured] | None = None) -> dict[str, Any]:
-        """Returns what plans are made by, for JSON: links, and what steps and races measured.
-
-        Args:
-          learnt: What steps have measured; by default what was kept by `keep`.
-        """
+        """Returns network profile, step times and timed trials, for JSON."""
         links = runtime.links()
         measured = self._measured if learnt is None else learnt
         return {
@@ -198,17 +166,11 @@ class Planner:
         }
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Plans by what the plans of an earlier run were made by, if this one is on the same nodes.
+        """Uses the data behind an earlier run's plans, if this run is on the same nodes.
 
-        Where both measure links, those of the earlier run are kept. Otherwise, if links are others
-        than those of the earlier run, or the policy is, plans are made anew. All ranks call it
-        together.
-
-        Args:
-          saved: Result of `to_dict` in the earlier run, with its "plans", from JSON.
-
-        Returns:
-          True if later plans may be others than those so far.
+        If both runs measure the network on the same hosts, the earlier profile is used. Otherwise,
+        plans are recomputed if profile or policy differ. All ranks call it together. It returns
+        true if later plans may differ from the current ones.
         """
         wire = self._wire()
         nodes = [list(node) for node in wire.topology.nodes]
@@ -242,11 +204,7 @@ def is_deterministic() -> bool:
 
 
 def paths_of(descriptions: Sequence[Description]) -> Paths:
-    """Returns the paths of variables.
-
-    Args:
-      descriptions: Descriptions of their gradients.
-    """
+    """Returns the paths of the described variables."""
     return tuple(description.path for description in descriptions)
 
 

@@ -1,8 +1,8 @@
-"""Counts of the samples, ranks and gradients of a step over the job.
+"""Counts the samples, ranks and gradients of a step over the job.
 
-A rank weighs by its share of all samples. To wait for their sum takes as long as a small step. So
-ranks expect as many samples as in the last step, and report in the cycle of the first bucket
-whether they had that many; see `Exchanger.weighted_means`.
+The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
+small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
+the first bucket whether they had that many; see `Exchanger.weighted_means`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from tfposeidon.planning.plan import Plan
 class Presence(NamedTuple):
     """Participation of ranks in a step, the same on every rank.
 
-    Attributes:
-      total: Sum over ranks of the number that was counted, a float32 scalar.
-      absent: Number of ranks that had no batch left and contributed nothing, a float32 scalar.
-      gradients: Number of ranks with a gradient, `[variables]` float32.
+    `total` is the sum of the counted number, `absent` the number of ranks with exhausted input, and
+    `gradients` the number of ranks with each gradient, `[variables]`. All are float32.
     """
 
     total: tf.Tensor
@@ -31,7 +29,7 @@ class Presence(NamedTuple):
 
     @property
     def any_gradient(self) -> tf.Tensor:
-        """True for each variable of which any rank has a gradient, `[variables]` bool."""
+        """True for each variable that has a gradient on any rank, `[variables]` bool."""
         return self.gradients > 0.0
 
 
@@ -51,28 +49,19 @@ def count_presence(
 ) -> Presence:
     """Counts ranks and gradients, and sums a number, with one small all-reduce.
 
-    Args:
-      number: Number to sum over ranks, a scalar.
-      gradients: Gradients of this rank; `None` where there is none.
-      has_batch: True if this rank has a batch, which may be one in which nothing counts.
-      wire: Collectives that join the ranks.
-      name: Name of the all-reduce.
-      zero: Float32 variable that holds 0.
-      with_means: True to be carried together with means of gradients; `number` is 0 or 1.
-
-    Returns:
-      The participation of ranks in the step.
+    `has_batch` is true also for a batch without counted samples. With `with_means`, `number` must
+    be 0 or 1.
     """
-    # On the CPU: a GPU would have to be waited for before anybody can branch on it.
+    # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
     with tf.device("/CPU:0"):
-        # A static batch size is a constant, which must not reach a collective.
+        # A static batch size is a constant, which a collective must not receive.
         unknown = zero.read_value()
         has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
         flags = tf.constant([float(has_batch), *has_gradient]) + unknown
         mine = tf.concat([(tf.cast(number, tf.float32) + unknown)[tf.newaxis], flags], 0)
         ranks, world = float(wire.topology.size), wire.topology.world
         if with_means:
-            # Horovod fuses all-reduces of one scale only.
+            # Horovod only fuses all-reduces of equal scale.
             found = tf.round(ranks * wire.all_reduce(mine, world, name, scale=1.0 / ranks))
         else:
             found = wire.all_reduce(mine, world, name)
@@ -82,11 +71,8 @@ def count_presence(
 class CallPresence(NamedTuple):
     """Participation of ranks in a call whose gradients may wait for an update.
 
-    Attributes:
-      weight: Share of this rank in all samples of the call, times the number of ranks, a float32
-        scalar.
-      finite: True if gradients are finite on all ranks, a bool scalar.
-      absent: Number of ranks that had no batch left, a float32 scalar.
+    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
+    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
     """
 
     weight: tf.Tensor
@@ -97,22 +83,10 @@ class CallPresence(NamedTuple):
 def count_call(
     count: Any, finite: Any, has_batch: bool, wire: Wire, name: str, zero: tf.Variable
 ) -> CallPresence:
-    """Counts samples and ranks of a call with one all-reduce of three numbers.
-
-    Args:
-      count: Number of samples behind the gradients, a scalar.
-      finite: True if they are finite, a bool scalar.
-      has_batch: True if this rank has a batch.
-      wire: Collectives that join the ranks.
-      name: Name of the all-reduce.
-      zero: Float32 variable that holds 0.
-
-    Returns:
-      The participation of ranks in the call.
-    """
+    """Counts the samples and ranks of a call with one all-reduce of three numbers."""
     with tf.device("/CPU:0"):
         count = tf.cast(count, tf.float32)
-        # No samples, no say: a mean over an empty batch is not a number.
+        # Ignore gradients of empty batches: their mean is NaN.
         own = [count, tf.logical_and(count > 0.0, tf.logical_not(finite)), has_batch]
         mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero.read_value()
         total = wire.all_reduce(mine, wire.topology.world, name)
@@ -122,15 +96,10 @@ def count_call(
 
 
 def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
-    """Makes a step end with an error if some ranks only have a gradient of a regularised variable.
+    """Makes a step fail if ranks disagree on whether a regularized variable has a gradient.
 
-    Each rank adds a regulariser's part to what came as factors, and can do so only where it has a
-    gradient.
-
-    Args:
-      plan: Plan that the step follows.
-      presence: Participation of ranks in the step.
-      ranks: Number of ranks.
+    If the variable is sent as factors, each rank adds the regularizer's gradient to the mean
+    itself, which requires a gradient of its own.
     """
     present = ranks - presence.absent
     for bucket in plan.buckets:

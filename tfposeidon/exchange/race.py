@@ -1,4 +1,8 @@
-"""Race of plans: what their exchanges take by themselves, timed before steps follow one of them."""
+"""Timed trials: measure the exchanges of candidate plans alone, before steps use one of them.
+
+Predictions cannot rank plans that are close. A trial runs the collectives of each on artificial
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +23,27 @@ from tfposeidon.planning.measurement import without_collections
 from tfposeidon.planning.plan import Plan
 
 ROUNDS, BUDGET_S = 7, 2.0
-"""Rounds that are timed, and seconds after which no further one begins; the first, which traces,
-counts for neither."""
+"""Timed rounds, and seconds after which no round starts; neither includes the first, which
+traces."""
 
 _numbers = itertools.count()
 
 
 class Race:
-    """Times the exchanges of plans by themselves; all ranks call it together.
+    """Times the exchanges of plans alone; all ranks call it together.
 
-    A plan that has been timed is not timed again: the same question gets the same answer, also in a
-    run that is resumed with the times of an earlier one.
-
-    Args:
-      known: Seconds of plans that have been timed, by the digest of the plan.
-
-    Attributes:
-      known: The same, with what has been timed since.
+    `known` has the seconds of timed plans by their digest. A plan is timed only once, so that equal
+    plans have equal times, also in a run that resumes with the times of an earlier run.
     """
 
     def __init__(self, known: dict[str, float] | None = None) -> None:
         self.known: dict[str, float] = dict(known or {})
 
     def times(self, plans: Sequence[Plan], wire: Wire | None) -> list[float]:
-        """Returns how long one exchange of each plan takes.
+        """Returns the seconds of one exchange of each plan, the same on every rank.
 
-        Args:
-          plans: Plans with the rows of factors, the same on every rank.
-          wire: Collectives that join the ranks, who all call it together; `None` where a rank asks
-            for itself, and nothing may be timed.
-
-        Returns:
-          Seconds on the slowest rank, the median of some rounds, the same on every rank; nothing
-          if a plan has not been timed and `wire` is `None`.
+        The time is the median over rounds of the slowest rank. Without `wire`, a rank calls it
+        alone and nothing is timed: the result is empty if a plan has no known time.
         """
         new = [plan for plan in plans if plan.digest not in self.known]
         if new and wire is None:
@@ -74,7 +66,7 @@ def _timed(plans: Sequence[Plan], wire: Wire, prefix: str) -> list[float]:
     for turn in range(1 + ROUNDS):
         mine = []
         for index, run in enumerate(runs):
-            # All ranks begin together, or the wait for the last one would be timed.
+            # Start together, because waiting for the last rank must not be timed.
             exchange_objects(turn, wire, f"{prefix}.{index}.{turn}")
             run_begin_s = time.perf_counter()
             run(values)
@@ -85,20 +77,13 @@ def _timed(plans: Sequence[Plan], wire: Wire, prefix: str) -> list[float]:
         if turn == 0:
             begin_s = time.perf_counter()
         elif everybody[0][0] > BUDGET_S:
-            # By rank 0's clock: all stop at the same round.
+            # Use rank 0's clock, so that all ranks stop at the same round.
             break
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 class _Run:
-    """Exchange of a plan, in a graph, on gradients that are made up.
-
-    Args:
-      plan: Plan of the exchange.
-      wire: Collectives that join the ranks.
-      zeros: Zeros to share with other exchanges.
-      prefix: Prefix of the names of its collectives.
-    """
+    """Exchange of a plan, in a graph, with artificial gradients."""
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros, prefix: str) -> None:
         self._exchanger = Exchanger(plan, wire, zeros)
@@ -111,18 +96,14 @@ class _Run:
 
     @property
     def most_values(self) -> int:
-        """Values of the largest tensor."""
+        """Number of values of the largest tensor."""
         return max(
             max(d.length, (d.factors.left + d.factors.right) * _rows(d) if d.factors else 0)
             for d in self._descriptions
         )
 
     def __call__(self, values: tf.Tensor) -> None:
-        """Exchanges once.
-
-        Args:
-          values: Vector that all gradients are parts of, at least `most_values` long.
-        """
+        """Exchanges once; gradients are slices of `values`, of at least `most_values`."""
         for tensor in self._function(values):
             tensor.numpy()
 
@@ -132,7 +113,7 @@ class _Run:
             for member, d in enumerate(self._descriptions)
         ]
         means, states = self._exchanger.exchange(gradients, None)
-        # A value of each: TensorFlow leaves out what is not asked for.
+        # Fetch a value of each, because TensorFlow prunes unused tensors.
         kept = [*means, *itertools.chain(*states)]
         return [tf.reshape(tensor, [-1])[:1] for tensor in kept if tensor.shape.num_elements()]
 

@@ -1,4 +1,7 @@
-"""Equality of replicas: variables are broadcast, averaged and compared over ranks."""
+"""Equality of replicas: broadcasts, averages and compares variables over ranks.
+
+Replicas start with equal variables after a broadcast, and checksums detect whether they diverge.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,17 @@ from tfposeidon.state.placement import another_seed, is_seed
 
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
-    """Returns descriptions of variables of any dtype.
-
-    Args:
-      variables: Keras or TensorFlow variables.
-    """
+    """Returns descriptions of variables of any dtype."""
     named = [(getattr(v, "path", None) or v.name, v) for v in variables]
     return [Description(path, tuple(v.shape), tf.as_dtype(v.dtype).name) for path, v in named]
 
 
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
-    """Gives every rank the values of `root_rank`; all ranks call it together.
+    """Assigns the values of `root_rank` on every rank; all ranks call it together.
 
-    Seeds of Keras become other ones on each rank, which follow from those of `root_rank`.
-
-    Args:
-      variables: Variables of any dtype, the same and in the same order on every rank.
-      wire: Collectives that join the ranks.
-      root_rank: Rank whose values everybody gets.
-
-    Raises:
-      RuntimeError: If ranks have other variables; it names the first difference.
+    Variables must be the same, in the same order, on every rank; otherwise it raises with the first
+    difference. Keras seeds receive a different value on each rank, derived from that of
+    `root_rank`.
     """
     if wire.topology.size == 1:
         return
@@ -51,8 +44,8 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     def received() -> list[tf.Tensor]:
         return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(numbers)]
 
-    # In a graph broadcasts need not wait for one another. A concrete function, for TensorFlow warns
-    # of functions that are traced in each of many fits.
+    # In a graph, broadcasts need not wait for one another. Use a concrete function, because
+    # TensorFlow warns about functions that are traced in each of many fits.
     graph = tf.function(received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
     for variable, value in zip(numbers, graph(), strict=True):
@@ -62,12 +55,7 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
-    """Gives every rank the mean over ranks, computed in float32; all ranks call it together.
-
-    Args:
-      variables: Floating-point variables, the same and in the same order on every rank.
-      wire: Collectives that join the ranks.
-    """
+    """Assigns the mean over ranks, computed in float32; all ranks call it together."""
     if wire.topology.size == 1 or not variables:
         return
     world = wire.topology.world
@@ -77,12 +65,7 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
 
 
 def collect(variables: Sequence[Any], wire: Wire) -> None:
-    """Gives rank 0 the sum over ranks, and all others zeros; all ranks call it together.
-
-    Args:
-      variables: Variables of numbers, the same and in the same order on every rank.
-      wire: Collectives that join the ranks.
-    """
+    """Assigns the sum over ranks on rank 0 and zeros on others; all ranks call it together."""
     world = wire.topology.world
     for number, variable in enumerate(variables if world.size > 1 else ()):
         flat = tf.reshape(tf.convert_to_tensor(variable), [-1])
@@ -99,13 +82,7 @@ def clear(variables: Sequence[Any]) -> None:
 
 
 def checksums(variables: Sequence[Any]) -> list[int]:
-    """Returns a checksum of 64 bits (FarmHash) of the bytes of each variable.
-
-    Args:
-      variables: Variables, tensors or arrays.
-
-    Cost: one pass over them, on the CPU.
-    """
+    """Returns a 64-bit checksum (FarmHash) of each variable's bytes, in one pass on the CPU."""
     if not variables:
         return []
     flat = [tf.reshape(tf.convert_to_tensor(v), [1, -1]) for v in variables]
@@ -116,10 +93,8 @@ def checksums(variables: Sequence[Any]) -> list[int]:
 def checksum(variables: Sequence[Any], on_device: bool = False) -> str:
     """Returns one checksum over all variables in order, as eight hexadecimal digits.
 
-    Args:
-      variables: Variables, tensors or arrays.
-      on_device: True to compute it on the device for tensors on a GPU, without a copy to the host.
-        Equal values on the CPU have another checksum.
+    `on_device` avoids copying GPU tensors to the host. Equal values on the CPU then have another
+    checksum.
 
     >>> checksum([tf.constant([1.0, 2.0])])
     '0a27a754'
@@ -134,33 +109,31 @@ def checksum(variables: Sequence[Any], on_device: bool = False) -> str:
 
 
 def sums(tensors: Sequence[tf.Tensor]) -> list[int]:
-    """Returns for each tensor a sum of 64 bits over its bytes, each word with a weight of its own.
+    """Returns a 64-bit sum over the bytes of each tensor, with a weight per word.
 
-    Weights are odd and random: of pairs that differ, one in 2**32 has equal sums at most.
-
-    Args:
-      tensors: Tensors of any dtype but strings.
-
-    Cost: one pass over them on their device, and 24 MiB of its memory.
+    Weights are odd and random: at most one in 2**32 pairs of different tensors has equal sums. The
+    cost is one pass over the tensors on their device, and 24 MiB of its memory. Strings are not
+    supported.
     """
     if not tensors:
         return []
     weights = tf.constant(np.random.RandomState(0).randint(-(2**63), 2**63 - 1, 2**20, "int64") | 1)
-    # One copy to the host for all of them.
+    # Copy all of them to the host at once.
     return [int(one) for one in tf.stack([_sum(t, weights) for t in tensors]).numpy().view("u8")]
 
 
 def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(tensor, [-1])
     if flat.dtype.size == 1 and flat.dtype not in (tf.int8, tf.uint8):
-        # TensorFlow has no integers for the bits of booleans and of floats of 8 bits.
+        # TensorFlow cannot bit-cast booleans and 8-bit floats to integers.
         flat = tf.constant(flat.numpy().view("u1"))
-    # Not of 64 bits: the last bits of many numbers are zero, and so would be those of their sums.
+    # Do not use 64-bit words: the last bits of many numbers are zero, and those of their sums would
+    # be too.
     word = {1: tf.uint8, 2: tf.uint16}.get(flat.dtype.size, tf.int32)
     step = len(weights) * word.size // flat.dtype.size
     total = tf.constant(0, tf.int64)
     for begin in range(0, flat.shape[0], step):
-        # Sliced first: TensorFlow slices integers of 32 bits on the host.
+        # Slice first, because TensorFlow slices 32-bit integers on the host.
         words = tf.bitcast(flat[begin : begin + step], word)
         words = tf.cast(tf.reshape(words, [-1]), tf.int64)
         total = total * weights[0] + tf.reduce_sum(words * weights[: words.shape[0]])
@@ -168,15 +141,7 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
-    """Finds variables that are not bit-equal on all ranks; all ranks call it together.
-
-    Args:
-      variables: Variables, the same and in the same order on every rank.
-      wire: Collectives that join the ranks.
-
-    Returns:
-      Path of each such variable -> the ranks that differ from rank 0.
-    """
+    """Finds variables that are not bit-equal on all ranks, and the ranks unlike rank 0."""
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     found: dict[str, list[int]] = {}
     for index, description in enumerate(describe_any(variables)):
@@ -189,14 +154,7 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
     """Finds arrays that are not bit-equal on all ranks, or missing on some.
 
-    All ranks call it together.
-
-    Args:
-      arrays: Arrays of this rank, by name.
-      wire: Collectives that join the ranks.
-
-    Returns:
-      The ranks that differ from rank 0, by the name of each such array.
+    It returns the ranks that differ from rank 0, by name. All ranks call it together.
     """
     mine = {
         name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()

@@ -1,4 +1,8 @@
-"""Plans of an earlier run, as snapshots keep them."""
+"""Plans of an earlier run, restored from snapshots.
+
+A snapshot stores the scheme and members of each bucket. Descriptions, forecasts and costs are
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,7 @@ from tfposeidon.schemes import Scheme
 class Resumed:
     """Schemes and members of all buckets of a plan.
 
-    Attributes:
-      paths: Paths of the variables, in their order.
-      buckets: Scheme and members of each bucket.
-      name: Name of the plan among those that were predicted; empty without a prediction.
-      bucket_bytes: Size up to which it fuses gradients.
+    `name` is its name among the predicted plans, or empty without a prediction.
     """
 
     paths: tuple[str, ...]
@@ -37,11 +37,7 @@ class Resumed:
 
     @classmethod
     def of(cls, plan: Plan) -> Resumed:
-        """Returns what snapshots keep of a plan.
-
-        Args:
-          plan: Plan that steps have followed.
-        """
+        """Returns the parts of a plan that snapshots store."""
         buckets = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
         if not plan.forecasts:
             return cls(plan.paths, buckets)
@@ -49,11 +45,7 @@ class Resumed:
         return cls(plan.paths, buckets, forecast.chosen.name, forecast.chosen.bucket_bytes)
 
     def plan(self, descriptions: Sequence[Description]) -> Plan:
-        """Returns the plan for the same variables.
-
-        Args:
-          descriptions: Descriptions of the variables, in their order.
-        """
+        """Returns the plan for the same variables."""
         buckets = []
         for scheme, members in self.buckets:
             own = tuple(descriptions[member] for member in members)
@@ -66,13 +58,10 @@ class Resumed:
     def followed(
         self, plan: Plan, descriptions: Sequence[Description], timeline: Timeline | None
     ) -> Plan:
-        """Returns the plan that the earlier run followed, with a forecast.
+        """Returns the earlier run's plan with a forecast.
 
-        Args:
-          plan: What would be planned now for the same variables, with its forecast.
-          descriptions: Descriptions of the variables, in their order, with the rows of factors
-            where they are known.
-          timeline: Times of a step's computation, if they are known.
+        `plan` is the one that would be made now for the same variables. `descriptions` include the
+        rows of factors if they are known.
         """
         if self.buckets == tuple((bucket.scheme, bucket.members) for bucket in plan.buckets):
             return plan
@@ -89,7 +78,7 @@ class Resumed:
         return dataclasses.replace(before, forecasts=(forecast.kept(chosen),))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it for JSON."""
+        """Returns a dictionary for JSON."""
         buckets = [
             [keras.saving.serialize_keras_object(scheme), members]
             for scheme, members in self.buckets
@@ -103,11 +92,7 @@ class Resumed:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Resumed:
-        """Reads what `to_dict` returned.
-
-        Args:
-          saved: The same, from JSON.
-        """
+        """Restores a plan from the dictionary of `to_dict`."""
         buckets = tuple(
             (keras.saving.deserialize_keras_object(scheme), tuple(members))
             for scheme, members in saved["buckets"]
@@ -116,7 +101,7 @@ class Resumed:
 
 
 def _has_cost(bucket: Bucket) -> bool:
-    """Returns whether the rows of factors are known, where they are exchanged."""
+    """Returns whether the rows of factors that are exchanged are known."""
     return not bucket.takes_factors or all(
         d.factors is None or d.factors.rows is not None for d in bucket.descriptions
     )

@@ -1,4 +1,8 @@
-"""State that the schemes of one plan keep from step to step, such as residuals."""
+"""State of the schemes of one plan, such as residuals.
+
+Schemes are pure functions from gradient and state to mean and new state. This module holds their
+variables between steps.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,11 @@ from tfposeidon.state.rank_state import StateDescription
 
 
 class SchemeStates:
-    """Variables in which schemes keep their state; it differs from rank to rank.
+    """Variables with the state of schemes, which differs between ranks.
 
-    Args:
-      plan: Plan by which its variables are exchanged.
-
-    Attributes:
-      plan: Plan by which its variables are exchanged.
-      variables: A list of variables for each bucket, zeros at first.
-      had_gradient: Variable `[variables]` float32, 1 for each trained variable of a scheme that
-        keeps something which has had a gradient; `None` where no scheme keeps anything.
+    `variables` has a list per bucket, initially zeros. `had_gradient` is `[variables]` float32, 1
+    for each variable that has had a gradient and whose scheme has state; `None` if no scheme has
+    state.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,15 +46,11 @@ class SchemeStates:
 
     @property
     def exist(self) -> bool:
-        """True if any scheme keeps anything."""
+        """True if any scheme has state."""
         return any(self.variables)
 
     def take_over(self, other: SchemeStates) -> None:
-        """Goes on with the state of buckets that have the same members and scheme as before.
-
-        Args:
-          other: States of another plan for the same variables.
-        """
+        """Continues with the state in `other` of buckets with the same members and scheme."""
         if other.had_gradient is not None:
             self.had_gradient = other.had_gradient
         kept = {
@@ -68,50 +63,34 @@ class SchemeStates:
         ]
 
     def read(self, index: int, rescale: tf.Tensor | None) -> State:
-        """Returns the state of one bucket's scheme.
-
-        Args:
-          index: Index of the bucket.
-          rescale: Factor for what was kept of earlier gradients, a float32 scalar; `None` for 1.
-        """
+        """Returns the state of a bucket's scheme, with the residual of earlier gradients scaled."""
         state = tuple(tf.convert_to_tensor(variable) for variable in self.variables[index])
         if not state or rescale is None:
             return state
-        # Rarely another factor than 1, which would be one more pass over memory.
+        # Skip the usual factor of 1, which would be another pass over memory.
         scheme = self.plan.buckets[index].scheme
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     def expected(self, presence: Presence) -> tf.Tensor:
-        """Finds the variables with a mean to apply.
+        """Finds the variables with a mean to apply, `[variables]` bool, the same on all ranks.
 
-        They have a gradient on some rank, or had one of which a scheme has kept something that it
-        sends late.
-
-        Args:
-          presence: Participation of ranks in the step.
-
-        Returns:
-          Bool, one for each variable, the same on all ranks.
+        They have a gradient on some rank, or had one whose residual is sent later.
         """
         if self.had_gradient is None:
             return presence.any_gradient
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
-        """Returns the new value of `had_gradient` after a step that counts.
-
-        Args:
-          presence: Participation of ranks in that step.
-        """
+        """Returns the new value of `had_gradient` after a step that counts."""
         assert self.had_gradient is not None
         found = tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._is_kept)
-        # Never back to 0: what a scheme has kept of a gradient may be sent in any later step.
+        # Never reset it to 0: a residual of a gradient may be sent in any later step.
         return tf.maximum(self.had_gradient, found)
 
     def drop(self) -> None:
-        """Drops what schemes have kept of earlier exchanges."""
+        """Discards the residuals of earlier exchanges."""
         for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
-            # What is not finite would stay so.
+            # Non-finite values would remain non-finite when multiplied by 0.
             values = [tf.convert_to_tensor(variable) for variable in variables]
             state = tuple(tf.where(tf.math.is_finite(v), v, 0.0) for v in values)
             dropped = bucket.scheme.rescaled(state, tf.constant(0.0))
@@ -119,7 +98,7 @@ class SchemeStates:
                 variable.assign(value)
 
     def flush(self) -> None:
-        """Makes all exchanges from now on send everything, what schemes have kept included."""
+        """Makes all later exchanges send everything, including residuals."""
         for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
             state = tuple(tf.convert_to_tensor(variable) for variable in variables)
             for variable, value in zip(variables, bucket.scheme.flushing(state), strict=True):
@@ -127,7 +106,7 @@ class SchemeStates:
 
     @property
     def has_flushed(self) -> bool:
-        """True if all that schemes had kept has been sent since `flush`."""
+        """True if all residuals have been sent since `flush`."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
             for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
@@ -141,7 +120,7 @@ class SchemeStates:
             members = tuple((d.path, d.length) for d in bucket.descriptions)
             for index, slot in enumerate(bucket.slots(topology)):
                 if slot.shape:
-                    # Shards of all ranks together cover the bucket this many times.
+                    # The shards of all ranks together cover the bucket this many times.
                     owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
                     yield StateDescription(
                         name=slot.name,

@@ -1,4 +1,8 @@
-"""The exchange of an optimizer's steps: from this rank's gradients to the means over all ranks."""
+"""Exchange of an optimizer's steps: from this rank's gradients to the means over all ranks.
+
+Think of `Step` as the distributed half of an optimizer: it agrees on plans, extracts factors,
+counts samples, and returns means.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +33,26 @@ from tfposeidon.policies import Policy
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    It makes ranks agree when a step is traced, finds factors, counts samples, exchanges, and where
-    it is asked measures how long the step waited. Training loops and callbacks reach it as
-    `optimizer.exchange`.
+    When a step is traced, it checks that all ranks agree, and finds sufficient factors. Each step
+    counts samples, exchanges gradients, and on request measures its exposed communication. Training
+    loops and callbacks access it as `optimizer.exchange`.
 
     Args:
-      optimizer: The `DistributedOptimizer`. Its `updater` is given the means.
-      policy: Choice of the scheme by which a variable is exchanged.
-      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
-      sample_count: Function from a batch to the number that ranks weigh by; see
+      optimizer: The `DistributedOptimizer`, whose `updater` receives the means.
+      policy: Policy that chooses the scheme of each variable.
+      bucket_bytes: Size in bytes up to which small gradients are fused; see `DistributedOptimizer`.
+      sample_count: Function from a batch to the number by which ranks are weighted; see
         `DistributedOptimizer`.
-      wire: Function that returns the wire between the ranks that exchange; by default all ranks.
-      prefix: Function that returns the prefix of the names of its collectives, asked for when ranks
-        agree; by default it is numbered.
+      wire: Function that returns the communicator of the ranks that exchange. The default includes
+        all ranks.
+      prefix: Function that returns the prefix of collectives' names, called when ranks agree. By
+        default, prefixes are numbered.
       settings: Function that returns further settings that ranks compare when they agree.
 
     Attributes:
-      plans: Plans that its steps follow.
-      absence: Ranks that are out of data, if the training loop watches for them.
-      batch: Count of the batch that the training loop trains on.
+      plans: Plans of its steps.
+      absence: Ranks with exhausted input, if the training loop watches for them.
+      batch: Count of the current batch of the training loop.
       is_timed: True if steps that are traced from now on measure `exposed_s`.
 
     Example:
@@ -80,13 +85,10 @@ class Step:
         self.is_timed = self._has_timed = False
 
     def build(self) -> None:
-        """Makes the variables in which steps leave what they have measured.
-
-        Before a step is traced: TensorFlow traces a step twice whose first trace makes variables.
-        """
+        """Creates the variables, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
             self.absence.build()
-            # 64 bits, as the op gives: float32 tells times since 1970 apart only by 128 s.
+            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
             self._exposed_s = tf.Variable(
                 tf.zeros([], tf.float64), trainable=False, name="exposed_s"
             )
@@ -95,19 +97,9 @@ class Step:
 
     @contextlib.contextmanager
     def call(self, gradients: list[Any], variables: list[Any], count: Any) -> Iterator[list[Any]]:
-        """Enters one call of the optimizer; all that is exchanged for it happens in this context.
+        """Enters one call of the optimizer; yields the gradients, as factors if sent as such.
 
-        Args:
-          gradients: Gradients, one per variable: tensors, `IndexedSlices` or `None`.
-          variables: Variables of the gradients, in the same order.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-
-        Yields:
-          The gradients, with `FactorPair` in place of those that are sent as factors.
-
-        Raises:
-          ValueError: When a step is traced, inside XLA or `tf.distribute`.
-          RuntimeError: At the first step, if ranks differ in their variables or settings.
+        All exchanges of the call happen in this context.
         """
         if not self._exchanges(variables):
             yield gradients
@@ -128,19 +120,7 @@ class Step:
     def join_call(
         self, gradients: list[Any], variables: list[Any], count: Any, skips: bool
     ) -> tuple[Any, tf.Tensor | None, tf.Tensor | None]:
-        """Agrees on a call whose gradients may wait for an update, where ranks might differ.
-
-        Args:
-          gradients: Gradients of the call, one per variable.
-          variables: Variables of the gradients, in the same order.
-          count: Number of samples behind the gradients, a scalar; `None` if ranks weigh alike.
-          skips: True if the optimizer skips calls that are not finite.
-
-        Returns:
-          Weight of this rank, a scalar, or `None` if all weigh alike; whether gradients are finite
-          on all ranks, or `None` if nobody asks; and whether every rank had a batch, or `None`
-          where that is not watched.
-        """
+        """Returns weight, finiteness and full participation of a call, `None` if not compared."""
         finite = _all_finite(gradients) if skips else None
         differs = count is not None or finite is not None or self.absence.is_watched
         if self._wire().topology.size == 1 or not differs:
@@ -156,16 +136,7 @@ class Step:
         )
 
     def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
-        """Exchanges gradients.
-
-        Args:
-          gradients: Gradients from `call`, or means of them over several calls.
-          variables: Variables of the gradients, in the same order.
-          count: Number of samples behind the gradients, a scalar; `None` for equal weights.
-
-        Returns:
-          Means over all samples of all ranks.
-        """
+        """Exchanges gradients; returns means over all samples of all ranks."""
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
         exchanger = self.exchanger(variables)
@@ -201,8 +172,7 @@ class Step:
         )
 
     def _time(self, exchanger: Exchanger, gradients: list[Any], means: list[Any]) -> None:
-        # What passes between the last gradient and the last mean is communication that nothing
-        # hides.
+        # The time between the last gradient and the last mean is exposed communication.
         self._has_timed = True
         first, ready = _time_after_first(gradients), time_after(gradients)
         end = time_after(means)
@@ -211,22 +181,15 @@ class Step:
         exchanger.times.record(first, ready, end)
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
-        """Returns the exchanger of `variables`, with the variables that it needs.
+        """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
 
-        `fit` asks for it before a step is traced. Otherwise the first trace makes them, and
-        TensorFlow then traces the step once more.
-
-        Args:
-          variables: Trainable variables that the step gives to `apply`, all of them in this
-            order.
+        `fit` calls it before a step is traced: if the first trace created the exchanger's
+        variables, TensorFlow would trace the step twice.
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:
-        """Returns whether there is anything to do.
-
-        On one rank nothing is sent, but schemes may keep something, such as velocity.
-        """
+        """Returns whether there is anything to exchange, or state of schemes on a single rank."""
         return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
 
     def _rate(self, variables: list[Any]) -> _Rate | None:
@@ -237,7 +200,7 @@ class Step:
         return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:
-        """Returns what has to be the same on all ranks, besides what the plans know."""
+        """Returns the settings that must be equal on all ranks, except those that plans compare."""
         optimizer, counts = self._optimizer, self.batch.function
         steps = optimizer.gradient_accumulation_steps
         return {
@@ -252,21 +215,23 @@ class Step:
             **layer_norms.norm_settings(optimizer.inner_optimizer),
         }
 
-    # ------------------------------------------------------------------ what callers may ask
+    # ------------------------------------------------------------------ state for callers
 
     @property
     def suits_xla(self) -> bool:
-        """True if XLA can compile its steps: on one rank, if schemes keep nothing."""
+        """True if XLA can compile its steps: on one rank, if schemes have no state."""
         return runtime.size() == 1 and not self.plans.planner.policy.keeps_state
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in the steps so far, one for each list."""
+        """Exchangers that ranks have agreed on in the steps so far, one per list of variables."""
         return self.plans.agreed_exchangers
 
     @property
     def exposed_s(self) -> float:
-        """Communication that computation did not hide, in seconds over all steps that were timed.
+        """Exposed communication in seconds, summed over all timed steps.
+
+        It is the time that communication adds to a step, because computation does not hide it.
 
         Raises:
           RuntimeError: If no steps are timed.
@@ -284,12 +249,9 @@ class Step:
         return self.is_timed or self.plans.planner.is_watched
 
     def flush(self) -> bool:
-        """Makes all steps from now on send everything, what schemes have kept included.
+        """Makes all later steps send everything; returns whether there are residuals.
 
-        It comes before a change of schemes, or what they have kept would be lost.
-
-        Returns:
-          True if there are schemes that keep anything.
+        Call it before a change of schemes, which would lose them otherwise.
         """
         for exchanger in self.plans.exchangers:
             exchanger.states.flush()
@@ -297,21 +259,16 @@ class Step:
 
     @property
     def has_flushed(self) -> bool:
-        """True if a step that counted has sent everything since `flush`.
-
-        It is the same on all ranks.
-        """
+        """True if a counted step has sent everything since `flush`; the same on all ranks."""
         return all(exchanger.states.has_flushed for exchanger in self.plans.exchangers)
 
 
 @dataclass(frozen=True)
 class _Rate:
-    """Effective learning rate of a step, and the factor for what was kept at an earlier one.
+    """Effective learning rate of a step.
 
-    Attributes:
-      variable: Rate of the last step that counted, in which `now` is kept if this one counts.
-      now: Rate of this step, a float32 scalar.
-      rescale: Factor for what schemes have kept, a float32 scalar.
+    `variable` has the rate of the last step that counted, and is set to `now` if this step counts.
+    `rescale` is the factor for the residuals.
     """
 
     variable: tf.Variable
@@ -345,6 +302,6 @@ def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the time at which the first gradient is there: that of the last variable."""
+    """Returns the time at which the first gradient is ready: that of the last variable."""
     present = [gradient for gradient in gradients if gradient is not None]
     return time_after(present[-1:])

@@ -1,4 +1,7 @@
-"""Times of an optimizer's steps on this rank, in variables that the steps themselves update."""
+"""Times of an optimizer's steps on this rank, in variables that the steps themselves update.
+
+The planner uses their means to predict which communication computation hides.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,10 @@ from tfposeidon.native import library
 
 @dataclass(frozen=True)
 class MeanTimes:
-    """Mean times of some steps, in seconds from the end of the exchange before.
+    """Mean times of some steps, in seconds from the end of the previous exchange.
 
-    Attributes:
-      first_s: Time of the first gradient.
-      compute_s: Time of the last gradient: the step without the exchange that nothing hides.
-      step_s: Time of the last mean.
+    `first_s` is the time of the first gradient, `compute_s` that of the last, and `step_s` that of
+    the last mean. `step_s - compute_s` is exposed communication.
     """
 
     first_s: float
@@ -30,35 +31,29 @@ class MeanTimes:
 class StepTimes:
     """Sums of the times of steps, for one list of variables.
 
-    A step begins when the exchange before it ends, so that input and update count as computation.
+    A step begins when the previous exchange ends, so that input and update count as computation.
     """
 
     def __init__(self) -> None:
         with tf.init_scope():
-            # 64 bits, as the op gives: float32 tells times since 1970 apart only by 128 s.
+            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
             self._end_s = _variable([], "end_of_exchange")
             self._sums = _variable([4], "step_times")
 
     def record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
-        """Adds a step, as an op of the step.
-
-        Args:
-          first_s: Time of its first gradient, in seconds since 1970; a float64 scalar.
-          ready_s: Time of its last gradient.
-          end_s: Time of its last mean.
-        """
+        """Adds a step, in ops of the step; times are float64 seconds since 1970."""
         begin_s = self._end_s.read_value()
         own = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)])
-        # The first step has no exchange before it, and would count what came before training.
+        # Exclude the first step, which would include the time before training.
         self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
         self._end_s.assign(end_s)
 
     def reset(self) -> None:
-        """Forgets all steps so far."""
+        """Discards all steps so far."""
         self._sums.assign(tf.zeros_like(self._sums))
 
     def pause(self) -> None:
-        """Leaves out what passes until the end of the next step, such as an evaluation."""
+        """Excludes the time until the end of the next step, such as an evaluation."""
         self._end_s.assign(tf.zeros_like(self._end_s))
 
     @property
@@ -72,14 +67,10 @@ class StepTimes:
 
 
 def time_after(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the time at which all of these are there, in seconds since 1970; float64.
-
-    Args:
-      gradients: Tensors, `IndexedSlices`, `FactorPair` or `None`.
-    """
+    """Returns the time at which all gradients are ready, in float64 seconds since 1970."""
     tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
-    # `tf.timestamp` would wait for all stateful ops before it, such as Python functions of a
-    # backward pass, whatever it is asked to come after.
+    # `tf.timestamp` would wait for all earlier stateful ops, such as Python functions in the
+    # backward pass, regardless of its control dependencies.
     return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()
 
 

@@ -1,4 +1,4 @@
-"""The check that all ranks mean the same variables, and lists of variables as JSON."""
+"""Checks that all ranks have the same variables, and converts lists of variables to JSON."""
 
 from __future__ import annotations
 
@@ -13,26 +13,12 @@ REMEDY = "Build the same model and the same optimizer on every rank."
 
 
 def as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
-    """Returns descriptions as they travel between ranks and lie in checkpoints.
-
-    Args:
-      descriptions: Descriptions of gradients, one for each variable.
-
-    Returns:
-      `[path, shape, dtype]` for each of them.
-    """
+    """Returns `[path, shape, dtype]` of each description, for other ranks and checkpoints."""
     return [[d.path, list(d.shape), d.dtype] for d in descriptions]
 
 
 def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
-    """Raises an error if ranks have other variables, or another order of them.
-
-    Args:
-      received: Result of `as_json` on each rank, by rank.
-
-    Raises:
-      RuntimeError: On all ranks alike, naming the first variable that differs, and on which rank.
-    """
+    """Raises on all ranks, with the first difference, if variables or their order differ."""
     agreement.require_equal(
         [_renamed(received[0], other) for other in received],
         "All ranks must train the same variables",
@@ -42,25 +28,16 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
 
 
 def first_difference(first: list[list[Any]], other: list[list[Any]]) -> tuple[int, str, str] | None:
-    """Returns the first index at which two lists of variables differ, and texts of both.
-
-    Args:
-      first: Result of `as_json`.
-      other: Result of `as_json`.
-
-    Returns:
-      The index, and texts for the variables there in `first` and in `other`; `None` if the lists
-      are equal.
-    """
+    """Returns the index and texts of the first variable that differs; `None` if all are equal."""
     other = _renamed(first, other)
     return None if first == other else agreement.first_difference(first, other, _readable)
 
 
 def is_same_path(first: str, other: str) -> bool:
-    """Returns whether two paths may be of the same variable, in models that were made twice.
+    """Returns whether two paths may be of one variable, in two instances of a model.
 
-    Names that Keras generates have numbers, which depend on what the process has made before; and a
-    variable that was made before its model lacks the name of that.
+    Keras generates names with numbers, which depend on earlier layers of the process. The path of a
+    variable that was created before its model lacks the model's name.
 
     >>> is_same_path("dense/kernel", "sequential_3/dense_1/kernel")
     True
@@ -72,12 +49,12 @@ def is_same_path(first: str, other: str) -> bool:
 
 
 def _without_numbers(path: str) -> str:
-    """A path without its outermost name and generated numbers."""
+    """Returns a path without its outermost name and generated numbers."""
     return re.sub(r"_\d+(?=_|/|$)", "", path.partition("/")[2] or path)
 
 
 def _renamed(first: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
-    """The second list by the paths of the first, where these are of the same variables."""
+    """Returns `other` with the paths of `first` for variables that may be the same."""
     names = [path for path, _, _ in first]
     return [
         [name if name and is_same_path(name, path) else path, shape, dtype]

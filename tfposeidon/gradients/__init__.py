@@ -1,1 +1,1 @@
-"""Gradients: their descriptions, their factors, rows of embeddings, and sums over several steps."""
+"""Gradients: descriptions, sufficient factors, embedding rows, and accumulation over steps."""

@@ -1,7 +1,8 @@
-"""Gradients added up over several calls, so that one exchange serves them all.
+"""Gradient accumulation: sums gradients over several calls, and exchanges them once.
 
-A sum of products is the product of the stacked factors: factors are kept as rows, unless that would
-be more rows than any matrix of that size needs.
+Think of it as Keras's `gradient_accumulation_steps`, with a weight per call. Sufficient factors are
+accumulated by stacking their rows, because a sum of products is the product of the stacked factors.
+They are summed as a dense matrix if stacking would need more rows than any matrix of that size.
 """
 
 from __future__ import annotations
@@ -21,13 +22,11 @@ from tfposeidon.state.rank_state import StateDescription
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an optimizer that accumulates.
+    """One call of an optimizer that accumulates gradients.
 
-    Attributes:
-      weight: What its gradients weigh on this rank, a scalar; `None` where all weigh alike.
-      is_due: True if it makes an update, a bool scalar.
-      scale: Loss scale of its gradients, a scalar.
-      counter: Variable that moves if the call counts; `None` where it always does.
+    `weight` is the scalar weight of its gradients on this rank, or `None` if all ranks have equal
+    weights. `is_due` is true if the call makes an update, and `scale` is its loss scale. `counter`
+    is a variable that changes if the call counts; `None` if every call counts.
     """
 
     weight: Any
@@ -37,14 +36,10 @@ class Call:
 
 
 class Accumulation:
-    """Sums of gradients, each times its weight, and the sum of the weights.
+    """Weighted sums of gradients, and the sum of the weights.
 
-    They differ from rank to rank. With each update they begin anew.
-
-    Args:
-      optimizer: Keras optimizer, of whose state the sums become a part.
-      variables: Variables that the gradients are for.
-      steps: Number of calls for each update.
+    The sums differ between ranks. Each update resets them. Their variables belong to the
+    optimizer's state.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], steps: int) -> None:
@@ -53,16 +48,11 @@ class Accumulation:
             for i, variable in enumerate(variables)
         ]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
-        # As many as an update has, but for those before the optimizer was wrapped.
+        # Equals the number of calls per update, except for calls before the optimizer was wrapped.
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
     def rank_state(self, rank: int, size: int) -> list[tuple[Any, StateDescription]]:
-        """Returns all variables of the sums, each with its description.
-
-        Args:
-          rank: Rank of this process.
-          size: Number of ranks.
-        """
+        """Returns all variables of the sums, each with its description."""
         sums = [
             pair
             for accumulator in self._accumulators
@@ -79,21 +69,11 @@ class Accumulation:
         update: Callable[[list[Any], Any, Any], None],
         wait: Callable[[], None],
     ) -> None:
-        """Adds gradients; in a call that makes an update it gives their means to `update`.
-
-        Args:
-          indices: Indices of the gradients' variables among those of the constructor.
-          gradients: Gradients of the variables: tensors, `IndexedSlices`, `FactorPair` or `None`.
-          call: What the call weighs, and whether it counts.
-          update: Function to call with the means, which are tensors, `FactorPair` or `None`, with
-            the weight behind them on this rank, a scalar (`None` where all calls weigh alike), and
-            with the number of calls.
-          wait: Function to call where no update is due.
-        """
+        """Adds gradients; a due call passes means, total weight and number of calls to `update`."""
         weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
         accumulators = [self._accumulators[index] for index in indices]
         pairs = zip(accumulators, gradients, strict=True)
-        # The loss scale may change from call to call.
+        # The loss scale may change between calls, so undo it for each of them.
         values = [None if g is None else one.plus(g, weight / call.scale) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
 
@@ -104,17 +84,17 @@ class Accumulation:
             update(means, None if call.weight is None else total, calls)
 
         before = None if call.counter is None else tf.identity(call.counter)
-        # The same on all ranks: the branches have collectives.
+        # The condition is the same on all ranks, because the branches contain collectives.
         tf.cond(call.is_due, step, wait)
 
-        # Assigned last, from plain tensors: a bucket must not wait for another's accumulator.
+        # Assign last, from plain tensors: a bucket must not wait for another bucket's accumulator.
         def keep() -> None:
             for accumulator, value in zip(accumulators, values, strict=True):
                 if value is not None:
                     accumulator.keep(value, call.is_due)
                 else:
-                    # Keras does the same: a variable without a gradient in the last call is not
-                    # updated, and its sum is gone.
+                    # As in Keras, a variable without a gradient in the last call is not updated,
+                    # and its sum is lost.
                     tf.cond(call.is_due, accumulator.reset, lambda: None)
             for variable, value in ((self._weight, total), (self._calls, calls)):
                 variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
@@ -125,7 +105,7 @@ class Accumulation:
             tf.cond(tf.not_equal(tf.identity(call.counter), before), keep, lambda: None)
 
     def reset(self) -> None:
-        """Drops what has been added since the last update."""
+        """Resets the sums to zero."""
         for variable in (self._weight, self._calls):
             _clear(variable)
         for accumulator in self._accumulators:
@@ -133,18 +113,11 @@ class Accumulation:
 
 
 class _Accumulator:
-    """Sum of one variable's gradients: of matrices as a matrix, of factors as rows.
+    """Accumulated gradient of one variable: a sum of matrices, and stacked rows of factors.
 
-    Values that overwrite the variable are no sums: the largest is kept, as Keras does.
-
-    Mostly one of them is empty. If calls had different numbers of rows and both are in use, each
-    can stand for the other.
-
-    Args:
-      optimizer: Keras optimizer, of whose state the matrix becomes a part.
-      variable: Variable that the gradients are for.
-      name: Name of the sum in checkpoints.
-      steps: Number of calls for each update.
+    Values that overwrite the variable are not summed: like Keras, it retains the largest. Mostly
+    either the matrix or the rows are empty. If calls had different numbers of rows and both are in
+    use, the mean combines them in whichever form the last call has.
     """
 
     def __init__(self, optimizer: Any, variable: Any, name: str, steps: int) -> None:
@@ -166,8 +139,9 @@ class _Accumulator:
     def _plus_factors(self, factors: FactorPair, weight: tf.Tensor) -> _AccumulatedFactors:
         assert self.rows is not None
         rows = tf.shape(factors.right)[0]
-        # With as many rows in every call, all of them would be more than the matrix times the unit
-        # matrix: it is kept instead. With 16 bits that takes two products, see `_with_matrix`.
+        # If every call had this many rows, their sum would exceed the number of rows of the unit
+        # matrix, so accumulate the matrix instead. In 16 bits, that takes two products; see
+        # `_with_matrix`.
         products = 2 if factors.right.dtype.size == 2 else 1
         too_many = rows * self.steps > factors.enough_rows * products
         matrix = tf.cond(
@@ -187,7 +161,7 @@ class _Accumulator:
         dense = tf.cast(gradient, self.matrix.dtype)
         if self._is_overwritten:
             return tf.maximum(tf.convert_to_tensor(self.matrix), dense)
-        # No samples, no say: a mean over an empty batch is not a number.
+        # Ignore gradients of empty batches: their mean is NaN.
         return self.matrix + tf.where(
             weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense)
         )
@@ -225,13 +199,10 @@ class _Accumulator:
 
 
 class _FactorAccumulator:
-    """Variables for the stacked factors of several calls.
+    """Variables for the stacked factors of several calls, each row's weight, and the local term.
 
-    Beside them are each row's weight and the local term. Widths and dtypes are known when a step is
-    traced, but these are state before that: all begin empty, and floats have at least 32 bits.
-
-    Args:
-      matrix: Variable with the shape and dtype of the gradient.
+    Widths and dtypes are known only when a step is traced, but the variables must exist before. All
+    are therefore empty at first, and floats have at least 32 bits.
     """
 
     def __init__(self, matrix: Any) -> None:
@@ -263,7 +234,7 @@ class _FactorAccumulator:
         self, factors: FactorPair, weight: tf.Tensor, matrix: tf.Tensor, is_matrix: tf.Tensor
     ) -> _AccumulatedFactors:
         rows = tf.shape(factors.right)[0]
-        # Indices have a variable of their own: a float32 does not hold all of 32 bits.
+        # Indices need a variable of their own: float32 cannot represent all 32-bit integers.
         if isinstance(factors, Rows):
             left = tf.concat([self.indices, factors.left], 0)
         else:
@@ -301,8 +272,8 @@ class _FactorAccumulator:
             lambda: tf.linalg.matmul(self.left, right, transpose_a=True),
         )
         total = tf.reshape(product, [-1])
-        # Not by a tf.cond on whether there is a local term: TensorFlow 2.21 took the wrong branch
-        # of one that stood behind the one above.
+        # Do not use a tf.cond on whether there is a local term: in TensorFlow 2.21, such a tf.cond
+        # after the one above took the wrong branch.
         local = tf.concat([self.local, tf.zeros_like(total)], 0)[: tf.size(total)]
         return tf.cast(
             tf.reshape(total + local * tf.cast(self.weight, local.dtype), self.shape), self.dtype
@@ -315,15 +286,12 @@ class _FactorAccumulator:
 
 
 class _AccumulatedFactors:
-    """Factors of all calls so far, as tensors of the step that is traced.
+    """Factors of all calls so far, as tensors of the traced step.
 
-    Attributes:
-      factors: All rows, without weights. The local term is the same in all calls: variables change
-        with updates only.
-      weights: Weight of each row, `[K]` float32.
-      weight: Sum of the weights of all these calls, a float32 scalar.
-      matrix: Sum of the other calls, in the variable's shape.
-      is_matrix: True if this call is one of the others, a bool scalar.
+    `factors` has all rows without weights. Its local term is the same in all calls, because
+    variables change only with updates. `weights` is `[K]` float32; `weight` is the total weight of
+    these calls; `matrix` is the sum of all other calls, and `is_matrix` is true if the current call
+    is one of those.
     """
 
     def __init__(
@@ -338,22 +306,18 @@ class _AccumulatedFactors:
         self.matrix, self.is_matrix = matrix, is_matrix
 
     def mean(self, total: tf.Tensor) -> FactorPair:
-        """Returns the mean over all calls.
-
-        Args:
-          total: Sum of the weights of all calls, a float32 scalar.
-        """
+        """Returns the mean over all calls, whose weights sum to `total`."""
         right = self.factors.right
         wide = tf.float64 if right.dtype == tf.float64 else tf.float32
         weights = tf.math.divide_no_nan(tf.cast(self.weights, wide), tf.cast(total, wide))
         mean = self.factors.weighted(weights)
         left, right, weights = tf.cond(
-            # A matrix of zeros is worth no rows; whether any call was added to it is kept nowhere.
+            # A matrix of zeros needs no rows. It is not recorded whether any call was added to it.
             tf.reduce_any(tf.not_equal(self.matrix, 0)),
             lambda: self._with_matrix(mean, weights, total),
             lambda: (mean.left, mean.right, weights),
         )
-        # A 16-bit product is multiplied by its weights where it arrives.
+        # Receivers multiply a 16-bit product by its weights.
         weight = weights if right.dtype.size == 2 else None
         left, right = (
             tf.ensure_shape(t, [None, *s.shape[1:]])
@@ -364,14 +328,15 @@ class _AccumulatedFactors:
     def _with_matrix(
         self, mean: FactorPair, weights: tf.Tensor, total: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns factors and weights with the matrix's product with the unit matrix as more rows.
+        """Returns factors and weights, with the matrix appended as more rows.
 
-        Where rows have 16 bits there are two such products, of the matrix rounded and of what
-        rounding left: one alone would bias the mean.
+        The rows are the matrix's product with the unit matrix. 16-bit rows need two such products,
+        of the rounded matrix and of the rounding error. One alone would bias the mean.
         """
         wide = tf.cast(self.matrix, weights.dtype)
         if mean.local is not None:
-            # The local term is added to the whole mean afterwards: the matrix's share of it goes.
+            # The local term is added to the whole mean afterwards, so subtract the matrix's share
+            # of it.
             wide -= tf.cast(mean.local, wide.dtype) * tf.cast(total - self.weight, wide.dtype)
         rest = tf.reshape(tf.math.divide_no_nan(wide, tf.cast(total, wide.dtype)), mean.widths)
         terms = [mean]
@@ -391,14 +356,14 @@ def _partial(name: str, owners: int, **what: Any) -> StateDescription:
 
 
 def _growing(shape: list[int], dtype: str, name: str) -> tf.Variable:
-    # The shape is left open: rows grow from call to call, and a trace alone knows their width.
+    # The shape is dynamic: rows grow with each call, and their width is known only in a trace.
     return tf.Variable(
         tf.zeros(shape, dtype), shape=[None] * len(shape), trainable=False, name=name
     )
 
 
 def _below(above: tf.Variable, tensor: tf.Tensor) -> tf.Tensor:
-    # Reshaped as the empty variable of the first call has another width.
+    # Reshape, because the empty variable of the first call has another width.
     held = tf.reshape(above, [-1, tensor.shape[1]])
     return tf.concat([tf.cast(held, tensor.dtype), tensor], 0)
 

@@ -1,4 +1,8 @@
-"""Descriptions of gradients for the exchange, and gradients as plain tensors."""
+"""Descriptions of gradients, and gradients as plain tensors.
+
+A `Description` has all properties of a gradient that are known before any step runs. It is the same
+on every rank.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,11 @@ from tfposeidon.gradients.factors import FactorShape
 
 @dataclass(frozen=True)
 class Description:
-    """Description of one variable's gradient: the same on every rank, known before any step runs.
+    """Description of one variable's gradient, the same on every rank.
 
-    Attributes:
-      path: Path of the variable.
-      shape: Shape of the variable.
-      dtype: Dtype of the gradient when it is exchanged.
-      factors: Shape of its factors if it is a product of two thin matrices, from the first traced
-        step on.
-      why_no_factors: Reason why it has no factors, from the first traced step on; empty before.
-      is_value: True if the gradient is a value that takes the variable's place, as Keras's
-        `overwrite_with_gradient` says.
+    `dtype` is the dtype in which the gradient is exchanged. `factors` and `why_no_factors` are set
+    from the first traced step on. `is_value` is true if the gradient replaces the variable, as with
+    Keras's `overwrite_with_gradient`.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -52,44 +50,22 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole gradient, as a dense tensor."""
+        """Bytes of the whole gradient as a dense tensor."""
         return self.length * self.itemsize
 
 
 def path_of(variable: Any) -> str:
-    """Returns the path of Keras's variables, such as "layer/kernel", and the name of TensorFlow's.
-
-    Args:
-      variable: Keras or TensorFlow variable.
-    """
+    """Returns the path of a Keras variable ("layer/kernel"), or the name of a `tf.Variable`."""
     return getattr(variable, "path", None) or variable.name
 
 
 def of_tensorflow(variable: Any) -> tf.Variable:
-    """Returns the TensorFlow variable inside a Keras variable, or the variable itself.
-
-    Keras's optimizers treat both as the same variable.
-
-    Args:
-      variable: Keras or TensorFlow variable.
-    """
+    """Returns the TensorFlow variable inside a Keras variable: optimizers treat both alike."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def describe(variable: Any) -> Description:
-    """Describes the gradient of a Keras or TensorFlow variable.
-
-    Gradients of bfloat16 variables are exchanged in float32: Horovod knows no bfloat16.
-
-    Args:
-      variable: Keras or TensorFlow variable.
-
-    Returns:
-      Path and shape of the variable, and the dtype in which its gradient is exchanged; no factors.
-
-    Raises:
-      ValueError: If the variable is not floating point.
-    """
+    """Describes the gradient of a Keras or TensorFlow variable, without factors."""
     path = path_of(variable)
     dtype = tf.as_dtype(variable.dtype)
     if not dtype.is_floating:
@@ -100,31 +76,19 @@ def describe(variable: Any) -> Description:
     return Description(
         path,
         tuple(variable.shape),
+        # Horovod does not support bfloat16.
         "float32" if dtype == tf.bfloat16 else dtype.name,
         is_value=is_overwritten(variable),
     )
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Returns whether Keras overwrites a variable with its gradient, as scales for float8.
-
-    Args:
-      variable: Keras or TensorFlow variable.
-    """
+    """Returns whether Keras overwrites a variable with its gradient, as for float8 scales."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sums rows of equal index.
-
-    Keras's optimizers do not, and would move a row twice whose token repeats.
-
-    Args:
-      rows: Indices `[k]` and values `[k, ...]`.
-
-    Returns:
-      Each index once, in the order of its first occurrence; under XLA sorted, and padded with rows
-      of zeros to the number of rows that were given.
+    """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice.
 
     >>> rows = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([7, 2, 7]))
     >>> merged = merge_rows(rows)
@@ -139,36 +103,27 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _merge_rows_in_xla(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    # XLA makes of `tf.unique` a loop over the rows, which took ten times as long as the step around
-    # it on a GPU, and gives tensors a length that it knows.
+    # XLA compiles `tf.unique` to a loop over the rows, which took ten times as long as the rest of
+    # the step on a GPU. It also needs a static length, so indices are sorted here, and rows of
+    # zeros pad the result.
     order = tf.argsort(rows.indices)
     indices = tf.gather(rows.indices, order)
     begins = tf.not_equal(indices, tf.concat([indices[:1] - 1, indices[:-1]], 0))
     segments = tf.cumsum(tf.cast(begins, tf.int32)) - 1
     count = tf.size(indices)
     values = tf.math.unsorted_segment_sum(tf.gather(rows.values, order), segments, count)
-    # Rows of zeros may have any index: the maximum over nothing is the smallest integer.
+    # Rows of zeros may have any index. The maximum of an empty segment is the smallest integer.
     indices = tf.maximum(tf.math.unsorted_segment_max(indices, segments, count), 0)
     return tf.IndexedSlices(values, indices, rows.dense_shape)
 
 
 def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients for one of Keras's optimizers: those that are rows by `merge_rows`.
-
-    Args:
-      gradients: Tensors, `IndexedSlices` or `None`.
-    """
+    """Returns gradients for a Keras optimizer: `IndexedSlices` have no repeated indices."""
     return [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
-    """Returns a gradient as one tensor of the variable's shape, in the dtype of the exchange.
-
-    Args:
-      gradient: A tensor, `IndexedSlices` (rows of equal index are summed) or `None` (zeros).
-      description: Description of the variable.
-      zero: Scalar variable that holds 0 in the gradient's dtype; see `wire.zeros`.
-    """
+    """Returns a gradient as one tensor of the variable's shape, in the dtype of the exchange."""
     if gradient is None:
         return wire.zeros(description.shape, zero)
     if isinstance(gradient, tf.IndexedSlices):
@@ -178,6 +133,6 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     gradient = tf.cast(gradient, description.dtype)
     if gradient.shape.is_fully_defined():
         return gradient
-    # TensorFlow knows no shape of what comes from a variable that is cut or tiled to the batch. The
+    # TensorFlow loses the shape of gradients of variables that are cut or tiled to the batch. The
     # variable has it.
     return tf.ensure_shape(gradient, description.shape)

@@ -1,4 +1,8 @@
-"""Gradients of embeddings: a product too, with one-hot rows, which travel as their indices."""
+"""Gradients of embeddings as sufficient factors.
+
+Such a gradient is the product of one-hot rows and values. The one-hot rows are sent as their
+indices.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,9 @@ from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError
 
 @dataclass(frozen=True)
 class Rows(FactorPair):
-    """Gradient of a table of M rows and N columns, as K of its rows; those of equal index add up.
+    """Gradient of an M x N table as K of its rows, where rows of equal index add up.
 
-    Attributes:
-      left: Indices, `[K]` int32.
-      right: Values, `[K, N]` floating point.
-      table: Number of rows of the table, M.
+    `left` holds the indices, `[K]` int32; `right` the values, `[K, N]`; `table` is M.
 
     >>> rows = Rows(tf.constant([0, 2]), tf.constant([[1.0], [5.0]]), table=3)
     >>> rows.own_product.numpy().tolist()
@@ -46,18 +47,15 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Indices, as numbers of the values' dtype with the same bits, beside values.
-
-        Values are summed first where tokens repeat.
-        """
+        """Indices, bit-cast to the values' dtype, and values; repeated indices are summed first."""
         indices, values = self._summed()
-        # Bits survive, for these columns are only moved: nothing computes with them on the way.
+        # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(indices, _index_dtype(self.right.dtype)), self.right.dtype)
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
         return super(Rows, replace(self, left=columns, right=values)).packed
 
     def _summed(self) -> tuple[tf.Tensor, tf.Tensor]:
-        # Rows of 16 bits with weights of their own are for the receivers to add up.
+        # Receivers sum 16-bit rows with individual weights.
         if self.right.dtype.size == 2 and self.weight is not None and self.weight.shape.rank:
             return self.left, self.right
         indices, segments = tf.unique(self.left)
@@ -67,7 +65,7 @@ class Rows(FactorPair):
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         index_dtype = _index_dtype(left.dtype)
         bits = left if left.dtype.size < index_dtype.size else left[:, 0]
-        # A GPU would add in an order of its own on every rank, and replicas would part.
+        # A GPU would add in a different order on every rank, and replicas would diverge.
         with tf.device("/CPU:0"):
             return self._multiplied_here(tf.bitcast(bits, index_dtype), right)
 
@@ -77,18 +75,7 @@ class Rows(FactorPair):
 
 
 def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
-    """Reads the rows of a gradient.
-
-    Args:
-      gradient: Gradient with respect to a table.
-      shape: Shape of the table.
-
-    Returns:
-      The rows, with int32 indices and the gradient's values.
-
-    Raises:
-      NoFactorsError: If the table has other than two dimensions.
-    """
+    """Reads the rows of a gradient; raises `NoFactorsError` unless the table has two dimensions."""
     if len(shape) != 2:
         raise NoFactorsError(f"its rows are no vectors: the variable has shape {tuple(shape)}")
     values = tf.ensure_shape(gradient.values, [gradient.values.shape[0], shape[1]])
@@ -96,12 +83,7 @@ def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
 
 
 def as_rows(gradient: Any, like: FactorShape) -> Rows:
-    """Returns a matrix as all its rows, for a rank whose peers expect rows.
-
-    Args:
-      gradient: Tensor with the number of elements that `like` has.
-      like: Shape of the rows that peers send.
-    """
+    """Returns a matrix as all its rows, for a rank whose peers expect rows."""
     matrix = tf.reshape(
         tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
     )
@@ -109,15 +91,10 @@ def as_rows(gradient: Any, like: FactorShape) -> Rows:
 
 
 def as_product(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix as a product, for a rank whose peers expect factors.
-
-    Args:
-      gradient: Tensor with the number of elements that `like` has.
-      like: Shape of the factors that peers send.
-    """
+    """Returns a matrix as a product, for a rank whose peers expect factors."""
     return as_rows(gradient, like) if like.indexed else as_factors(gradient, like)
 
 
 def _index_dtype(values: tf.DType) -> tf.DType:
-    # TensorFlow casts bits between types of one size, or makes two 16-bit columns of an int32.
+    # tf.bitcast needs types of equal size, or splits an int32 into two 16-bit columns.
     return tf.int64 if values.size == 8 else tf.int32

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 WEIGHT_COLUMNS = 2
-"""Columns beside factors of 16 bits: their rank's weight as a high and a low part.
+"""Columns next to 16-bit factors that hold their rank's weight as a high and a low part.
 
 One part alone would be rounded, and bias the mean.
 """
@@ -19,17 +19,17 @@ One part alone would be rounded, and bias the mean.
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Shape of factors as the exchange has to know it before any step runs; the same on every rank.
+    """Shape of factors as it is known before any step runs; the same on every rank.
 
     Attributes:
-      rows: Rows of one rank and exchange, K, on average: the samples of a batch, times the
-        positions at which the kernel is used, times the steps whose gradients are accumulated;
+      rows: Mean number of batch rows per rank and exchange, K: the samples of a batch, times the
+        positions at which the kernel is used, times the steps whose gradients are accumulated.
         `None` before the first step.
-      left: Columns of the left matrix, M.
-      right: Columns of the right matrix, N.
+      left: Number of columns of the left matrix, M.
+      right: Number of columns of the right matrix, N.
       dtype: Dtype of the values that are sent.
-      has_local: True if every rank adds a term of its own afterwards.
-      indexed: True if the left rows are one-hot, and travel as their indices.
+      has_local: True if every rank adds a local term after the exchange.
+      indexed: True if the left rows are one-hot and are sent as their indices.
 
     >>> FactorShape(rows=32, left=1000, right=500, dtype="float32").bytes
     192000
@@ -49,18 +49,18 @@ class FactorShape:
 
     @property
     def left_columns(self) -> int:
-        """Values in which a left row travels: M, or as many as hold an index of 32 bits."""
+        """Number of values sent per left row: M, or those that hold a 32-bit index."""
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
     def bytes(self) -> float:
-        """Bytes that one rank sends to each other; 0 before the first step."""
+        """Bytes that one rank sends to each other rank; 0 before the first step."""
         columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the product, whose values have 32 bits unless the factors' have 64."""
+        """Bytes of the product, which is float64 if the factors are, else float32."""
         return self.left * self.right * max(4, self.itemsize)
 
 
@@ -69,14 +69,13 @@ class FactorPair:
     """Gradient of one variable as `reshape(left^T right) + local`.
 
     Attributes:
-      left: Left matrix, `[K, M]` floating point; K may be known only when the step runs.
+      left: Left matrix, `[K, M]` floating point. K may be known only when the step runs.
       right: Right matrix, `[K, N]` in the same dtype.
-      local: Term that follows from variables alone (a regulariser's part), so that it is the same
-        on all ranks; in the variable's shape and dtype, or `None`.
-      constants: Digest of the numbers in `local` that are in the graph, which ranks have to
-        compare.
-      weight: Factor on the product of factors in 16 bits, where it is not 1: float32, a scalar or
-        `[K]`. Wider factors are multiplied by it at once.
+      local: Term that depends on variables alone, such as a regularizer's gradient, and is
+        therefore the same on all ranks; in the variable's shape and dtype, or `None`.
+      constants: Digest of the graph's constants in `local`, which ranks compare.
+      weight: Factor for the product of 16-bit factors, a float32 scalar or `[K]`; `None` for 1.
+        Wider factors are multiplied by their weight immediately.
 
     >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
     >>> factors.own_product.numpy().tolist()
@@ -91,19 +90,19 @@ class FactorPair:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Columns of the left and of the right matrix, M and N."""
+        """Columns of the left and the right matrix, M and N."""
         return self.left.shape[1], self.right.shape[1]
 
     @property
     def shape(self) -> FactorShape:
-        """Shape without rows, whose number is not always known in a trace."""
+        """Shape without the number of rows, which may be unknown in a trace."""
         return FactorShape(
             None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None
         )
 
     @property
     def enough_rows(self) -> int:
-        """Rows with which any matrix of this size can be sent: those of the unit matrix."""
+        """Number of rows that suffices for any matrix of this size, as with the unit matrix."""
         return min(self.widths)
 
     @property
@@ -117,9 +116,9 @@ class FactorPair:
 
     @property
     def packed(self) -> tf.Tensor:
-        """Message with all that is sent: `[K, M + N]`, with 16 bits `[K, M + N + 2]`.
+        """Message with all values to send: `[K, M + N]`, or `[K, M + N + 2]` for 16-bit values.
 
-        Values of bfloat16 go as uint16 with the same bits: Horovod does not know them.
+        Values of bfloat16 are bit-cast to uint16, because Horovod does not support bfloat16.
         """
         both = [self.left, self.right]
         if self.left.dtype.size == 2:
@@ -128,20 +127,20 @@ class FactorPair:
         return tf.bitcast(rows, tf.uint16) if rows.dtype == tf.bfloat16 else rows
 
     def _weight_columns(self) -> list[tf.Tensor]:
-        # In every row: where rows of several ranks have met, nothing else tells whose they are.
+        # Repeat the weight in every row: gathered rows do not identify their rank.
         weight = tf.constant(1.0) if self.weight is None else self.weight
         high = tf.cast(weight, self.left.dtype)
         low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
         return [tf.broadcast_to(_column(part), [tf.shape(self.left)[0], 1]) for part in (high, low)]
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
-        """Multiplies rows of any number of ranks.
+        """Multiplies the rows of any number of ranks.
 
         Args:
-          packed: Rows as `packed` of each rank has them, one below the other.
+          packed: Concatenated rows of all ranks, each rank's as in its `packed`.
 
         Returns:
-          Sum of the products, `[M * N]`, float64 or else float32.
+          Sum of the products, `[M * N]`, float64 if the factors are, else float32.
         """
         dtype = self.right.dtype
         rows = tf.bitcast(packed, tf.bfloat16) if dtype == tf.bfloat16 else packed
@@ -162,14 +161,8 @@ class FactorPair:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
-        """Returns these factors with their product times a weight.
-
-        The local term stays as it is: it is the same on all ranks and in all calls.
-
-        Args:
-          weight: Factor, floating point: a scalar, or `[K]` for each row's term of the product.
-        """
-        # No samples, no say: what comes from an empty batch need not be a number.
+        """Returns factors whose product, but not local term, is scaled by a scalar or `[K]`."""
+        # Ignore gradients of empty batches: they may be NaN.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
         if right.dtype.size == 2:
             return replace(
@@ -182,10 +175,10 @@ class FactorPair:
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Returns zeros where `weight` is 0. Indices stay: their values are zeros then."""
+    """Returns zeros where `weight` is 0; leaves indices, because their values are zeros then."""
     if not tensor.dtype.is_floating:
         return tensor
-    # Times 0 or 1, so values stay; 0 times NaN is 0 here.
+    # Multiply by 0 or 1, which preserves values. With multiply_no_nan, 0 times NaN is 0.
     return tf.math.multiply_no_nan(tensor, _column(tf.cast(tf.sign(weight), tensor.dtype)))
 
 
@@ -194,20 +187,15 @@ def _column(weight: tf.Tensor) -> tf.Tensor:
 
 
 class NoFactorsError(Exception):
-    """Error of a gradient without factors, whose message is the reason in a few words."""
+    """Error for a gradient without factors; its message is the reason in a few words."""
 
 
 def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix as its product with the unit matrix, for a rank whose peers expect factors.
-
-    Args:
-      gradient: Tensor with the number of elements that `like` has.
-      like: Shape of the factors that peers send.
-    """
+    """Returns a matrix times the unit matrix as factors, for a rank whose peers expect factors."""
     matrix = tf.reshape(
         tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
     )
-    # The unit matrix of the shorter side: as few rows as can be.
+    # Use the unit matrix of the shorter side, which has the fewest rows.
     unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
     return (
         FactorPair(unit, matrix)
@@ -217,7 +205,7 @@ def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a gradient: its own, its values, both factors, or none for `None`."""
+    """Returns a gradient's tensors: itself, its values, both factors, or none for `None`."""
     if gradient is None:
         return []
     if isinstance(gradient, FactorPair):

@@ -1,8 +1,9 @@
-"""Sufficient factors, read off the graph: gradients that are a product of two thin matrices.
+"""Reads sufficient factors from the graph: gradients that are a product of two thin matrices.
 
-The gradient of a kernel that meets K rows is `left^T right`, [K, M] and [K, N]. In graph mode it
-carries the op that multiplied them, from which they are taken; the product, which then nobody uses,
-TensorFlow leaves out. What is not recognised for certain is no product.
+If a kernel is multiplied with K rows, its gradient is `left^T right`, where `left` is K x M and
+`right` is K x N. In graph mode, the gradient refers to the op that multiplied them, whose inputs
+are the factors. TensorFlow prunes the product itself if it has no other use. Gradients whose
+factors cannot be identified with certainty are sent dense.
 
 Source: Zhang et al. 2017 (Poseidon), section 2.1.
 """
@@ -24,24 +25,13 @@ LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loo
 
 @dataclass(frozen=True)
 class _Product:
-    """Product `left^T right`.
-
-    Attributes:
-      left: Left matrix, `[K, M]`.
-      right: Right matrix, `[K, N]`.
-    """
+    """Product `left^T right` of matrices `[K, M]` and `[K, N]`."""
 
     left: tf.Tensor
     right: tf.Tensor
 
     def of_width(self, shape: Sequence[int]) -> _Product:
-        """Sets widths that only the step would tell, as tensordot's, to those of a matrix.
-
-        If they are others when the step runs, it ends with an error.
-
-        Args:
-          shape: Shape of the variable.
-        """
+        """Sets widths that only the step knows, as with tensordot, and checks them in the step."""
         if len(shape) != 2 or None not in (self.left.shape[1], self.right.shape[1]):
             return self
         pairs = zip((self.left, self.right), shape, strict=True)
@@ -57,19 +47,10 @@ class _Product:
 def read(
     gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
 ) -> FactorPair:
-    """Finds the factors of a gradient.
+    """Finds a gradient's factors: the stacked products, and the sum of all other terms in `dtype`.
 
-    Args:
-      gradient: Gradient as it comes from the tape.
-      shape: Shape of the variable.
-      dtype: Dtype in which the variable's gradient is exchanged.
-      replicated: Variables that have the same values on all ranks.
-
-    Returns:
-      The factors of all products below one another, and the sum of all other terms in `dtype`.
-
-    Raises:
-      NoFactorsError: If there are none, or none that are certain.
+    `replicated` are variables with the same values on all ranks. Raises `NoFactorsError` if there
+    are no factors, or none that are certain.
     """
     if not isinstance(gradient, tf.Tensor) or not hasattr(gradient, "graph"):
         raise NoFactorsError("it is no tensor of a graph")
@@ -94,7 +75,7 @@ def read(
 
 
 def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
-    """Concatenates rows: a sum of products is the product of the stacked factors."""
+    """Concatenates rows, because a sum of products is the product of the stacked factors."""
     return matrices[0] if len(matrices) == 1 else tf.concat(matrices, 0)
 
 
@@ -102,9 +83,9 @@ def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
-    """Returns the products and the other terms whose sum the tensor is, up to its shape."""
+    """Returns the products and other terms that sum to the tensor, up to its shape."""
     op = _source(tensor)
-    # Terms of one shape only: an Add may also broadcast.
+    # Require equal shapes, because an Add may also broadcast.
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
         pairs = [_terms(term) for term in op.inputs]
         return [p for products, _ in pairs for p in products], [
@@ -115,7 +96,7 @@ def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
 
 
 def _source(tensor: tf.Tensor) -> tf.Operation:
-    """Returns the op behind those that leave all elements in their order."""
+    """Returns the op before all ops that only change dtype or shape."""
     op = tensor.op
     while op.type in ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze"):
         if op.type == "Cast" and not op.inputs[0].dtype.is_floating:
@@ -133,8 +114,8 @@ def _product(op: tf.Operation) -> _Product | None:
         )
     if op.type == "Transpose" and _permutation(op.inputs[1]) == [1, 0]:
         inner = _product(_source(op.inputs[0]))
-        # Only if it transposes the product itself: a reshape that stands between changes what is
-        # swapped.
+        # Accept only a transposition of the product itself: a reshape in between would swap other
+        # axes.
         known = inner and [inner.left.shape[1], inner.right.shape[1]] == op.inputs[0].shape
         return replace(inner, left=inner.right, right=inner.left) if inner and known else None
     if op.type == "Sum":
@@ -148,10 +129,7 @@ def _permutation(tensor: tf.Tensor) -> Any:
 
 
 def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
-    """Reads a product for each element of a batch, summed over all of it.
-
-    It is one product, with the rows of all elements one after the other.
-    """
+    """Reads a batch of products summed over the batch: one product with all elements' rows."""
     op = tensor.op
     while op.type in ("Identity", "Cast"):
         op = op.inputs[0].op
@@ -170,9 +148,9 @@ def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
 def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
     """Returns whether a sum is over all dimensions of a batch of matrices.
 
-    The gradient of a matrix that met a batch is summed over what `BroadcastGradientArgs` says of
-    the shapes of batches, without those of matrices: over the dimensions that the matrix has not,
-    which are all, if the sum has no more elements than one product (`read` checks).
+    The gradient of a matrix that is multiplied with a batch is summed over the dimensions that
+    `BroadcastGradientArgs` computes from the batch shapes. These are all batch dimensions if the
+    sum has no more elements than one product, which `read` checks.
     """
     if axes.op.type == "BroadcastGradientArgs":
         sizes = [shape.shape[0] for shape in axes.op.inputs]
@@ -190,24 +168,16 @@ def _value(tensor: tf.Tensor) -> Any:
     return None if value is None else value.reshape(-1).tolist()
 
 
-# ----------------------------------------------------------- the same everywhere
+# ---------------------------------------------------- terms equal on all ranks
 
 
 def _handles(variables: Collection[Any]) -> set[int]:
-    # Functions capture a variable's handle, and not the variable.
+    # Functions capture a variable's handle, not the variable.
     return {id((v if hasattr(v, "handle") else v.value).handle) for v in variables}
 
 
 def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> str:
-    """Returns a digest of the constants on which tensors depend, which ranks have to compare.
-
-    Args:
-      tensors: Terms that are no products.
-      known: Ids of the handles of variables that have the same values on all ranks.
-
-    Raises:
-      NoFactorsError: If they depend on anything else, which could differ between ranks.
-    """
+    """Returns a digest of the constants behind tensors; raises if tensors may differ by rank."""
     seen: dict[str, tf.Operation] = {}
     ahead = [tensor.op for tensor in tensors]
     while ahead:
@@ -216,7 +186,8 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
             continue
         seen[op.name] = op
         unknown = op.type == "Placeholder" and id(_captured(op.outputs[0])) not in known
-        # Reading a variable is stateful, too, but which one it is shows in its input, the handle.
+        # Reading a variable is also stateful, but the handle among its inputs identifies the
+        # variable.
         if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
             raise NoFactorsError(
                 f"a term that is no product depends on {op.name!r}, which may differ between ranks"
@@ -229,10 +200,10 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
 
 
 def _captured(placeholder: tf.Tensor) -> Any:
-    """Returns what a function's input stands for outside of all functions."""
+    """Returns the tensor outside of all functions that a function's input captures."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
-            # An eager tensor is outermost, and raises if it is asked for its op.
+            # An eager tensor is outside of all functions, and raises on access to `op`.
             nested = (
                 not isinstance(outside, tf.__internal__.EagerTensor)
                 and outside.op.type == "Placeholder"

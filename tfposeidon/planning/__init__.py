@@ -1,1 +1,1 @@
-"""Choice of the scheme for each gradient: buckets, servers, and advice about the plan."""
+"""Planning: assigns a scheme and a bucket to each gradient, and predicts the time of a step."""

@@ -1,4 +1,4 @@
-"""Advice about plans that work, but not as well as they might."""
+"""Advice about plans that work, but not as well as they could."""
 
 from __future__ import annotations
 
@@ -13,15 +13,8 @@ from tfposeidon.planning.plan import Plan
 
 
 def cpu_advice(plan: Plan) -> str:
-    """Tells whether native ops copy what lies on a GPU to the CPU and back.
-
-    Args:
-      plan: The plan that steps follow.
-
-    Returns:
-      One line that names the schemes and the remedy; empty where there is nothing to say.
-    """
-    # Schemes with slots are those that select, by native ops.
+    """Returns a line if native ops copy GPU tensors to the CPU and back, else an empty string."""
+    # Schemes with state select elements, by native ops.
     names = {bucket.scheme.name for bucket in plan.buckets if bucket.slots(plan.topology)}
     if not names or not tf.config.list_physical_devices("GPU") or native.has_gpu_kernels():
         return ""
@@ -32,20 +25,12 @@ def cpu_advice(plan: Plan) -> str:
 
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:
-    """Tells whether an optimizer suits the sparse gradients that it is given.
-
-    Args:
-      plan: The plan that steps follow.
-      inner: The optimizer inside `DistributedOptimizer`.
-
-    Returns:
-      One line; empty where there is nothing to say.
-    """
+    """Returns a line if the optimizer does not suit sparse gradients, else an empty string."""
     sparse = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
     if not sparse:
         return ""
     name = sparse[0].name
-    # What fits worst, of several.
+    # Of several optimizers, check the least suitable one.
     optimizer = min(leaves(inner), key=lambda leaf: isinstance(leaf, keras.optimizers.SGD))
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (
@@ -57,7 +42,7 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
             "momentum is corrected for some variables only; the others have none, as the "
             "optimizer's must be 0"
         )
-    # 1-bit SGD has no momentum correction that could be advised.
+    # 1-bit SGD has no momentum correction to recommend.
     if optimizer.momentum and not hasattr(sparse[0], "momentum"):
         return f"momentum after {name} acts on what is sent late"
     if optimizer.momentum:

@@ -1,4 +1,8 @@
-"""Estimate of a job's links, and of the speed of its ranks, from measured times."""
+"""Fits a network profile, and the compute throughput of ranks, to measured times.
+
+Short probes determine latencies by least squares. Subtracting these from long probes yields
+bandwidths.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from tfposeidon.planning.probes import Probe
 from tfposeidon.planning.seconds import EXPOSED, float16_sums
 
 QUANTILE = 25
-"""Percentile that counts: loads of others only ever make a round longer, but a single fast one may
-be a burst that a link lets through."""
+"""Percentile that represents a probe: load of other processes only prolongs a round, but a single
+fast round may be a burst that the network lets through."""
 FEWEST_ROUNDS = 2
-"""Rounds without which nothing is known about how much times scatter."""
+"""Minimum number of rounds to estimate the variation of times."""
 LEAST_S = 1e-7
-"""Seconds that nothing is shorter than, where noise would make a difference negative."""
+"""Minimum of an estimate in seconds, for differences that noise makes negative."""
 FLOW_MARGIN = 0.8
-"""Share of the link's rate above which a connection by itself counts as fast as the link."""
+"""Share of the network's bandwidth above which a single connection counts as equally fast."""
 
 
 def estimate_links(
@@ -31,17 +35,7 @@ def estimate_links(
     topology: Topology,
     rates: Rates,
 ) -> NetworkProfile:
-    """Estimates links from measured times.
-
-    Args:
-      probes: Probes with the lengths that were timed.
-      samples: Seconds of the slowest rank in each round, by the name of the probe.
-      topology: The ranks of the job.
-      rates: Speed of the ranks.
-
-    Returns:
-      The links.
-    """
+    """Fits a network profile to the seconds of the slowest rank in each round, by probe name."""
     times = {probe.name: quantile(samples[probe.name]) for probe in probes}
     small = [probe for probe in probes if not probe.tells_rate]
     collective_s, latency_s = _latencies(small, times, topology)
@@ -57,14 +51,15 @@ def estimate_links(
     }
     has_nodes, has_levels = len(topology.nodes) > 1, "rate.node" in found
     across = None
-    # Probes whose rates count. Within nodes times scatter more, and hardly count beside others.
+    # Probes whose uncertainty counts. Times within nodes vary more, and hardly matter compared with
+    # the network.
     counts = ["rate.node"]
     if has_nodes:
         counts = [name for name in ("rate.across", "rate.flow") if name in found]
         rate, flow = found["rate.across"], found.get("rate.flow")
         if flow is not None and flow > FLOW_MARGIN * rate:
-            # A link is no slower than one connection, also where many short messages get in each
-            # other's way.
+            # The network is at least as fast as one connection, also if many short messages
+            # interfere.
             counts = [max(counts, key=found.__getitem__)]
             rate, flow = found[counts[0]], None
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
@@ -83,7 +78,7 @@ def estimate_links(
         else None,
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Of rates: latencies scatter more, but few choices hang on them.
+        # Use the uncertainty of bandwidths: latencies vary more, but few choices depend on them.
         uncertainty=rounded(max(_uncertainty(samples[name]) for name in counts)),
     )
 
@@ -93,7 +88,7 @@ def _latencies(
 ) -> tuple[float, dict[bool, float]]:
     """Returns the time of a cycle, and of a message step within nodes (`True`) and across.
 
-    Least squares of relative errors over all small probes.
+    It minimizes the squares of relative errors over all small probes.
     """
     stays = [probe.bytes_on(topology)[1] for probe in probes]
     kinds = sorted(set(stays))
@@ -116,21 +111,14 @@ def _seconds_of_bytes(
 ) -> float:
     """Returns the seconds of a probe without its latency."""
     on_link_s = seconds - collective_s - probe.steps * latency_s[probe.bytes_on(topology)[1]]
-    # Where latency is most of it, at least a tenth is left for the bytes.
+    # If latency dominates, leave at least a tenth for the bytes.
     return max(on_link_s, seconds / 10)
 
 
 def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
-    """Returns the seconds in which Horovod adds an element in float16, in software.
-
-    Args:
-      probe: All-reduce of float16 vectors.
-      seconds: Its time without latency: that of the link and of the sums, of which a part is
-        hidden behind the other.
-      bytes_per_s: Rate of the link.
-      topology: The ranks of the job.
-    """
+    """Returns the seconds per element of Horovod's float16 sums, which run in software."""
     link_s = probe.bytes_on(topology)[0] / bytes_per_s
+    # Of network and sums, the longer hides part of the shorter; see `EXPOSED`.
     sums_s = seconds - EXPOSED * link_s
     if sums_s < link_s:
         sums_s = max(0.0, seconds - link_s) / EXPOSED
@@ -144,16 +132,7 @@ def rates_of(
     pairs: tuple[int, int],
     product: tuple[int, int],
 ) -> Rates:
-    """Returns the speed of a rank, from the seconds of each kind of local work.
-
-    That of sums in float16, which only an all-reduce makes, is left 0.
-
-    Args:
-      times: Seconds of each kind of work.
-      elements: Elements that each of them works on, but for the product.
-      pairs: Pairs of the two selections.
-      product: Rows and columns of the matrix that is multiplied by itself, transposed.
-    """
+    """Returns a rank's compute throughput from the seconds of each kind of local work."""
     sum_s, encode_s = times["sum"] / elements, times["encode"] / elements
     few, many = pairs
     pair_s = max(times["select_many"] - times["select"], 0.0) / (many - few)
@@ -164,25 +143,22 @@ def rates_of(
         encode_s=rounded(encode_s),
         select_s=rounded(max(times["select"] - pair_s * few, LEAST_S) / elements),
         pair_s=rounded(pair_s),
+        # Only an all-reduce sums in float16; see `half_seconds`.
         half_s=0.0,
         operation_s=rounded(multiply_s / (2.0 * rows * columns**2)),
     )
 
 
 def quantile(values: Sequence[float]) -> float:
-    """Returns the one of some times that counts.
-
-    Args:
-      values: Seconds of each round.
-    """
+    """Returns the quantile of a probe's seconds that represents it."""
     return float(np.percentile(values, QUANTILE))
 
 
 def _uncertainty(values: Sequence[float]) -> float:
-    """Returns about the standard error of a quartile, as a share of the median; 1 for too few.
+    """Returns the approximate standard error of the quartile over the median; 1 if unknown.
 
-    By the faster half of the times: the others may hold a packet that was lost and sent again after
-    a fifth of a second, which says nothing about the quartile.
+    It uses the faster half of the times. The others may include a packet that was lost and sent
+    again after a fifth of a second, which does not affect the quartile.
     """
     if len(values) < FEWEST_ROUNDS:
         return 1.0
@@ -191,9 +167,5 @@ def _uncertainty(values: Sequence[float]) -> float:
 
 
 def rounded(value: float) -> float:
-    """Returns a number with three digits: the others would only be noise.
-
-    Args:
-      value: Any measured number.
-    """
+    """Returns a number rounded to three digits: further digits of a measurement are noise."""
     return float(f"{value:.3g}")

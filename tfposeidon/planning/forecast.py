@@ -1,4 +1,8 @@
-"""Predicted steps of a plan and of those that it was chosen among."""
+"""Predicted step times: of the chosen plan, and of the plans that it was compared with.
+
+A `Prediction` belongs to one plan. A `Forecast` holds all of them, and formats them for the printed
+plan.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from tfposeidon.planning.simulation import Simulated
 from tfposeidon.units import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
-"""Ranks, and ranks of a node per core of it, up to which predictions have been compared with
+"""Numbers of ranks, and of a node's ranks per core, up to which predictions have been compared with
 measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Step that is predicted for one plan.
+    """Predicted step of one plan.
 
     Attributes:
       name: Name of the policy.
-      bucket_bytes: Size up to which it fuses gradients.
-      simulated: The predicted step.
-      is_default: True for the plan that stays where no other is predicted to be faster.
-      slowdown: Time of its exchanges when they were raced, as a multiple of the predicted one; 1
-        without a race.
+      bucket_bytes: Size in bytes up to which the plan fuses gradients.
+      simulated: Predicted step.
+      is_default: True for the plan that is used unless another is predicted to be faster.
+      slowdown: Time of its exchanges in a timed trial, as a multiple of the predicted time; 1
+        without a trial.
     """
 
     name: str
@@ -45,16 +49,7 @@ class Prediction:
 
 
 def decide(predictions: Sequence[Prediction], margin: float) -> int:
-    """Returns the index of the plan to take.
-
-    Args:
-      predictions: Predictions for all plans.
-      margin: Share by which a step must be shorter than that of the default.
-
-    Returns:
-      Index of the shortest step, of equal ones the first; or that of the default, where there is
-      one and the gain is less than the margin.
-    """
+    """Returns the index of the fastest plan, or of the default if the gain is below `margin`."""
     best = min(range(len(predictions)), key=lambda index: predictions[index].step_s)
     for index, one in enumerate(predictions):
         if one.is_default and predictions[best].step_s > (1 - margin) * one.step_s:
@@ -64,18 +59,18 @@ def decide(predictions: Sequence[Prediction], margin: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted step of a plan, with what it was chosen among and by.
+    """Predicted step of a plan, with the alternatives and the data behind the prediction.
 
     Attributes:
       chosen: Prediction for the plan.
-      others: Predictions for the other plans, the shortest step first.
-      links: Links that the predictions are for.
+      others: Predictions for the other plans, fastest first.
+      links: Network profile that the predictions are for.
       ranks: Number of ranks.
-      measured_s: Mean seconds of the steps that followed the plan; `None` where none was measured.
-      knows_computation: True if the times of forward and backward pass are known. Otherwise the
-        predictions are of a step that computes nothing.
-      is_kept: True if the plan stays although another is predicted to be faster, because the steps
-        that are left would save less than it takes to trace a step anew.
+      measured_s: Mean seconds of the steps that used the plan; `None` if none was measured.
+      knows_computation: True if the times of the forward and backward pass are known. Otherwise the
+        predictions are for a step without computation.
+      is_kept: True if the plan is retained although another is predicted to be faster, because
+        retracing a step costs more than the remaining steps would save.
     """
 
     chosen: Prediction
@@ -87,11 +82,7 @@ class Forecast:
     is_kept: bool = False
 
     def kept(self, chosen: Prediction) -> Forecast:
-        """Returns the forecast of the plan that steps have followed, if it stays.
-
-        Args:
-          chosen: Prediction for it, by the links and times of this forecast.
-        """
+        """Returns the forecast with `chosen`, the plan in use, retained in place of the fastest."""
         others = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
         return dataclasses.replace(
             self,
@@ -101,7 +92,7 @@ class Forecast:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns predictions and links as a dictionary for JSON."""
+        """Returns predictions and network profile as a dictionary for JSON."""
         return {
             "links": dataclasses.asdict(self.links),
             "knows_computation": self.knows_computation,
@@ -110,7 +101,11 @@ class Forecast:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yields lines for people, who read them below the plan."""
+        """Formats the forecast for the printed plan.
+
+        Yields:
+          Lines of text.
+        """
         simulated = self.chosen.simulated
         if self.knows_computation:
             yield (

@@ -1,4 +1,8 @@
-"""Measurement of a job's links, and of the speed of its ranks while all of them work."""
+"""Measures the network profile of a job, and the throughput of its ranks under full load.
+
+Rounds of collectives and of local work run until a time budget is spent. `estimate` fits a profile
+to their times.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +39,22 @@ from tfposeidon.planning.probes import (
 )
 
 BUDGET_S, LATEST_S = 1.2, 3.0
-"""Seconds beyond the first round after which no further one begins; the second is for machines so
-slow that a probe was not timed `FEWEST_ROUNDS` times by then."""
+"""Seconds after the first round beyond which no round starts; the second limit is for slow machines
+on which a probe was timed fewer than `FEWEST_ROUNDS` times by then."""
 MOST_ROUNDS, GROWING_ROUNDS = 15, 3
 SHORT_ROUNDS = 4
-"""Times that short messages are sent in a round: they scatter more, and take less time."""
+"""Number of times that short messages are sent per round: they vary more, and take less time."""
 ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
-"""Elements, and pairs of two selections, of the local work that is timed."""
+"""Elements, and pairs of two selections, of the timed local work."""
 SIDE, ROWS = 2048, 128
-"""Sides of the matrix, and rows of the factors, of the product that is timed."""
+"""Side of the matrix, and rows of the factors, of the timed product."""
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Keeps Python's garbage collector from running, which may take a second beside large graphs.
+    """Disables Python's garbage collector: a collection on one rank would count as network time.
 
-    On one rank it would hold all others up, and the time would count as that of the link.
+    With large graphs in memory, a collection may take a second.
 
     >>> with without_collections():
     ...     gc.isenabled()
@@ -69,17 +73,10 @@ def without_collections() -> Iterator[None]:
 
 @without_collections()
 def measure(wire: Wire) -> NetworkProfile:
-    """Measures the links of a job; all ranks call it together.
+    """Measures the network profile of a job; all ranks call it together, and get the same result.
 
-    Rounds of all probes follow one another, so that a load that comes and goes does not fall on one
-    of them alone. Of each round the slowest rank counts, and of the rounds the lower quartile. The
-    time is kept by rank 0's clock.
-
-    Args:
-      wire: Collectives of the job, of two ranks or more.
-
-    Returns:
-      The links, the same on every rank.
+    Rounds of all probes alternate, so that temporary load does not affect only one of them. The
+    slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
     topology = wire.topology
     short = _Round(wire, small_probes(topology), {}, "short")
@@ -87,7 +84,7 @@ def measure(wire: Wire) -> NetworkProfile:
     lengths = [probe.length for probe in long.probes]
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round traces and connects, and tells lengths at most: its time does not count.
+        # The first round traces and connects. It may change lengths, but its times do not count.
         if number < 2:
             begin_s = time.perf_counter()
         often = [
@@ -102,8 +99,9 @@ def measure(wire: Wire) -> NetworkProfile:
         slowest = np.max([once for *_, once in everybody], axis=0)
         if number:
             long.note(slowest, samples)
-            # One round of a length tells nothing about how much times scatter.
+            # The variation of times is unknown after one round of a length.
             is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
+            # Use rank 0's clock, so that all ranks stop at the same round.
             if everybody[0][0] > (BUDGET_S if is_known else LATEST_S):
                 break
         if number < GROWING_ROUNDS:
@@ -120,23 +118,19 @@ def measure(wire: Wire) -> NetworkProfile:
         hosts=hosts,
         ranks_per_core=ranks_per_core,
     )
-    # All plan by the same figures, to the last bit, also where processors differ.
+    # All ranks need bit-equal figures to make equal plans, also if their processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return NetworkProfile.from_json(agreed, "rank 0")
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
-    """Returns the name of each node; all ranks call it together.
-
-    Args:
-      wire: Collectives of the job.
-    """
+    """Returns the name of each node; all ranks call it together."""
     names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
     return tuple(names[node[0]] for node in wire.topology.nodes)
 
 
 def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
-    """Returns the names of the nodes, and the ranks of a node per core where most share one."""
+    """Returns the names of the nodes, and the maximum over nodes of ranks per core."""
     mine = rounded(wire.topology.node.size / len(os.sched_getaffinity(0)))
     return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
 
@@ -147,11 +141,11 @@ def _without_latency(
     short_probes: Sequence[Probe],
     short_times: Sequence[float],
 ) -> list[float]:
-    """Returns about how long the bytes of probes take, beyond short messages of the same kind."""
+    """Returns the times of probes minus those of short messages of the same kind."""
     latencies: dict[str, float] = {}
     for probe, time_s in zip(short_probes, short_times, strict=True):
         latencies.setdefault(probe.operation, time_s)
-    # Times of local work follow those of the probes.
+    # The times also include local work, after those of the probes.
     pairs = zip(probes, times, strict=False)
     return [max(LEAST_S, time_s - latencies.get(p.operation, 0.0)) for p, time_s in pairs]
 
@@ -171,10 +165,10 @@ def _grown(
 
 
 def _enlarged(length: int, seconds: float) -> int:
-    """Returns a length with which a probe of a rate takes long enough, or at least longer."""
+    """Returns a length with which a bandwidth probe takes long enough, or at least longer."""
     if seconds >= LONG_ENOUGH_S:
         return length
-    # Not straight to the length that this time promises: short messages may be a burst.
+    # Do not jump to the length that this time predicts: short messages may be a burst.
     factor = min(8.0, max(2.0, LONG_ENOUGH_S / seconds))
     return min(MOST_ELEMENTS, round(factor * length))
 
@@ -182,16 +176,7 @@ def _enlarged(length: int, seconds: float) -> int:
 class _Round:
     """One round of some probes and of local work, in one graph.
 
-    Eagerly each call would take longer than the messages that it is to measure.
-
-    Args:
-      wire: Collectives of the job.
-      probes: Probes to time.
-      work: Local work to time, by its kind.
-      name: Name of the round, the same on all ranks.
-
-    Attributes:
-      probes: Probes to time.
+    Eager calls would take longer than the messages to measure.
     """
 
     def __init__(
@@ -203,35 +188,23 @@ class _Round:
     ) -> None:
         self.probes = probes
         self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
-        # Nothing in it is for AutoGraph, whose conversion takes longer than all the rest.
+        # Disable AutoGraph, whose conversion takes longer than everything else.
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
 
     def __call__(self, lengths: Sequence[int]) -> list[float]:
-        """Times all probes and all work, with all ranks at each of them.
-
-        Args:
-          lengths: Elements that each rank brings, for each probe.
-
-        Returns:
-          Seconds of each probe on this rank, and of each kind of work.
-        """
+        """Returns this rank's seconds of each probe and kind of work; ranks start together."""
         times, _ = self._function(tf.constant(lengths, tf.int32), self._vector)
         return [float(seconds) for seconds in times.numpy()]
 
     def note(self, times: Iterable[float], samples: dict[str, list[float]]) -> None:
-        """Adds the times of one round.
-
-        Args:
-          times: Seconds of the slowest rank, as `__call__` orders them.
-          samples: Seconds by the name of the probe, or by the kind of work.
-        """
+        """Adds the slowest rank's times of one round to the samples."""
         names = [*(probe.name for probe in self.probes), *self._work]
         for name, seconds in zip(names, times, strict=True):
             samples[name].append(float(seconds))
 
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        # Results are returned, or TensorFlow would leave out what is only waited for.
+        # Return the results, because TensorFlow prunes ops that only control dependencies use.
         times: list[tf.Tensor] = []
         used: list[tf.Tensor] = []
         end_s = tf.timestamp()
@@ -242,7 +215,7 @@ class _Round:
             end_s = _time_after(used[-1])
             times.append(end_s - begin_s)
         if self._work:
-            # All ranks are at it at once, after they have begun together.
+            # Start together, so that all ranks work at the same time.
             end_s = self._time_of_all(end_s, len(times), used)
         for work in self._work.values():
             begin_s = end_s
@@ -253,8 +226,8 @@ class _Round:
         return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
 
     def _time_of_all(self, before_s: tf.Tensor, number: int, used: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the time at which all ranks have come to a line, after a time of their own."""
-        # A sum of what is no constant, which TensorFlow could fold.
+        """Returns the time at which all ranks have reached this point, after `before_s`."""
+        # Sum a value that is not constant, because TensorFlow could fold a constant.
         here = tf.reshape(tf.cast(before_s, tf.float32), [1])
         world = self._wire.topology.world
         used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
@@ -289,14 +262,14 @@ def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
 
 
 WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    # Four vectors, as an owner adds them up.
+    # Four vectors, as in the sum of a shard owner.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": lambda vector: ops.encode(vector, "float16"),
     "select": lambda vector: _selected(vector, PAIRS[0]),
     "select_many": lambda vector: _selected(vector, PAIRS[1]),
     "multiply": _product,
 }
-"""Local work that is timed, by its kind."""
+"""Local work to time, by kind."""
 
 
 def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:

@@ -1,7 +1,7 @@
-"""Coordinator: makes plans of descriptions, topology and policy. It is pure; nothing is sent.
+"""Makes plans from descriptions, topology and policy, without communication.
 
-So every rank makes its plan by itself, and all make the same: nothing that differs between ranks
-may decide, and no order may follow from a set.
+Each rank makes its plan independently, and all plans must be equal. Therefore no decision may
+depend on anything that differs between ranks, and no order may come from a set.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Bucket:
     """Gradients that are exchanged together, as one vector or each as its factors.
 
     Attributes:
-      members: Indices of the variables in the list that the plan was made for, the last first.
-      descriptions: Descriptions of their gradients, in the same order; all of one dtype.
-      scheme: Scheme by which the bucket is exchanged.
-      choices: Reason for each variable, and the schemes that were weighed, in the same order.
+      members: Indices of the variables in the list that the plan was made for, in descending order.
+      descriptions: Descriptions of the gradients, in the same order, all of one dtype.
+      scheme: Scheme that exchanges the bucket.
+      choices: Reason for each variable and the schemes that were compared, in the same order.
     """
 
     members: tuple[int, ...]
@@ -61,7 +61,7 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Elements of all gradients."""
+        """Number of elements of all gradients."""
         return sum(d.length for d in self.descriptions)
 
     @property
@@ -76,7 +76,7 @@ class Bucket:
 
     @property
     def takes_factors(self) -> bool:
-        """True if gradients are exchanged as products of two thin matrices, or may be."""
+        """True if the scheme sends sufficient factors, always or in some steps."""
         return self.scheme.takes_factors
 
     @property
@@ -85,11 +85,7 @@ class Bucket:
         return self.scheme.needs_factors
 
     def joined(self, other: Bucket) -> Bucket:
-        """Returns both in one bucket, this one's variables first.
-
-        Args:
-          other: A bucket of the same scheme and dtype.
-        """
+        """Returns both in one bucket, this one's variables first; they share scheme and dtype."""
         return dataclasses.replace(
             self,
             members=self.members + other.members,
@@ -98,44 +94,31 @@ class Bucket:
         )
 
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
-        """Describes what the scheme keeps for the bucket from step to step, on `topology.rank`.
-
-        Args:
-          topology: Topology of the job; `topology.rank` is the rank in question.
-
-        Returns:
-          Names, shapes and offsets of the scheme's float32 tensors.
-        """
+        """Describes the scheme's float32 state tensors for the bucket on `topology.rank`."""
         return self.scheme.slots(self.length, topology)
 
     def cost(self, topology: Topology) -> Cost:
-        """Predicts what `topology.rank` spends on the bucket.
+        """Predicts the communication of `topology.rank` for one exchange of the bucket.
 
-        Where each step chooses between two schemes, this is the cost of the one for many rows.
+        If each step chooses between two schemes, this is the cost of the scheme for many rows.
 
         Args:
-          topology: Topology of the job; `topology.rank` is the rank in question.
+          topology: Topology of the job, as seen from the rank whose cost is returned.
 
         Returns:
-          The predicted cost of one exchange, without headers.
+          Predicted cost of one exchange, without headers.
         """
         factors = [d.factors for d in self.descriptions if d.factors]
         itemsize = self.descriptions[0].itemsize
         return self.scheme.bucket_cost(self.length, itemsize, factors, topology)
 
     def with_rows(self, rows: float, policy: Policy, topology: Topology) -> Bucket:
-        """Returns the bucket as a step with a known number of rows exchanged it.
-
-        Args:
-          rows: Rows of the factors of all its variables and all ranks together.
-          policy: Policy of the plan.
-          topology: The ranks of the job.
-        """
+        """Returns the bucket of a step with `rows` rows of all its variables and ranks together."""
         rows_of_each = rows / len(self.members)
         known = tuple(
             _with_rows_of_rank(d, rows_of_each / topology.size) for d in self.descriptions
         )
-        # What was left to the predicted step was chosen for a reason that no rows change.
+        # Choices by predicted step time do not depend on the number of rows.
         choices = self.choices
         if not policy.leaves_open:
             choices = tuple(_choose(policy, d, topology) for d in known)
@@ -149,15 +132,15 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Schemes of all variables, with bytes and reasons. `print` it, or take `to_json()`.
+    """Schemes of all variables, with bytes and reasons. `print` it, or call `to_json()`.
 
     Attributes:
-      buckets: Buckets in the order in which their gradients appear in the backward pass.
-      topology: The ranks that the plan was made for, as this rank sees them.
-      notes: Lines on what is done in another way than one might expect, and why.
-      forecasts: Predicted step of each list of variables that the optimizer is called with; empty
-        where the links are not known, and on a single rank.
-      occasion: Name of the event that sends these bytes once, such as a step or a round.
+      buckets: Buckets in the order in which the backward pass completes their gradients.
+      topology: Topology of the job, as seen from this rank.
+      notes: Remarks on anything that may be unexpected, and why.
+      forecasts: Predicted step for each list of variables that the optimizer is called with; empty
+        if the network profile is unknown, or on a single rank.
+      occasion: Name of the event that sends these bytes once, such as a step or a synchronization.
 
     Example:
       >>> from tfposeidon import policies
@@ -179,12 +162,12 @@ class Plan:
 
     @cached_property
     def cost(self) -> Cost:
-        """Cost of all buckets together, as this rank sends them."""
+        """Cost of all buckets together, for this rank."""
         return sum((bucket.cost(self.topology) for bucket in self.buckets), Cost())
 
     @cached_property
     def descriptions(self) -> tuple[Description, ...]:
-        """Descriptions of the variables' gradients, in the order of the variables."""
+        """Descriptions of the gradients, in the order of the variables."""
         pairs = [
             (member, description)
             for bucket in self.buckets
@@ -199,9 +182,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Text that tells plans of other schemes, buckets, shapes or rows apart.
+        """Digest of schemes, buckets, shapes and rows.
 
-        Not by paths: what a rank or a later run calls a variable depends on what it made before.
+        It excludes paths: the path of a variable depends on earlier layers of the process.
         """
         content = [
             (b.scheme, b.members, [_what_is_sent(d, b.takes_factors) for d in b.descriptions])
@@ -212,9 +195,10 @@ class Plan:
     def to_json(self) -> str:
         """Returns the plan as JSON.
 
-        It holds the topology, the notes, the forecasts, and for each bucket the scheme with its
-        options and cost, and for each variable the reason and the bytes by each scheme that was
-        weighed.
+        Returns:
+          JSON text with the topology, the remarks, the forecasts, the scheme of each bucket with
+          its options and cost, and for each variable the reason and the bytes of each scheme that
+          was compared.
         """
         buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
         content = {
@@ -244,7 +228,7 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        """Returns the plan as a table, with a line for each variable."""
+        """Returns the plan as a table with one row per variable."""
         lines = [
             f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per {self.occasion}:"
         ]
@@ -269,7 +253,7 @@ class Plan:
         for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
             shape = "x".join(map(str, d.shape)) or "scalar"
             number, shown = ("", ("", "", "")) if rows else (str(index), figures)
-            # A reason that several variables of a bucket have in common is shown once.
+            # Show a reason once if several variables of a bucket have it in common.
             reason = "" if choice.reason == reason_above else choice.reason
             reason_above = choice.reason
             rows.append((number, d.path, shape, d.dtype, *shown, reason))
@@ -288,22 +272,13 @@ def make_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Assigns schemes and fuses small gradients into buckets, last variables first.
+    """Assigns schemes, and fuses small gradients into buckets, last variables first.
 
-    Variables of at least a quarter of `bucket_bytes` go by themselves, without a copy. Smaller ones
-    share a bucket, while scheme and dtype are the same (and where rows decide, the shape of
-    factors) and it stays within `bucket_bytes`. Buckets are in the order in which the last of their
-    gradients appears.
-
-    Args:
-      descriptions: Descriptions of the gradients, in the order of the variables.
-      policy: Policy that chooses the scheme of each variable.
-      topology: The ranks of the job, as this rank sees them.
-      bucket_bytes: Size up to which gradients are fused (default 4 MiB); 0 fuses none.
-      notes: Lines for the plan besides those of its schemes.
-
-    Returns:
-      The plan, the same on every rank but for the rank that looks at it.
+    A variable of at least a quarter of `bucket_bytes` has a bucket of its own, without a copy.
+    Smaller variables share a bucket of up to `bucket_bytes` if they have equal schemes and dtypes,
+    and equal factor shapes if the scheme depends on rows. Buckets are in the order in which the
+    last of their gradients is computed. A `bucket_bytes` of 0 disables fusion. The plans of all
+    ranks differ only in `topology.rank`.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
@@ -317,15 +292,8 @@ def make_plan(
 
 
 def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
-    """Returns the plan as a step with known numbers of rows followed it.
-
-    Args:
-      plan: Plan from `make_plan`.
-      rows: Rows of all variables and ranks, for each bucket; 0 where nobody knows them. Further
-        numbers are ignored.
-      policy: Policy of the plan.
-    """
-    # Exchangers keep a number for each variable, as they share them with plans of other buckets.
+    """Returns the plan of a step with known numbers of rows per bucket; 0 if unknown."""
+    # Exchangers have a number per variable, because plans with other buckets share them.
     pairs = zip(plan.buckets, rows, strict=False)
     buckets = [
         b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b
@@ -337,9 +305,9 @@ def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
 def _single_buckets(
     descriptions: Sequence[Description], policy: Policy, topology: Topology
 ) -> Iterable[Bucket]:
-    """Yields a bucket for each variable, the last first: its gradient is the first to be known."""
-    # The backward pass goes through the layers from the last, so its first gradients can be sent
-    # while the others are computed (Poseidon, section 3.1, wait-free backpropagation).
+    """Yields one bucket per variable, last variables first."""
+    # The backward pass starts with the last layers, so their gradients can be sent while others are
+    # computed (Poseidon, section 3.1, wait-free backpropagation).
     for member in reversed(range(len(descriptions))):
         description = descriptions[member]
         choice = _choose(policy, description, topology)
@@ -359,7 +327,7 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
         if 4 * single.bytes >= bucket_bytes or single.goes_alone:
             full.append(single)
             continue
-        # Rows decide for a whole bucket, so its factors must have one shape.
+        # The number of rows selects the scheme of a whole bucket, so its factors need equal shapes.
         factors = single.descriptions[0].factors if single.takes_factors else None
         key = (single.scheme, single.dtype, factors)
         open_bucket = filling.get(key)
@@ -368,12 +336,12 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
             full += [open_bucket] if open_bucket else []
         else:
             filling[key] = open_bucket.joined(single)
-    # A bucket can be sent when the gradient of its last member is there.
+    # A bucket can be sent once the gradient of its last member exists.
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
 
 
 def _fitted(buckets: Iterable[Bucket], topology: Topology) -> list[Bucket]:
-    """Replaces schemes by those that suit the factors of their variables."""
+    """Replaces schemes by versions that fit the factors of their variables."""
     fitted = []
     for bucket in buckets:
         scheme, factors = bucket.scheme, bucket.descriptions[0].factors
@@ -389,16 +357,16 @@ def _with_rows_of_rank(description: Description, rows: float) -> Description:
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or a dense scheme where that cannot send the variable well.
+    """Returns the policy's choice, or a dense scheme for variables that it does not suit.
 
-    These are variables that are too small for the scheme, gradients that are no products where the
-    scheme needs factors, and those that are values.
+    These are variables that are too small for the scheme, gradients without factors if the scheme
+    needs them, and gradients that replace the variable.
     """
     if description.is_value:
         return Choice(Largest(), "takes the variable's place")
     choice = policy.choose(description, topology)
     scheme = choice.scheme
-    # Known from the shape alone, before the first step has told which gradients have factors.
+    # The shape suffices, so this holds before the first step finds the factors.
     if scheme.needs_factors and len(description.shape) < 2:
         return dataclasses.replace(
             choice, scheme=AllReduce(), reason=f"no matrix for {scheme.name}"

@@ -1,4 +1,8 @@
-"""Collectives whose times tell the links of a job."""
+"""Probes: collectives whose times determine the network profile of a job.
+
+Short probes determine latencies. Long probes determine bandwidths, and the speed of sums in
+float16.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,19 @@ from tfposeidon.planning.seconds import load_of
 from tfposeidon.schemes.cost import Operation, Transfer
 
 FEW_ELEMENTS = 2**8
-"""Length of vectors whose time is all latency."""
+"""Length of vectors whose time is dominated by latency."""
 MANY_ELEMENTS, MOST_ELEMENTS = 2**15, 2**23
-"""Length of vectors whose time tells a rate: more until they take long enough."""
+"""Initial and largest length of vectors for bandwidths; they grow until they take long enough."""
 LONG_ENOUGH_S = 0.03
-"""Seconds after which the time of a vector tells a rate."""
+"""Seconds above which the time of a vector determines a bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A collective that is timed.
+    """Collective to time.
 
-    Attributes:
-      name: Name of the probe; those of a rate begin with "rate.".
-      operation: Collective of the wire.
-      groups: Ranks that carry it out together, for each rank; ranks that take no part are missing.
-      length: Elements that each rank brings.
-      dtype: Their type (default "float32").
+    Names of bandwidth probes begin with "rate.". `groups` has the group of each rank, without ranks
+    that do not take part. `length` is the number of elements per rank.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Probe:
 
     @property
     def tells_rate(self) -> bool:
-        """True if its time tells a rate, and not latencies."""
+        """True if its time determines a bandwidth or throughput instead of latencies."""
         return self.name.startswith("rate.")
 
     @property
     def transfers(self) -> dict[int, Transfer]:
-        """The collective as each rank carries it out, by rank."""
+        """Transfer of each rank, by rank."""
         itemsize = tf.as_dtype(self.dtype).size
         return {
             rank: Transfer.of_vector(self.operation, group, self.length, itemsize=itemsize)
@@ -53,29 +53,17 @@ class Probe:
 
     @property
     def steps(self) -> int:
-        """Messages that follow one another."""
+        """Number of sequential messages."""
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns what loads the busiest link.
-
-        Args:
-          topology: The ranks of the job.
-
-        Returns:
-          Bytes that a node sends to others, or if there are none, that a rank sends within its
-          node; and True if all stays within nodes.
-        """
+        """Returns the bytes on the busiest node (else rank), and whether all stay within nodes."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
 def small_probes(topology: Topology) -> list[Probe]:
-    """Returns the probes that tell latencies: more than there are unknowns.
-
-    Args:
-      topology: The ranks of the job.
-    """
+    """Returns the latency probes, which are more than there are unknowns."""
     found = [
         _probe("all_reduce.world", "all_reduce", "world", topology, FEW_ELEMENTS),
         _probe("all_gather.world", "all_gather", "world", topology, FEW_ELEMENTS),
@@ -87,17 +75,13 @@ def small_probes(topology: Topology) -> list[Probe]:
 
 
 def large_probes(topology: Topology) -> list[Probe]:
-    """Returns the probes that tell rates: of links, of a connection, and of sums in float16.
-
-    Args:
-      topology: The ranks of the job.
-    """
+    """Returns the probes for bandwidths, of a node and a connection, and for sums in float16."""
     sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
     found = [replace(sums, dtype="float16")]
     if max(map(len, topology.nodes)) > 1:
         found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
     if len(topology.nodes) > 1:
-        # An all-to-all has as many connections as there are, a ring over one position has one.
+        # An all-to-all uses all connections; a ring over one position per node uses one.
         found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
         if topology.size > 2:
             ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
@@ -107,7 +91,7 @@ def large_probes(topology: Topology) -> list[Probe]:
 
 
 def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
-    """Returns a probe of all ranks, each in its own group of a kind, if it has one."""
+    """Returns a probe in which each rank uses its own group of a kind, if it has one."""
     groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
     groups = {rank: group for rank, group in groups.items() if group is not None}
     return Probe(name=name, operation=operation, groups=groups, length=length)

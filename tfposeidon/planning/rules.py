@@ -1,4 +1,4 @@
-"""Refuses optimizers that do not fit the schemes of a plan."""
+"""Checks that refuse optimizers that do not fit the schemes of a plan."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from tfposeidon.planning.plan import Plan
 
 
 def check_momentum(plan: Plan, inner: Any) -> None:
-    """Refuses momentum both before selection and after it.
-
-    Args:
-      plan: The plan that steps are to follow.
-      inner: The optimizer inside `DistributedOptimizer`.
-
-    Raises:
-      ValueError: If a scheme corrects momentum and the optimizer has momentum, too.
-    """
+    """Refuses momentum both before selection, by the scheme, and after it, by the optimizer."""
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
     if corrected and moved:
@@ -31,11 +23,7 @@ def check_momentum(plan: Plan, inner: Any) -> None:
 
 
 def check_sparse_updates(plan: Plan, inner: Any) -> None:
-    """Refuses schemes that send some elements only, before a rule that divides by means over rows.
-
-    Raises:
-      ValueError: If a scheme selects, and an optimizer inside is Keras's Adafactor.
-    """
+    """Refuses Adafactor with sparse schemes: its means over rows may be zero."""
     sparse = {b.scheme.name for b in plan.buckets if getattr(b.scheme, "density", 1.0) < 1.0}
     if sparse and any(isinstance(leaf, keras.optimizers.Adafactor) for leaf in leaves(inner)):
         raise ValueError(

@@ -1,4 +1,8 @@
-"""Search for the plan with the shortest predicted step."""
+"""Searches for the plan with the shortest predicted step.
+
+The search tries each candidate of a policy with several bucket sizes, then other schemes for single
+large variables, and finally times the best candidates if their predictions are close.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +23,22 @@ from tfposeidon.planning.simulation import Simulated, Timeline, fusion_bytes_of,
 from tfposeidon.policies import Choice, Policy
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
-"""Bucket sizes that are tried, as multiples of the default; of equally good ones the first."""
+"""Bucket sizes to try, as multiples of the default; of equally good sizes, the first is used."""
 LARGEST_VARIABLES = 20
-"""Variables for each of which the other schemes are tried."""
+"""Number of the largest variables, for each of which other schemes are tried."""
 LEAST_GAIN = 0.001
-"""Share of the step that another scheme for one variable must save."""
+"""Minimum share of the step that another scheme for one variable must save."""
 RACED_WITHIN = 0.10
-"""Share by which predicted steps may differ whose plans are raced; more where links are uncertain
-by more."""
+"""Relative difference of predicted steps within which plans are timed; larger if the uncertainty of
+the network profile is."""
 RUNNERS = 3
-"""Plans that are raced, at most, besides that of the default scheme."""
+"""Maximum number of plans to time, in addition to that of the default scheme."""
 RACE_S = 6.0
-"""Seconds that three exchanges of each plan of a race may be predicted to take."""
+"""Predicted seconds of three exchanges of each plan above which plans are not timed."""
 
 Race = Callable[[Sequence[Plan]], Sequence[float]]
-"""Times the exchanges of plans by themselves; returns the seconds of each, the same on every rank,
-or nothing where they are not known and ranks are not there to time them."""
+"""Times the exchanges of plans. Returns the seconds of each, the same on every rank, or an empty
+list if times are unknown and ranks do not call it together."""
 
 
 def choose_plan(
@@ -48,29 +52,13 @@ def choose_plan(
     notes: Sequence[str] = (),
     race: Race | None = None,
 ) -> Plan:
-    """Makes the plan with the shortest predicted step of those that a policy leaves open.
+    """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Each of the policy's candidates is tried with five bucket sizes, unless `bucket_bytes` is not
-    the default; then each of the largest variables with the schemes of the others. Where some of
-    the best are close, or the links too uncertain to tell, they and all-reduce are raced. Where a
-    candidate gains less than `policy.margin`, the first is kept, and where mixing does, it is not
-    done.
-
-    Args:
-      descriptions: Descriptions of the gradients, in the order of the variables. Factors count
-        among the candidates where their rows are known.
-      policy: Policy that chooses the scheme of each variable, or leaves it open.
-      topology: The ranks of the job, as this rank sees them.
-      links: Links of the job; `None` where they are not known.
-      bucket_bytes: Size up to which gradients are fused (default 4 MiB).
-      timeline: Times of a step's computation. Without it (default) exchanges alone are compared,
-        with `bucket_bytes` as it is.
-      notes: Lines for the plan besides those of its schemes.
-      race: Times the exchanges of plans; `None` (default) to go by predictions alone.
-
-    Returns:
-      The plan, the same on every rank but for the rank that looks at it; with a forecast, where
-      links are known.
+    It tries each candidate with five bucket sizes, if `bucket_bytes` is the default and `timeline`
+    is known; without a timeline, it compares exchanges alone. Then it tries other schemes for each
+    of the largest variables. If predictions are close or the profile is too uncertain, `race` times
+    the best plans and the default. A candidate, or a mixture of schemes, must gain `policy.margin`
+    to be used. The result is the same on every rank, except for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
@@ -78,7 +66,7 @@ def choose_plan(
     candidates = policy.candidates(topology) or {"as asked for": policy}
     options = search.known(candidates)
     if not options:
-        # Factors without rows have no cost yet.
+        # The cost of factors without rows is unknown.
         return make_plan(descriptions, _first(candidates), topology, bucket_bytes, notes)
     sizes = [bucket_bytes]
     if policy.leaves_open and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
@@ -86,12 +74,12 @@ def choose_plan(
     attempts = search.attempts(options, sizes)
     best = min(attempts, key=lambda attempt: attempt.step_s)
     attempts.append(search.mixed(best, options))
-    # Plans of one scheme are easier to follow, so others have to be worth it.
+    # Plans of one scheme are easier to understand, so a mixture must be worth it.
     if attempts[-1].step_s >= (1 - policy.margin) * best.step_s:
         attempts.pop()
     if race is not None and policy.races:
         attempts = search.raced(attempts, race)
-    # Only now, as a race may make another bucket size the best of the default scheme.
+    # Mark it last, because a timed trial may change the best bucket size of the default scheme.
     attempts = search.with_default(attempts)
     chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
     ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
@@ -119,19 +107,19 @@ class _Attempt:
         return self.prediction.step_s
 
     def changed(self, **changes: Any) -> _Attempt:
-        """Returns the attempt with another prediction for its plan."""
+        """Returns the attempt with changed fields of its prediction."""
         prediction = dataclasses.replace(self.prediction, **changes)
         return dataclasses.replace(self, prediction=prediction)
 
     @property
     def key(self) -> Any:
-        """Schemes and members of all buckets, which tell plans apart."""
+        """Schemes and members of all buckets, which identify a plan."""
         return tuple((bucket.scheme, bucket.members) for bucket in self.plan.buckets)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Job, links and times that all plans of a search have in common."""
+    """Inputs that all plans of a search have in common."""
 
     descriptions: Sequence[Description]
     topology: Topology
@@ -148,13 +136,13 @@ class _Search:
 
     @staticmethod
     def with_default(attempts: list[_Attempt]) -> list[_Attempt]:
-        """Returns attempts with the best one of the first candidate marked as the default."""
+        """Returns the attempts, with the best of the first candidate marked as the default."""
         first = [attempt for attempt in attempts if attempt.name == attempts[0].name]
         best = min(first, key=lambda attempt: attempt.step_s)
         return [one.changed(is_default=True) if one is best else one for one in attempts]
 
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates whose costs are known: factors have them once there are rows."""
+        """Returns the candidates with known costs; those of factors require known rows."""
         return {
             name: policy
             for name, policy in options.items()
@@ -167,7 +155,7 @@ class _Search:
         }
 
     def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
-        """Returns an attempt for each plan that differs from those before it."""
+        """Returns an attempt for each distinct plan."""
         different: dict[Any, tuple[str, Policy]] = {}
         for name, policy in options.items():
             schemes = tuple(policy.choose(d, self.topology).scheme for d in self.descriptions)
@@ -180,10 +168,10 @@ class _Search:
         return list(found.values())
 
     def mixed(self, best: _Attempt, options: Mapping[str, Policy]) -> _Attempt:
-        """Returns the best attempt with other schemes for large variables where they are faster."""
+        """Returns the best attempt, with other schemes for large variables if they are faster."""
         largest = sorted(self.descriptions, key=lambda d: -d.length)[:LARGEST_VARIABLES]
         for description in largest:
-            # One policy for each scheme that this variable may go by.
+            # One policy for each scheme that is possible for this variable.
             schemes = {
                 policy.choose(description, self.topology).scheme: policy
                 for policy in options.values()
@@ -197,9 +185,9 @@ class _Search:
         return best
 
     def raced(self, attempts: Sequence[_Attempt], race: Race) -> list[_Attempt]:
-        """Returns attempts with what a race tells about the best schemes, where some are close.
+        """Returns attempts corrected by timed trials of the best schemes, if some are close.
 
-        What it tells about a scheme holds for all bucket sizes.
+        The slowdown of a scheme applies to all its bucket sizes.
         """
         found = list(attempts)
         best: dict[str, _Attempt] = {}
@@ -211,7 +199,7 @@ class _Search:
         default = best[found[0].name]
         runners = close if any(one is default for one in close) else [*close, default]
         alone = [predict(attempt.plan, self.links).step_s for attempt in runners]
-        # Bytes decide about exchanges that take long, and bytes are predicted well.
+        # Long exchanges are bandwidth-bound, where predictions are accurate.
         if len(close) == 1 or 3 * sum(alone) > RACE_S:
             return found
         times = race([attempt.plan for attempt in runners])
@@ -221,17 +209,17 @@ class _Search:
             attempt.name: seconds / alone_s if alone_s else 1.0
             for attempt, seconds, alone_s in zip(runners, times, alone, strict=True)
         }
-        # What was not timed is not taken for a better prediction than what was.
+        # Candidates without a trial must not win by a more optimistic prediction.
         slowest = max(1.0, *slowdowns.values())
         return [self.slowed(one, slowdowns.get(one.name, slowest)) for one in found]
 
     def slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
-        """Returns the attempt with its step as a race has told."""
+        """Returns the attempt with the step predicted for a slowdown."""
         simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
         return attempt.changed(simulated=simulated, slowdown=slowdown)
 
     def with_forecast(self, attempts: Sequence[_Attempt]) -> Plan:
-        """Returns the plan of the first attempt, with predictions for all."""
+        """Returns the plan of the first attempt, with the predictions of all."""
         chosen, *others = (attempt.prediction for attempt in attempts)
 
         forecast = Forecast(
@@ -241,7 +229,7 @@ class _Search:
             ranks=self.topology.size,
             knows_computation=self.timeline is not None,
         )
-        # Steps decide for themselves by the rows that they have; the plan knows of none.
+        # Each step chooses by its actual number of rows, so the plan has none.
         best = attempts[0]
         plan = make_plan(
             [_without_rows(d) for d in self.descriptions],
@@ -270,7 +258,7 @@ def _mixed_name(attempt: _Attempt, scheme: str) -> str:
 
 @dataclass(frozen=True)
 class _Assigned(Policy):
-    """A policy, with another one for the variable of one path."""
+    """A policy with an exception for the variable of one path."""
 
     base: Policy
     path: str
@@ -285,18 +273,7 @@ class _Assigned(Policy):
 def predict(
     plan: Plan, links: NetworkProfile, timeline: Timeline | None = None, slowdown: float = 1.0
 ) -> Simulated:
-    """Predicts the step of a plan.
-
-    Args:
-      plan: Plan of the step.
-      links: Links of the job.
-      timeline: Times of a step's computation; `None` (default) for a step that computes nothing.
-      slowdown: Time of its exchanges, as a multiple of what links and speeds of ranks tell
-        (default 1).
-
-    Returns:
-      The prediction, the same on all ranks.
-    """
+    """Predicts the step of a plan, the same on all ranks; `slowdown` scales its exchanges."""
     if timeline is None:
         members = [member for bucket in plan.buckets for member in bucket.members]
         timeline = Timeline.without_computation(1 + max(members, default=0))
@@ -315,16 +292,7 @@ def predict(
 def bucket_times(
     bucket: Bucket, topology: Topology, links: NetworkProfile
 ) -> tuple[StageTime, ...]:
-    """Predicts the time of each stage of a bucket's exchange.
-
-    Args:
-      bucket: Bucket of a plan.
-      topology: The ranks of the job; the result is the same on each.
-      links: Links of the job.
-
-    Returns:
-      A time for each stage, one after the other.
-    """
+    """Predicts the time of each stage of a bucket's exchange, the same on all ranks."""
     factors: tuple[Any, ...] = ()
     if bucket.takes_factors:
         factors = tuple(d.factors for d in bucket.descriptions if d.factors)

@@ -1,4 +1,8 @@
-"""Seconds of exchanges, from the stages of schemes and the links of a job."""
+"""Predicts the seconds of exchanges from the stages of schemes and the network profile of a job.
+
+Each stage is a collective or local work. Its time is latency plus load, on the busiest rank or
+connection.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,23 @@ from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.cost import Operation, Transfer, Work
 
 EXPOSED = 0.24
-"""Share that nothing hides of the shorter of two: bytes on the link, and the CPU's work on them.
+"""Share that is not hidden of the shorter of two: bytes on the network, and the CPU's work on them.
 
-From a study of 94 exchanges; `benchmarks.predict --constants` tells what it is worth."""
+From a study of 94 exchanges; `benchmarks.predict --constants` evaluates it.
+"""
 
 SUMS_PER_PAIR = 2.0
-"""Elements of a vector that are added up in the time of a pair of an index and a value, where pairs
-come in the order of their indices."""
+"""Elements of a vector that are added in the time of one pair of index and value, if pairs are
+sorted by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Time of one stage of an exchange, on the rank or link that takes longest.
+    """Time of one stage of an exchange, on the rank or connection that takes longest.
 
-    Args:
-      operation: Collective of the wire; `None` for local work.
-      size_bytes: Payload of a collective on one rank, by which Horovod fuses; 0 for local work.
-      fuses_with: Collectives with the same key may be fused; `None` for those that never are.
-      latency_s: Seconds of its message steps, which a fused collective has once.
-      load_s: Seconds that its bytes are on the link, or that it works.
-      crosses_nodes: True for a collective of ranks on several nodes.
+    `operation` is `None` for local work. `size_bytes` is the payload on one rank, which limits
+    Horovod's fusion of collectives with equal `fuses_with`; `None` there prevents fusion. A fused
+    collective has the latency of one, and the sum of the loads.
     """
 
     operation: Operation | None
@@ -45,26 +46,20 @@ class StageTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the stage by itself, once Horovod's thread has begun it."""
+        """Seconds of the stage alone, from its start on Horovod's thread."""
         return self.latency_s + self.load_s
 
     def slowed(self, factor: float) -> StageTime:
-        """Returns the stage on ranks and links that take longer.
-
-        Args:
-          factor: Its time, as a multiple of this one.
-        """
+        """Returns the stage with its times multiplied by a factor."""
         return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one collective asks of the busiest node, connection and rank.
+    """Payload bytes of one collective, in the direction that has more.
 
-    Args:
-      cross_bytes: Payload bytes that a node sends to others, or receives from them.
-      flow_bytes: Payload bytes between two ranks of different nodes.
-      node_bytes: Payload bytes that a rank sends within its node, or receives there.
+    `cross_bytes` is of the busiest node to or from others, `flow_bytes` of the busiest connection
+    between ranks of different nodes, and `node_bytes` of the busiest rank within its node.
     """
 
     cross_bytes: float
@@ -80,31 +75,13 @@ def exchange_seconds(
     topology: Topology,
     links: NetworkProfile,
 ) -> float:
-    """Predicts the seconds of one exchange by itself.
-
-    Args:
-      scheme: Scheme of the exchange.
-      length: Elements of the bucket.
-      itemsize: Bytes of an element.
-      factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
-      topology: The ranks of the job; the result is the same on each.
-      links: Links of the job.
-
-    Returns:
-      Seconds from its begin on all ranks to its end on the last; 0 on a single rank where nothing
-      is computed.
-    """
+    """Predicts the seconds of one exchange alone, from its start to its end on the last rank."""
     times = stage_times(scheme, length, itemsize, tuple(factors), topology, links)
     return alone_seconds(times, links)
 
 
 def alone_seconds(times: Iterable[StageTime], links: NetworkProfile) -> float:
-    """Returns the seconds of an exchange by itself, whose collectives all find the thread idle.
-
-    Args:
-      times: Times of its stages.
-      links: Links of the job.
-    """
+    """Returns the seconds of an exchange whose collectives always find the thread idle."""
     return sum(
         time.seconds + (links.collective_s if time.operation is not None else 0.0) for time in times
     )
@@ -118,23 +95,13 @@ def stage_times(
     topology: Topology,
     links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
-    """Predicts the time of each stage of an exchange.
+    """Predicts the time of each stage of an exchange that takes any, the same on all ranks.
 
-    Args:
-      scheme: Scheme of the exchange.
-      length: Elements of the bucket.
-      itemsize: Bytes of an element.
-      factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
-      topology: The ranks of the job; the result is the same on each.
-      links: Links of the job.
-
-    Returns:
-      A time for each stage that takes any, one after the other.
-
-    Source: the study of issue 18, section 1: latency and bytes (Hockney 1994) with the CPU beside
-    them. Differs from it: rates are of a rank while all ranks work, so that cores do not occur.
+    Source: the study of issue 18, section 1: latency and bytes (Hockney 1994), with concurrent CPU
+    work. Differs: compute throughput is of a rank while all ranks work, so the number of cores does
+    not occur.
     """
-    # Without the rank that asks: all ranks share the results of one.
+    # Exclude the rank from the cache key, so that all ranks' calls share one result.
     return _stage_times(scheme, length, itemsize, factors, topology.seen_from(0), links)
 
 
@@ -152,7 +119,7 @@ def _stage_times(
         for rank in _ranks_that_tell(scheme, topology)
     }
     times = []
-    # Ranks without a part in some stages have fewer, in the order of those that have all.
+    # Ranks that skip some stages have fewer, in the order of the complete list.
     for name in (stage.name for stage in max(by_rank.values(), key=len)):
         found = {
             rank: stage for rank, own in by_rank.items() for stage in own if stage.name == name
@@ -169,20 +136,14 @@ def _stage_times(
 
 
 def _ranks_that_tell(scheme: Scheme, topology: Topology) -> Sequence[int]:
-    """Returns ranks whose stages hold the busiest node: those of one node if all are alike."""
+    """Returns ranks that include the busiest node: those of one node if all nodes are alike."""
     regular = Topology.regular(0, topology.size, len(topology.nodes[0])).nodes
     is_even = len({len(node) for node in topology.nodes}) == 1 and topology.nodes == regular
     return topology.nodes[0] if is_even and scheme.loads_evenly else range(topology.size)
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
-    """Returns what a collective asks of the busiest node, connection and rank.
-
-    Args:
-      transfers: The collective as each rank takes part in it, by rank. Groups that carry it out at
-        the same time count together: they share the links of their nodes.
-      topology: The ranks of the job.
-    """
+    """Returns the load of a collective; groups that run it at once share their nodes' network."""
     node_of = _node_by_rank(topology.nodes)
     sent: dict[int, float] = defaultdict(float)
     received: dict[int, float] = defaultdict(float)
@@ -215,7 +176,7 @@ def _transfer_time(
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
-    # By the ranks and not by the bytes, of which factors without rows have none.
+    # Use the ranks, not the bytes, which are 0 for factors without rows.
     node_of = _node_by_rank(topology.nodes)
     crosses = any(
         len({node_of[rank] for rank in transfer.group.ranks}) > 1 for transfer in transfers.values()
@@ -237,11 +198,7 @@ def _transfer_time(
 
 
 def float16_sums(transfer: Transfer) -> float:
-    """Returns the elements that a rank adds in float16, which Horovod's all-reduce alone does.
-
-    Args:
-      transfer: Collective of one rank.
-    """
+    """Returns the elements that a rank adds in float16, which only Horovod's all-reduce does."""
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size
@@ -249,17 +206,12 @@ def float16_sums(transfer: Transfer) -> float:
 
 
 def work_seconds(work: Work, rates: Rates) -> float:
-    """Returns the seconds of local work.
-
-    Args:
-      work: Work of one rank.
-      rates: Speed of a rank, while all ranks of its node work.
-    """
+    """Returns the seconds of local work on one rank, while all ranks of its node work."""
     per_element_s = {
         "sum": rates.sum_s,
         "encode": rates.encode_s,
         "select": rates.select_s,
-        # Zeros are written as fast as values are converted, and so is a product.
+        # Zeros, and the elements of a product, are written as fast as values are converted.
         "scatter": rates.encode_s,
         "multiply": rates.encode_s,
     }[work.kind]

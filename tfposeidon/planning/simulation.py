@@ -1,4 +1,8 @@
-"""Simulation of one training step: when gradients are there, and when their means are."""
+"""Simulates one training step: computes when gradients are ready, and when their means are.
+
+Think of it as a discrete-event simulation with two resources, Horovod's thread and the rank's
+processor. Each bucket passes its stages in turn.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,14 @@ from tfposeidon import ranges
 from tfposeidon.planning.seconds import StageTime
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
-"""Variable with the size up to which Horovod fuses all-reduces of one cycle, and its default."""
+"""Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Times of a step's computation on the slowest rank, from its begin.
+    """Times of a step's computation on the slowest rank, in seconds from its start.
 
-    Args:
-      ready_s: Seconds after which the gradient of each variable is there, in the order of the
-        variables.
-      compute_s: Seconds of forward and backward pass.
-
-    Raises:
-      ValueError: If a number is negative, or a gradient comes after the end of the computation.
+    `ready_s` has the time of each variable's gradient, in the order of the variables.
 
     Example:
       >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
@@ -47,38 +45,26 @@ class Timeline:
 
     @classmethod
     def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
-        """Spreads gradients evenly over the backward pass, that of the last variable first.
-
-        Predicted steps hardly depend on more than the two times.
-
-        Args:
-          variables: Number of variables.
-          first_s: Seconds from the begin of the step to its first gradient.
-          compute_s: Seconds from the begin of the step to its last gradient.
-        """
+        """Spreads gradients evenly, from the last variable's; only the two times matter much."""
         between_s = (compute_s - first_s) / max(1, variables - 1)
         ready_s = [first_s + between_s * index for index in reversed(range(variables))]
-        # Rounding must not put the last gradient behind the end.
+        # Rounding must not move the last gradient past the end.
         return cls(ready_s=tuple(min(s, compute_s) for s in ready_s), compute_s=compute_s)
 
     @classmethod
     def without_computation(cls, variables: int) -> Timeline:
-        """Returns the times of a step that computes nothing: all gradients are there at once.
-
-        Args:
-          variables: Number of variables.
-        """
+        """Returns the times of a step without computation: all gradients are ready at once."""
         return cls(ready_s=(0.0,) * variables, compute_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Prediction for one training step.
+    """Predicted times of one training step.
 
     Attributes:
       step_s: Seconds of the step.
       compute_s: Seconds of its forward and backward pass.
-      busy_s: Seconds in which Horovod's thread carries out collectives.
+      busy_s: Seconds in which Horovod's thread executes collectives.
     """
 
     step_s: float
@@ -92,19 +78,12 @@ class Simulated:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step that computes; 0 for a step that computes nothing."""
+        """Share of the step spent in computation; 0 for a step without computation."""
         return self.compute_s / self.step_s if self.step_s else 0.0
 
 
 def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the size up to which Horovod fuses all-reduces of one cycle.
-
-    Args:
-      environment: Variables that Horovod reads; those of this process by default.
-
-    Raises:
-      ValueError: If the variable is no number of bytes.
-    """
+    """Returns the size up to which Horovod fuses the all-reduces of one cycle, in bytes."""
     text = environment.get(FUSION_THRESHOLD) or str(FUSION_BYTES)
     if not text.isdecimal():
         raise ValueError(f"{FUSION_THRESHOLD} must be a number of bytes. Received: {text!r}")
@@ -118,21 +97,12 @@ def simulate(
     collective_s: float,
     fusion_bytes: int = FUSION_BYTES,
 ) -> Simulated:
-    """Predicts one step from the stages of its buckets.
+    """Predicts one step from the stages of its buckets, which are ready after `ready_s`.
 
-    Horovod's thread negotiates once per cycle for all collectives that are ready, fuses those of
-    its all-reduces that go together, and carries out one after another. Local work of all buckets
-    shares a rank's CPU or GPU, beside the thread. Nothing overlaps with the next step.
-
-    Args:
-      chains: Stages of each bucket, one after the other.
-      ready_s: Seconds after which each bucket's gradients are there.
-      compute_s: Seconds of forward and backward pass.
-      collective_s: Seconds of one cycle before its first collective begins.
-      fusion_bytes: Size up to which all-reduces of one cycle are fused (default 128 MiB).
-
-    Returns:
-      The prediction.
+    Horovod's thread negotiates once per cycle for all ready collectives, which takes
+    `collective_s`. It fuses compatible all-reduces, and executes collectives sequentially. Local
+    work of all buckets shares a rank's CPU or GPU, concurrently with the thread. Nothing overlaps
+    with the next step.
     """
     run = _Run(chains, fusion_bytes)
     for bucket, ready in enumerate(ready_s):
@@ -144,14 +114,7 @@ def simulate(
 
 @dataclass
 class _Run:
-    """State of a simulation.
-
-    Attributes:
-      chains: Stages of each bucket.
-      fusion_bytes: Size up to which all-reduces of one cycle are fused.
-      finish_s: End of the last bucket so far.
-      busy_s: Seconds that the thread has carried out collectives.
-    """
+    """State of a simulation."""
 
     chains: Sequence[Sequence[StageTime]]
     fusion_bytes: int
@@ -159,7 +122,7 @@ class _Run:
     busy_s: float = 0.0
     _thread_free_s: float = 0.0
     _processor_free_s: float = 0.0
-    # Time, number of the event (of two at one time the earlier made comes first), bucket, stage.
+    # Time, sequence number (breaks ties by creation order), bucket, stage.
     _events: list[tuple[float, int, int, int]] = field(default_factory=list)
     _waiting: list[tuple[float, int, int, int]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -169,11 +132,11 @@ class _Run:
         return bool(self._events or self._waiting)
 
     def reach(self, time_s: float, bucket: int, stage: int) -> None:
-        """Notes that a bucket is ready for a stage."""
+        """Schedules the time at which a bucket is ready for a stage."""
         heapq.heappush(self._events, (time_s, next(self._numbers), bucket, stage))
 
     def carry_out_cycle(self, collective_s: float) -> None:
-        """Carries out the collectives that are ready when the thread is free."""
+        """Executes the collectives that are ready when the thread is idle."""
         self._advance(self._thread_free_s)
         while not self._waiting:
             if not self._events:
@@ -197,7 +160,7 @@ class _Run:
         self._thread_free_s = now_s
 
     def _advance(self, until_s: float) -> None:
-        """Carries out local work that begins by a time, and collects collectives ready by then."""
+        """Executes local work that starts by a time, and collects collectives ready by then."""
         while self._events and self._events[0][0] <= until_s:
             entry = heapq.heappop(self._events)
             time_s, _, bucket, index = entry
