@@ -170,7 +170,7 @@ def _velocities(optimizer: Any) -> list[Any]:
     """Returns the velocities of an optimizer, and those of its schemes.
 
     Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have velocities
-    that include the rate, as Keras's do: see `tfposeidon.exchange.effective_rate`.
+    that include the rate, as Keras's do: see `tfposeidon.exchange.scheme_states`.
     """
     velocities = list(getattr(innermost(optimizer), "momentums", []))
     if isinstance(optimizer, DistributedOptimizer):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from tfposeidon.communication import agreement, runtime
-from tfposeidon.communication.carried import as_carried, from_carried
+from tfposeidon.communication.packing import as_carried, from_carried
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero
 from tfposeidon.exchange import replicas
 

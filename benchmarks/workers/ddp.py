@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab.stream import Stream
-from tfposeidon.lab.values import gradient_values
+from tfposeidon.lab.stream import Stream, gradient_values
 
 try:
     import torch

@@ -30,7 +30,7 @@ from tests.helpers.elastic_averaging import (
 )
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
-from tfposeidon.communication.group_wire import GroupWire
+from tfposeidon.communication.wire import GroupWire
 from tfposeidon.elastic_averaging import server
 from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.units import readable_size

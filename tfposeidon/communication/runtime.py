@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from tfposeidon import ranges
 from tfposeidon.communication import agreement, failure, launcher
-from tfposeidon.communication.group_wire import GroupWire
 from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
-from tfposeidon.communication.wire import HorovodWire, Wire, exchange_objects
+from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire, exchange_objects
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
 """Default seconds that Gloo waits in jobs with a server.

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.elastic_averaging.last_centre import saved_at_failure
 from tfposeidon.elastic_averaging.server import ServedCentre, Server
 from tfposeidon.elastic_averaging.slots import ServedSlots, Slots
 from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.optimizers.wrapping import rates, slots, step_counter
 
 

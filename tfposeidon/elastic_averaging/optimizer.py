@@ -19,11 +19,11 @@ from typing_extensions import override
 from tfposeidon import arguments, policies, ranges
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
 from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job, start
 from tfposeidon.elastic_averaging.slots import Slots
 from tfposeidon.elastic_averaging.worker import Worker
-from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
 from tfposeidon.optimizers.wrapping import rates, settings, step_counter

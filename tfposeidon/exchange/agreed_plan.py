@@ -17,14 +17,14 @@ from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange import factor_agreement, layer_norms
-from tfposeidon.exchange.effective_rate import EffectiveRate
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.planner import Paths, Planner
 from tfposeidon.exchange.resumed import Resumed
+from tfposeidon.exchange.scheme_states import EffectiveRate
+from tfposeidon.exchange.step_times import Measured
 from tfposeidon.gradients.description import describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
-from tfposeidon.planning import advice, rules
+from tfposeidon.planning import advice
 from tfposeidon.planning.forecast import Forecast, Prediction
 from tfposeidon.planning.plan import Plan, with_rows
 from tfposeidon.planning.search import predict
@@ -73,8 +73,8 @@ class AgreedPlans:
         key = _key(variables)
         if key not in self._exchangers:
             plan = self.planner.plan_before_first_step([describe(v) for v in variables])
-            rules.check_momentum(plan, inner_optimizer)
-            rules.check_sparse_updates(plan, inner_optimizer)
+            advice.check_momentum(plan, inner_optimizer)
+            advice.check_sparse_updates(plan, inner_optimizer)
             with surroundings.made_before_the_trace():
                 self._exchangers[key] = Exchanger(plan, self._wire(), self._zeros)
                 self._effective_rates[key] = EffectiveRate()

@@ -18,9 +18,9 @@ from tensorflow.python.util import _pywrap_determinism  # There is no public API
 from tfposeidon.communication import runtime
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire
-from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.race import Race
 from tfposeidon.exchange.resumed import Resumed
+from tfposeidon.exchange.step_times import Measured
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning import measurement
 from tfposeidon.planning.plan import Plan

@@ -13,9 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import agreement
-from tfposeidon.communication.carried import as_carried, from_carried
+from tfposeidon.communication.packing import as_carried, from_carried, joined, parted
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
-from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
 from tfposeidon.state.placement import another_seed, is_seed

@@ -7,10 +7,12 @@ variables between steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfposeidon.exchange.presence import Presence
+from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes.base import Slot, State
 from tfposeidon.state.placement import Placement
@@ -142,3 +144,24 @@ def _variable(slot: Slot, bucket: int) -> tf.Variable:
     with tf.init_scope():
         name = f"bucket_{bucket}_{slot.name}"
         return tf.Variable(tf.zeros(slot.shape), trainable=False, name=name)
+
+
+class EffectiveRate:
+    """Effective rate of the last step that changed the schemes' state; 0 before the first."""
+
+    def __init__(self) -> None:
+        with tf.init_scope():
+            self.variable = tf.Variable(0.0, trainable=False, name="effective_rate")
+
+    def current(self, optimizer: Any) -> tf.Tensor:
+        """Returns the rate of the current step, a float32 scalar."""
+        # Use the mean of several optimizers, which is exact if their rates change proportionally.
+        found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
+        rate = tf.add_n(found) / len(found)
+        return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
+
+    def rescale(self, current: tf.Tensor) -> tf.Tensor:
+        """Returns the factor by which a residual moves weights as far as at its own rate."""
+        # A rate of 0 provides no ratio, so the factor is 1.
+        known = tf.logical_and(self.variable > 0.0, current > 0.0)
+        return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), current), 1.0)

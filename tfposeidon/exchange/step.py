@@ -20,7 +20,6 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import factor_agreement, layer_norms
 from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
-from tfposeidon.exchange.batch_count import BatchCount
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
@@ -305,3 +304,40 @@ def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns the time at which the first gradient is ready: that of the last variable."""
     present = [gradient for gradient in gradients if gradient is not None]
     return time_after(present[-1:])
+
+
+class BatchCount:
+    """Count of the batch of the current train step.
+
+    Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
+    `are_equal` is true if ranks have agreed that all batches have equally many rows.
+    """
+
+    def __init__(self, function: sample_counts.SampleCount | None) -> None:
+        self._function = function
+        self._current: Any = None
+        self.are_equal = False
+
+    @property
+    def function(self) -> sample_counts.SampleCount | None:
+        """Function from a batch to its count; `None` to count its rows."""
+        return self._function
+
+    @property
+    def current(self) -> Any:
+        """Count of the batch within `counting`, a scalar; else `None`."""
+        return self._current
+
+    def is_of_rows(self, count: Any) -> bool:
+        """Returns whether a count is the current batch's number of rows, used by default."""
+        return count is not None and count is self._current and self._function is None
+
+    @contextlib.contextmanager
+    def counting(self, data: Any) -> Iterator[None]:
+        """Makes `apply` weight this rank by the count of `data` within this context."""
+        count = sample_counts.counted(self._function or sample_counts.batch_size, data)
+        self._current, previous = count, self._current
+        try:
+            yield
+        finally:
+            self._current = previous

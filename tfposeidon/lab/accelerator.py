@@ -18,8 +18,7 @@ from typing_extensions import override
 from tfposeidon import ranges
 from tfposeidon.lab import models
 from tfposeidon.lab.architectures import Layer
-from tfposeidon.lab.stream import Stream
-from tfposeidon.lab.values import gradient_values
+from tfposeidon.lab.stream import Stream, gradient_values
 
 ALIGNED = 16
 """Elements at multiples of which slices of the pool begin: TensorFlow does not copy those."""

@@ -1,9 +1,12 @@
-"""The clock of an emulated accelerator: work takes time, in order, without using the CPU."""
+"""Clock and gradients of an emulated accelerator: work takes time, without using the CPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class Stream:
@@ -51,3 +54,18 @@ class Stream:
         wait_s = self._free_s - self._clock()
         if wait_s > 0:
             self._sleep(wait_s)
+
+
+SCALE = 1e-3
+
+
+def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
+    """Returns `[length]` float32: normal values, with a log-normal spread.
+
+    Args:
+      length: Number of values.
+      generator: Source of the random numbers.
+    """
+    values = generator.standard_normal(length, dtype=np.float32)
+    values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
+    return values

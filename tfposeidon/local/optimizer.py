@@ -26,8 +26,7 @@ from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import exchanges, rules
 from tfposeidon.local.global_weights import GlobalWeights
-from tfposeidon.local.notes import notes
-from tfposeidon.local.schedule import Schedule
+from tfposeidon.local.schedule import Schedule, notes
 from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.optimizers.wrapping import settings

@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
+from tfposeidon.communication.packing import joined, parted
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.one_vector import joined, parted
 from tfposeidon.exchange.presence import weight_of
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.flight import Flight, Found, Sent

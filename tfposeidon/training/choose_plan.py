@@ -19,8 +19,8 @@ from typing_extensions import override
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.agreed_plan import AgreedPlans
-from tfposeidon.exchange.measured import Measured
 from tfposeidon.exchange.planner import Paths
+from tfposeidon.exchange.step_times import Measured
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5

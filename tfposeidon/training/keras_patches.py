@@ -7,7 +7,7 @@ keep their behavior. Keras looks these methods up after the optimizer is constru
 
 - `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
   and passes the batch size to the optimizer, which weights unequal batches by it.
-- `fit`: prints on one rank only, without a progress bar where there is no terminal (`verbosity`),
+- `fit`: prints on one rank only, without a progress bar where there is no terminal,
   and ends epochs on all ranks after the same step (`equal_steps`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
@@ -22,6 +22,8 @@ import functools
 import inspect
 import logging
 import math
+import os
+import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -37,7 +39,6 @@ from tfposeidon.training import (
     one_writer,
     replicated,
     session,
-    verbosity,
 )
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
@@ -179,7 +180,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     _prepare(model, call.arguments)
     if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
         call.arguments["verbose"] = 0
-    call.arguments["verbose"] = verbosity.resolve(call.arguments["verbose"])
+    call.arguments["verbose"] = resolve_verbose(call.arguments["verbose"])
     for one in hooks:
         if one.run is not None:
             return one.run(original, call)
@@ -333,3 +334,29 @@ def _array_specification(array: Any) -> tf.TensorSpec:
     # Keras casts NumPy's default floating-point dtype when it makes batches of arrays.
     dtype = keras.config.floatx() if dtype == "float64" else dtype
     return tf.TensorSpec([None, *array.shape[1:]], dtype)
+
+
+ONE_LINE_PER_EPOCH = 2
+"""Value of Keras's `verbose` for one line per epoch."""
+
+
+def resolve_verbose(verbose: Any) -> Any:
+    """Returns 2 for `"auto"` where no progress bar can be shown, and else `verbose` itself.
+
+    >>> resolve_verbose(1), resolve_verbose(0)
+    (1, 0)
+    """
+    # Keras takes `"auto"` for 1, a progress bar, everywhere. A pipe or file records the bar's
+    # backspaces and carriage returns, so that an epoch fills pages under `horovodrun`.
+    return ONE_LINE_PER_EPOCH if verbose == "auto" and not _shows_progress_bars() else verbose
+
+
+def _shows_progress_bars() -> bool:
+    # Without interactive logging Keras sends its output to absl's log, line by line.
+    if not keras.config.is_interactive_logging_enabled():
+        return False
+    # Notebooks and PyCharm show the bar without a terminal. Keras's own progress bar detects them
+    # by the same signs.
+    if "ipykernel" in sys.modules or "PYCHARM_HOSTED" in os.environ:
+        return True
+    return bool(getattr(sys.stdout, "isatty", bool)())
