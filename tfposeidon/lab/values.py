@@ -1,4 +1,4 @@
-"""Values distributed as gradients are in training: most near zero, with heavy tails."""
+"""Random values distributed like gradients: most near zero, with heavy tails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ SCALE = 1e-3
 
 
 def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    """Returns `[length]` float32: normal values, with a log-normal spread.
-
-    Args:
-      length: Number of values.
-      generator: Source of the random numbers.
-    """
+    """Returns `[length]` float32: normal values with log-normal scales."""
     values = generator.standard_normal(length, dtype=np.float32)
     values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
     return values
