@@ -1,6 +1,6 @@
-"""Samples that are decoded once and then read at the speed of memory (CommLib, section 4.1).
+"""Cache of decoded samples, which are then read at memory speed (CommLib, section 4.1).
 
-Importing the package loads nothing. Names load when they are first used, so that commands such as
+Importing the package loads no other module. Names load at their first use, so that commands such as
 `python -m datacache ls` start without TensorFlow.
 """
 

@@ -1,4 +1,4 @@
-"""Batches in TensorFlow, made of the indices of samples."""
+"""TensorFlow batches from the indices of samples."""
 
 from __future__ import annotations
 
@@ -23,35 +23,34 @@ from datacache.windows import IN_FLIGHT
 LARGE_PAGE = 2**21
 """Bytes of a large page of x86-64."""
 BUFFERS = IN_FLIGHT + 3
-"""Batches of one iteration that exist at a time: those in flight, one that waits, and two that
-training holds."""
+"""Batches of one iteration that exist at the same time: those in flight, one that waits, and two
+that training holds."""
 
 
 class Buffers:
-    """Memory of batches, which is used again once nobody else holds it.
+    """Memory of batches, which is reused once it has no other references.
 
-    Fresh memory would cost as much time as the copy into it.
+    New memory would cost as much time as the copy into it.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._lock = layout, threading.Lock()
         self._memory: list[np.ndarray] = []
-        # References to an array that only one list holds, as Python counts them here.
+        # Number of references to an array in only one list, as Python counts them here.
         self._bytes, self._idle_references = 0, sys.getrefcount((probe := [np.zeros(1)])[0])
         del probe
 
     def take(self, samples: int) -> list[np.ndarray]:
-        """Takes memory that nobody else holds.
+        """Takes unused memory; returns an array `[samples, *shape]` per component.
 
-        Returns:
-          An array `[samples, *shape]` for each component, at addresses that TensorFlow takes
-          without a copy. Memory is in use as long as one of them is.
+        The addresses are aligned so that TensorFlow needs no copy. The memory is in use as long as
+        one of the arrays is.
         """
         with self._lock:
             size = self._layout.offsets(samples)[-1]
             if size > self._bytes:
                 self._memory, self._bytes = [], size
-            # Whatever views an array, another array or a tensor, refers to the one that owns the
+            # Every view of an array, whether an array or a tensor, refers to the owner of the
             # memory.
             for index in range(len(self._memory)):
                 if sys.getrefcount(self._memory[index]) <= self._idle_references:
@@ -60,11 +59,7 @@ class Buffers:
             return self._columns(-1, samples)
 
     def prepare(self, count: int, samples: int) -> BackgroundSteps:
-        """Makes memory before it is asked for, and has the kernel provide its pages on a thread.
-
-        Returns:
-          The steps of the thread.
-        """
+        """Allocates memory ahead of use; a thread makes the kernel provide its pages."""
         with self._lock:
             self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
             new = [large_pages(self._bytes) for _ in range(count)]
@@ -78,13 +73,12 @@ class Buffers:
 
 
 def large_pages(size: int) -> mmap.mmap:
-    """Returns new memory, in large pages if the kernel has them.
+    """Returns new memory, in large pages if the kernel supports them.
 
-    The kernel stops whoever touches a page for the first time, and for pages of 4 KiB that takes
-    longer than to fill them.
+    A page fault at the first access of a page of 4 KiB takes longer than filling it.
     """
     rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
-    # Private, because a child that was forked must not see the pages change.
+    # Private, because a forked child must not see the pages change.
     pages = mmap.mmap(-1, rounded + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel may have been built without large pages.
     with contextlib.suppress(OSError):
@@ -95,10 +89,7 @@ def large_pages(size: int) -> mmap.mmap:
 def batches(
     epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader, warm: bool = False
 ) -> tf.data.Dataset:
-    """Returns a dataset of this rank's share of each global batch.
-
-    Each iteration over it is the next epoch.
-    """
+    """Returns a dataset of this rank's shares of global batches; each iteration is an epoch."""
     buffers = None if layout.varies else Buffers(layout)
     if buffers and warm:
         buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
@@ -112,8 +103,8 @@ def batches(
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
     def fetch(*where: tf.Tensor) -> Any:
-        # The shapes of what it returns are unknown to TensorFlow, and Keras builds models by them.
-        # The debug mode of tf.data returns a single array without a list around it.
+        # TensorFlow does not know the shapes of its results, but Keras builds models from them. The
+        # debug mode of tf.data returns a single array without a list around it.
         arrays = tf.nest.flatten(tf.numpy_function(read, where, types))
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
@@ -123,26 +114,28 @@ def batches(
         number, count = tf.numpy_function(iterations.begin, [], [tf.int64, tf.int64])
         return tf.data.Dataset.range(count).map(lambda step: (number, step, count))
 
-    # Python is called once for an iteration and once for a batch, as it does one thing at a time.
+    # Python is called only once per iteration and once per batch, because it runs one thread at a
+    # time.
     data = (
         tf.data.Dataset.from_tensors(0)
         .flat_map(steps)
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow holds every iteration to this length, also a first one that is shorter.
+    # TensorFlow enforces this length in every iteration, so it must not be set if the first is
+    # shorter.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
     # Autotuning stalls the ends of epochs for seconds.
     options.autotune.enabled = False
-    # Batches are shares of this rank already, which a strategy must not divide again.
+    # Batches already are this rank's shares, which a strategy must not divide again.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
 
 
 class Iterations:
-    """Iterations over a dataset that have begun, by index."""
+    """Iterations over a dataset that have started, by index."""
 
     def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
         self._epochs, self._reader = epochs, reader
@@ -151,12 +144,13 @@ class Iterations:
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
     def begin(self) -> tuple[np.int64, np.int64]:
-        """Begins an iteration, and returns its number and the number of its steps."""
+        """Starts an iteration; returns its index and the number of its steps."""
         with self._lock:
             number = next(self._numbers)
             begin, shares = self._epochs.begin()
             self._begun[number] = begin
-            # The one before may have batches in flight; older iterators are mostly abandoned.
+            # The previous iteration may have batches in flight; older iterators are usually
+            # abandoned.
             self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
             self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
@@ -165,12 +159,13 @@ class Iterations:
         """Returns the indices of the samples of a step."""
         with self._lock:
             if number not in self._latest:
-                # Three or more iterators are open on one dataset, and this is not among the last.
+                # Three or more iterators are open on one dataset, and this is not one of the last
+                # two.
                 self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
             shares, look_ahead = self._latest[number]
         look_ahead(step)
         return shares[step]
 
     def end(self, number: int) -> None:
-        """Ends an iteration, so that the next one begins behind it."""
+        """Ends an iteration, so that the next one starts after it."""
         self._epochs.end(self._begun[number])

@@ -1,4 +1,8 @@
-"""Cache of decoded samples, which hands out batches for Keras."""
+"""Cache of decoded samples, which yields batches for Keras.
+
+Each of its datasets has its own position in an exact order of epochs. Samples are read through a
+chain of tiers, from shared memory down to the source.
+"""
 
 from __future__ import annotations
 
@@ -39,45 +43,47 @@ Read = Callable[[np.ndarray], Any]
 
 
 class Cache:
-    """Samples that are read and preprocessed once per node, in an exact order of epochs.
+    """Cache of samples that are read and preprocessed once per node, in an exact order of epochs.
 
-    The first epoch reads the source; later ones read memory that all ranks of a node, and other
-    jobs on it, share. Samples without room in memory are read through the levels below. Nothing
-    stale is served: another source, `preprocess` or `version` has another folder.
+    The first epoch reads the source. Later epochs read memory that all ranks of a node, and other
+    jobs on it, share. Samples that do not fit in memory are read from the tiers below. The cache
+    never serves outdated samples: a different source, `preprocess` or `version` uses a different
+    folder.
 
     Args:
       source: Result of `from_folder`, `from_tfds`, `from_tfrecords` or `from_dataset`, or an object
         with the methods of `datacache.sources.source.Source` and `read` or `stream`.
-      preprocess: Function from a stored sample to the one to keep, in TensorFlow ops: decoding,
-        resizing. Keep the decoder's dtype (uint8), as normalised float32 samples take four times
-        the room, and augment after the cache. `None` keeps what the source decodes.
-      memory: Folder of the pool in memory; "auto" is `default_memory()`, or the folder of `group`.
-        `None` goes without.
-      disk: Folder on a local disk for the bytes as the source has them. Other runs, resolutions and
+      preprocess: Function from a stored sample to the cached one, in TensorFlow ops: decoding,
+        resizing. Keep the decoder's dtype (uint8), because normalized float32 samples take four
+        times the space, and augment after the cache. `None` caches the decoded samples of the
+        source.
+      memory: Folder of the store in memory; "auto" is `default_memory()`, or the folder of `group`.
+        `None` disables it.
+      disk: Folder on a local disk for the bytes of the source. Other runs, resolutions and
         functions then read them there.
-      decoded: Folder on a local disk for preprocessed samples. After a restart of the machine
-        nothing is decoded again.
-      budget: Memory of the pool on each node: bytes, a size such as "20GB", or a share of what is
-        free on the machine and in its container, such as "80%".
-      partition: "replicate" keeps all samples on each node. "split" keeps a part on each, and nodes
-        send each other what is needed. "auto" replicates what fits in the budget of every node.
-        Ranks must open the same caches in the same order.
-      verify: Policy for checksums: "first" verifies them before the first use of what another
-        process wrote, once after each start of the machine; "always" before each use; "never" not
-        at all.
-      version: Version of the samples: anything that JSON can hold; another version is another
-        cache. It is for changes that the graph of `preprocess` does not show.
+      decoded: Folder on a local disk for preprocessed samples. After a restart of the machine no
+        sample is decoded again.
+      budget: Memory of the store on each node: bytes, a size such as "20GB", or a share of the free
+        memory of the machine and its container, such as "80%".
+      partition: "replicate" stores all samples on each node. "split" stores a part on each, and
+        nodes send samples to each other. "auto" replicates if all samples fit in the budget of
+        every node. Ranks must open the same caches in the same order.
+      verify: Policy for checksums: "first" verifies samples of other processes before their first
+        use, once after each start of the machine; "always" verifies before each use; "never"
+        disables verification.
+      version: Version of the samples, any value for JSON; a different version is a different cache.
+        Change it for changes that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
         Batches of such samples are padded at the end. Texts may always differ.
-      group: Name or number of a group whose members may read and write the pools, too. By default
-        only this user may.
+      group: Name or number of a group whose members may read and write the stores as well. By
+        default only this user may.
 
     Attributes:
-      fingerprint: SHA-256 of all that the samples depend on, in hexadecimal.
+      fingerprint: SHA-256 of everything that determines the samples, in hexadecimal.
 
     Raises:
       ValueError: If an argument is out of range, or ranks open different caches.
-      CacheError: If a folder holds something else, or a pool of a newer format or somebody else's.
+      CacheError: If a folder has other content, or a store has a newer format or another owner.
       SourceError: If the source is incomplete or empty, or its first sample cannot be read.
 
     Example:
@@ -126,7 +132,7 @@ class Cache:
                 '`partition` must be "auto", "replicate" or "split". Received: '
                 f"partition={partition!r}"
             )
-        # A budget that makes no sense is refused before anything is read.
+        # Refuse an invalid budget before anything is read.
         budget_bytes(budget, 1)
         _check_source(source)
         access = Access.of(group)
@@ -164,25 +170,24 @@ class Cache:
     ) -> tf.data.Dataset:
         """Returns this rank's share of each global batch as a dataset.
 
-        An epoch is a permutation of all samples, another one each time, and the same for the same
-        seed on any number of ranks. Each iteration over the dataset is the next epoch, with equally
-        many steps on every rank. A dataset has a position of its own: one for validation does not
-        move that of training.
+        Each epoch is a different permutation of all samples, which is the same for the same seed on
+        any number of ranks. Each iteration over the dataset is the next epoch, with the same number
+        of steps on every rank. Each dataset has its own position: a dataset for validation does not
+        change that of training.
 
         Args:
           global_batch: Number of samples of one step over all ranks.
           seed: Seed of the permutations.
-          shuffle: True to permute; without it samples come in the order of the source.
-          state: State to go on from, as `state_dict` returns it. The first iteration is the rest of
-            that epoch.
+          shuffle: True to permute; otherwise samples are in the order of the source.
+          state: State to resume from, as returned by `state_dict`. The first iteration is the rest
+            of that epoch.
 
         Returns:
-          A dataset whose elements have the structure of a sample, with a dimension for the batch in
-          front.
+          A dataset whose elements have the structure of a sample, with a leading batch dimension.
 
         Raises:
           ValueError: If a batch has fewer samples than there are ranks, or the state is of other
-            samples or another order.
+            samples or of a different order.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
         memory = self._levels.memory
@@ -200,15 +205,19 @@ class Cache:
     ) -> keras.utils.PyDataset:
         """Returns the same batches as a Keras `PyDataset` of NumPy arrays.
 
-        `fit` trains on them in their order, whatever its `shuffle` is.
+        `fit` trains on them in order, regardless of its `shuffle`.
 
         Args:
           global_batch: Number of samples of one step over all ranks; see `dataset`.
           seed: Seed of the permutations; see `dataset`.
           shuffle: True to permute; see `dataset`.
-          state: State to go on from; see `dataset`.
+          state: State to resume from; see `dataset`.
           **arguments: Arguments of `keras.utils.PyDataset`. Its `workers` are threads, which read
-            so many batches at a time.
+            that many batches concurrently.
+
+        Returns:
+          A `PyDataset` whose elements have the structure of a sample, with a leading batch
+          dimension.
 
         Raises:
           ValueError: As `dataset`, and for `use_multiprocessing=True`.
@@ -233,18 +242,18 @@ class Cache:
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
         """Iterates over the rest of an epoch and counts its batches as trained.
 
-        A batch counts once the next one is asked for. This is for hand-written loops; in `fit` the
-        callback `keras_callbacks.CachePosition` counts.
+        A batch counts once the next one is requested. Use this in custom training loops; in `fit`,
+        the callback `keras_callbacks.CachePosition` counts.
 
         Args:
-          data: Dataset of this cache, or what `map` made of it.
+          data: Dataset of this cache, or the result of its `map`.
 
         Yields:
           The elements of `data`.
 
         Raises:
-          RuntimeError: If an iteration over the dataset was left within an epoch, or the data are
-            several epochs that end.
+          RuntimeError: If an iteration over the dataset was left within an epoch, or the data are a
+            finite number of epochs greater than one.
         """
         epochs = self._positions.of(data)
         epochs.go_on(length(data))
@@ -254,15 +263,15 @@ class Cache:
         epochs.leave()
 
     def count(self, steps: int, data: Any = None) -> None:
-        """Says that more steps were trained.
+        """Counts further steps as trained.
 
         Args:
           steps: Number of steps.
-          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+          data: Dataset of this cache, or the result of its `map`; required if the cache has
             several.
 
         Raises:
-          RuntimeError: If the cache has made no dataset, or it is not clear which one is meant.
+          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).count(steps)
 
@@ -275,22 +284,23 @@ class Cache:
         steps_per_execution: int = 1,
         is_first: bool = True,
     ) -> None:
-        """Says which epoch of `fit` begins, as `CachePosition` does.
+        """Starts an epoch of `fit`, as `CachePosition` does.
 
-        Where an epoch of `fit` is all of `data`, epoch `e` of `fit` reads epoch `e` of the dataset.
-        With `steps_per_epoch` it goes on where training was: after `e` times so many steps.
+        If an epoch of `fit` is all of `data`, epoch `e` of `fit` reads epoch `e` of the dataset.
+        With `steps_per_epoch`, training continues at its position, which is after `e` times this
+        number of steps.
 
         Args:
           epoch: Index of the epoch.
-          data: Dataset of this cache, or what `map` or `repeat` made of it; needed if the cache has
-            made several, or an epoch of `fit` is not all of it.
+          data: Dataset of this cache, or the result of its `map` or `repeat`; required if the cache
+            has several, or an epoch of `fit` is not all of it.
           steps: Number of steps of each epoch of `fit`; `None` for those of the dataset.
           steps_per_execution: Number of steps that Keras trains together.
           is_first: True for the first epoch of a call of `fit`.
 
         Raises:
-          RuntimeError: If the next iteration begins within an epoch, the cache has made no dataset,
-            it is not clear which one is meant, or the position does not follow from the epoch.
+          RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
+            dataset is ambiguous, or the position does not follow from the epoch.
         """
         epochs = self._positions.of(data)
         epochs.begin_epoch(
@@ -302,18 +312,21 @@ class Cache:
         )
 
     def leave(self, data: Any = None) -> None:
-        """Says that training has ended, so that later iterations go on by themselves.
+        """Ends training; later iterations over the dataset advance its position without a callback.
 
         Args:
-          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+          data: Dataset of this cache, or the result of its `map`; required if the cache has
             several.
+
+        Raises:
+          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).leave()
 
     def warm(self, progress: bool = True) -> Statistics:
-        """Fills memory with all samples that have room; ranks of a node share the work.
+        """Fills memory with all samples that fit; ranks of a node share the work.
 
-        Without a folder to keep samples in, it does nothing.
+        It does nothing if the cache has neither `memory` nor `decoded`.
 
         Args:
           progress: True to show a progress bar.
@@ -329,7 +342,7 @@ class Cache:
         if memory is not None:
             samples = samples[memory.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
-        # Each window asks anew what is missing, as other ranks fill the same pool meanwhile.
+        # Each window checks again for missing samples, because other ranks fill the same store.
         for count in done_in_windows(
             lambda window: self._reader.fill(self._levels.missing(window)), samples
         ):
@@ -346,30 +359,33 @@ class Cache:
     def state_dict(self, data: Any = None) -> dict[str, Any]:
         """Returns the progress of training on a dataset, in about a hundred bytes of JSON.
 
-        It loads on any number of ranks: `dataset(..., state=state)`.
+        Any number of ranks can load it: `dataset(..., state=state)`.
 
         Args:
-          data: Dataset of this cache, or what `map` made of it; needed if the cache has made
+          data: Dataset of this cache, or the result of its `map`; required if the cache has
             several.
 
+        Returns:
+          The state, with values for JSON.
+
         Raises:
-          RuntimeError: If the cache has made no dataset, it is not clear which one is meant, or its
-            steps were not counted.
+          RuntimeError: If the cache has no dataset, the dataset is ambiguous, or its steps were not
+            counted.
         """
         return self._positions.of(data).state_dict()
 
     def clear(self) -> None:
-        """Forgets all preprocessed samples, in memory and on disk.
+        """Removes all preprocessed samples, in memory and on disk.
 
         The bytes of the source in the folder `disk` stay.
         """
         self._levels.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings, and keeps the cached samples; later reads raise an error.
+        """Ends threads and mappings, and retains the cached samples; later reads raise an error.
 
-        A `with` block does it at its end. On several nodes it waits until all ranks have closed the
-        cache: they may ask for samples.
+        A `with` block closes the cache at its end. On several nodes this waits until all ranks have
+        closed the cache, because they may request samples until then.
         """
         if not self._closed:
             self._closed = True
@@ -456,7 +472,7 @@ class RandomAccess:
         return len(self._cache)
 
     def __getitem__(self, sample: int | slice) -> Any:
-        """Returns a sample, or those of a slice, as a list does."""
+        """Returns a sample, or a list of the samples of a slice."""
         chosen = range(len(self))[sample]
         if isinstance(chosen, range):
             return [self[index] for index in chosen]
@@ -469,7 +485,7 @@ class _PyDataset(keras.utils.PyDataset):
     def __init__(
         self, epochs: EpochIterator, reader: Reader, read: Read, arguments: dict[str, Any]
     ) -> None:
-        # To Keras there is one worker, which asks for one batch after the other.
+        # For Keras there is one worker, which requests one batch after the other.
         super().__init__(**arguments | {"workers": 1})
         self._epochs, self._read, self._lock = epochs, read, threading.Lock()
         self._iterations = Iterations(epochs, reader)
@@ -485,8 +501,8 @@ class _PyDataset(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         with self._lock:
-            # The first request begins an epoch, whatever its step. Later requests read that epoch
-            # until the position of training moves.
+            # The first request starts an epoch, regardless of its step. Later requests read that
+            # epoch until the position of training changes.
             if self._begun is None or self._epochs.start != self._start:
                 self._start = self._epochs.start
                 self._begun, self._coming = self._iterations.begin(), {}
@@ -502,16 +518,16 @@ class _PyDataset(keras.utils.PyDataset):
         return batch.result()
 
     def on_epoch_end(self) -> None:
-        # Keras looks at some batches before it trains, and says that an epoch has ended.
+        # Keras reads some batches before it trains, and then signals the end of an epoch.
         if self._begun is not None and len(self._asked) == self._begun[1]:
             self._iterations.end(int(self._begun[0]))
 
 
 @functools.cache
 def _keep_order() -> None:
-    """Makes `fit` ask for the batches of a cache in their order, as it does with `tf.data`.
+    """Makes `fit` request the batches of a cache in order, as it does with `tf.data`.
 
-    By default it shuffles those of each `PyDataset`, on each rank by itself.
+    By default it shuffles those of each `PyDataset`, independently on each rank.
     """
     make = PyDatasetAdapter.__init__
 

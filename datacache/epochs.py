@@ -1,4 +1,8 @@
-"""Iterations of one rank over the samples, and the progress of training."""
+"""Iterations of one rank over the samples, and the progress of training.
+
+Batches are prefetched, and Keras reads one to build a model, so reading a batch does not mean that
+it was trained. The training loop therefore reports where training starts and counts its steps.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +23,17 @@ NAME = (
     "within an epoch: CachePosition(cache, data)."
 )
 MOST_AHEAD = 32
-"""Steps of prefetching at most; an iteration that begins further ahead is another reader's."""
+"""Largest number of prefetched steps; an iteration that starts further ahead is another
+reader's."""
 
 
 class EpochIterator:
     """Iterations of one rank over the samples, one epoch each, and the progress of training.
 
-    Batches are read ahead, and Keras looks at one to build a model, so what was read does not tell
-    what was trained. Whoever trains says where training begins (`begin_epoch` in `fit`, `go_on` in
-    a loop) and counts steps; until `leave`, iterations begin where training is. If nobody does, the
-    iteration after a complete one is the next epoch, which ranks might see differently.
-
-    Attributes:
-      order: Order of the samples.
-      all_whole: True if each iteration has as many steps as an epoch; otherwise the first one is
-        the rest of an epoch.
-
-    Raises:
-      ValueError: If a batch has fewer samples than there are ranks, or the state is of other
-        samples or of another order.
+    Training starts with `begin_epoch` in `fit`, or `go_on` in a loop; until `leave`, iterations
+    start at the position of training. Without these calls, the iteration after a complete one is
+    the next epoch, which could differ between ranks. If `all_whole` is false, the first iteration
+    is the rest of an epoch.
     """
 
     def __init__(
@@ -47,15 +43,15 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._first = self._next
         self.all_whole = not self._first.samples
-        # For its error, which is due here and not at the first batch.
+        # Raises its error here and not at the first batch.
         self._epoch_steps = order.steps(Position(), ranks)
-        # Where the iteration in training began, its steps so far, and how many it has: infinity for
-        # data that repeat, `None` while nobody trains. `_next` moves on when the last batch is
-        # read, which is before it is trained.
+        # Start of the iteration in training, its steps so far, and its length: infinity for data
+        # that repeat, `None` outside of training. `_next` advances when the last batch is read,
+        # which is before it is trained.
         self._begin, self._trained = self._next, 0
         self._length: float | None = None
         self._told = self._handed_out = False
-        # Iterations that have begun since then, and the last one if the next follows it.
+        # Iterations that have started since then, and the last one if the next follows it.
         self._passes = 0
         self._chained: Position | None = None
 
@@ -65,27 +61,22 @@ class EpochIterator:
 
     @property
     def start(self) -> Position:
-        """Position at which the next iteration begins."""
+        """Position at which the next iteration starts."""
         if not self._trains_to_an_end:
             return self._next
         return self._position() if self._trained == self._length else self._begin
 
     @property
     def share(self) -> int:
-        """Most samples of this rank in a batch; one that took in the rest may have one more."""
+        """Largest number of this rank's samples in a batch; a merged batch may have one more."""
         return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
 
     def begin(self) -> tuple[Position, list[np.ndarray]]:
-        """Begins the next iteration.
-
-        Returns:
-          A tuple of two: the position at its begin, and for each of its steps the indices of this
-          rank's samples, int64.
-        """
+        """Starts the next iteration; returns its position and this rank's samples in each step."""
         self._refuse_others()
         self._passes += 1
         begin = self.start
-        # Ranks that have only looked at a batch agree that it is the first one.
+        # Ranks that have only built a model with a batch agree that it is the first one.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(
@@ -101,7 +92,7 @@ class EpochIterator:
         return [share for share, _ in itertools.islice(batches, self._steps(begin))]
 
     def end(self, begin: Position) -> None:
-        """Says that all batches of an iteration were read."""
+        """Records that all batches of an iteration were read."""
         if self._next == begin == self._chained:
             self._next = self.order.after(begin, self._steps(begin), self._ranks)
 
@@ -114,10 +105,10 @@ class EpochIterator:
         steps_per_execution: int = 1,
         is_first: bool,
     ) -> None:
-        """Says that an epoch of `fit` begins, whose steps will be counted.
+        """Starts an epoch of `fit`, whose steps are counted.
 
-        Where an epoch of `fit` is all of the data, epoch `e` of the order begins. Otherwise `fit`
-        goes on where it was, which is after `e` times its steps.
+        If an epoch of `fit` is all of the data, epoch `e` of the order starts. Otherwise training
+        continues at its position, which is after `e` times the steps of an epoch.
         """
         if not self.all_whole:
             raise RuntimeError(
@@ -137,7 +128,8 @@ class EpochIterator:
         # Keras trains on whole executions until the data end.
         executions = -(-steps // steps_per_execution) if steps else math.inf
         steps = int(min(executions * steps_per_execution, length))
-        # Epochs of fit in one iteration over the data, after which Keras makes another iterator.
+        # Epochs of `fit` in one iteration over the data, after which Keras creates another
+        # iterator.
         epochs = length if length == math.inf else -(-length // steps)
         passes, within = divmod(epoch, epochs)
         if is_first and within and length < math.inf and length % steps:
@@ -154,7 +146,7 @@ class EpochIterator:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None) -> None:
-        """Says that a loop begins where training is, and that its steps will be counted."""
+        """Starts a loop at the position of training, whose steps are counted."""
         position = self._position()
         if self.all_whole and position.samples:
             raise RuntimeError(
@@ -164,16 +156,16 @@ class EpochIterator:
         self._begin_at(position, max(self._checked(length), self._steps(position)))
 
     def leave(self) -> None:
-        """Ends training; the next iteration begins at its position without a callback."""
+        """Ends training; the next iteration starts at its position without a callback."""
         self._length, self._next = None, self._position()
 
     def count(self, steps: int) -> None:
-        """Says that more steps were trained."""
+        """Counts further steps as trained."""
         most = math.inf if self._length is None else self._length
         self._trained = int(min(self._trained + steps, most))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, as JSON can hold it."""
+        """Returns the progress of training, as values for JSON."""
         if self._handed_out and not self._told:
             raise RuntimeError(
                 f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"
@@ -181,7 +173,7 @@ class EpochIterator:
         return self.order.state_dict(self._position())
 
     def _checked(self, length: float | None) -> float:
-        """Returns the number of steps of the data, those of an epoch by default."""
+        """Returns the number of steps of the data, by default those of an epoch."""
         if length not in (None, math.inf) and length > self._epoch_steps:
             raise RuntimeError(
                 "Data must be an epoch, or repeat without end. Received: data of "
@@ -195,11 +187,11 @@ class EpochIterator:
 
     @property
     def _trains_to_an_end(self) -> bool:
-        """True in training, except on data that repeat: these are read before training is there."""
+        """True in training, except on repeated data, which are read ahead of training."""
         return self._length not in (None, math.inf)
 
     def _refuse_others(self) -> None:
-        """Refuses an iteration that training does not need yet."""
+        """Raises an error for an iteration that training does not need yet."""
         if self._trains_to_an_end and self._passes and self._trained != self._length:
             raise RuntimeError(
                 f"{NAME} Received: data that are begun anew after {self._trained} of "

@@ -7,22 +7,17 @@ from typing import NoReturn
 
 
 class CacheError(RuntimeError):
-    """Error of a folder that is no cache, or cannot hold one."""
+    """Error of a folder that is not a cache, or cannot hold one."""
 
 
 class NoRoomError(CacheError):
-    """Error of a pool for which there is too little room."""
+    """Error of too little free space for a store."""
 
 
 class DamagedError(CacheError):
-    """Error of a pool that is not as it was made; jobs make it anew once no process has it open.
+    """Error of a damaged store; jobs rebuild it once no process has it open.
 
-    Args:
-      what: The rule and what was received.
-      folder: The pool's folder, for the remedy.
-
-    Attributes:
-      what: The message without the remedy.
+    `what` is the rule and the received value, and the message appends the remedy for `folder`.
     """
 
     def __init__(self, what: str, folder: Path) -> None:
@@ -31,7 +26,7 @@ class DamagedError(CacheError):
 
 
 class Closed:
-    """Takes the place of what a cache has let go of: each use of it is an error."""
+    """Replaces a released object of a closed cache: every use raises an error."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CacheError(

@@ -1,7 +1,7 @@
-"""Everything that datacache takes from tfposeidon; no other module of datacache imports it.
+"""All imports of datacache from tfposeidon; its other modules import only this one.
 
 Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
-what needs it is imported within functions.
+modules that need TensorFlow are imported within functions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 
 
 def job_wire() -> Wire | None:
-    """Returns the wire between the ranks of this job, or `None` for a job of a single process.
+    """Returns the collectives of this job's ranks, or `None` for a job of a single process.
 
-    One process needs no Horovod. Else the first call starts Horovod with default arguments, unless
-    the script has called `tfposeidon.init`.
+    A single process needs no Horovod. Otherwise the first call starts Horovod with default
+    arguments, unless the script has called `tfposeidon.init`.
     """
     if process_rank().size == 1:
         return None
@@ -57,7 +57,7 @@ def job_wire() -> Wire | None:
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Returns every rank's `value`, in rank order; all ranks must call it."""
+    """Returns every rank's `value`, in rank order; collective."""
     from tfposeidon.communication import wire as communication
 
     return communication.exchange_objects(value, wire, name)

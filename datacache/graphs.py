@@ -1,4 +1,4 @@
-"""What can be told of a graph or a `tf.data.Dataset` by looking at its ops."""
+"""Analysis of a graph or a `tf.data.Dataset` by its ops."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ONE_TO_ONE = {
     *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset", "ZipDataset"),
     *("AssertCardinalityDataset", "RangeDataset", "RestructuredDataset"),
 }
-"""Kinds of datasets of which an element is made of the one of the same place below."""
+"""Kinds of datasets that derive each element from the element below at the same position."""
 _IN_ORDER = ONE_TO_ONE | {
     *("TakeDataset", "SkipDataset", "ConcatenateDataset", "CacheDataset", "ShardDataset"),
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"),
 }
 """Kinds of datasets whose order does not depend on the values of elements."""
 _UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
-"""Ops that draw, although they are not stateful or have neither a seed nor a generator."""
+"""Random ops that are not stateful, or have neither a seed nor a generator."""
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
 
@@ -41,7 +41,7 @@ def ops(graph: Any) -> set[str]:
 
 
 def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may be others each time.
+    """Returns the ops whose results may differ between runs.
 
     They are stateful and have a seed or a generator, read a clock, or change a variable, as the
     generators of Keras's random layers do.
@@ -55,16 +55,16 @@ def file_ops(names: set[str]) -> set[str]:
 
 
 def datasets(data: Any) -> Iterator[tf.data.Dataset]:
-    """Yields all datasets that a dataset takes elements from, and the dataset itself last."""
+    """Yields all inputs of a dataset, recursively, and the dataset itself last."""
     if isinstance(data, tf.data.Dataset):
-        # TensorFlow has no public name for the datasets that one was made of.
+        # TensorFlow has no public API for the inputs of a dataset.
         for below in data._inputs():
             yield from datasets(below)
         yield data
 
 
 def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the graph of each function of a dataset and of those that it takes elements from."""
+    """Yields the graph of each function of a dataset and of its inputs."""
     for one in datasets(dataset):
         yield from (function.function.graph for function in one._functions())
 
@@ -75,7 +75,7 @@ def kind_of(dataset: Any) -> str:
 
 
 def shuffling(dataset: tf.data.Dataset) -> str | None:
-    """Returns what gives elements of a dataset in another order each time, and its remedy."""
+    """Returns the cause of an order that changes between runs, with its remedy, or `None`."""
     causes = [cause for one in datasets(dataset) if (cause := _shuffling_itself(one))]
     causes += [
         cause
@@ -110,7 +110,7 @@ def _unsteady_node(node: Any) -> str | None:
 
 
 def _serialized(one: tf.data.Dataset) -> Iterator[Any]:
-    """Returns the nodes of a dataset's graph, which holds names of files, and seldom more."""
+    """Returns the nodes of a dataset's graph, which contains file names and little else."""
     content = tf.raw_ops.DatasetToGraphV2(
         input_dataset=tf.data.experimental.to_variant(one), external_state_policy=1
     )
@@ -118,7 +118,7 @@ def _serialized(one: tf.data.Dataset) -> Iterator[Any]:
 
 
 def warn_of_draws(what: str, ops: set[str]) -> None:
-    """Warns of ops that draw before samples are kept."""
+    """Warns of random ops before the cache."""
     if ops:
         log.warning(
             "datacache: %s draws at random (%s): each sample is drawn once and kept. Augment after "
@@ -132,7 +132,7 @@ def _draws(name: str) -> bool:
     op = op_def_registry.get(name)
     if name in _UNSTEADY or op is None or not op.is_stateful:
         return name in _UNSTEADY
-    # Datasets within a function are looked at as such.
+    # Datasets within a function are analyzed separately.
     if re.search(r"Dataset(V\d+)?$", name):
         return False
     attributes = {attribute.name for attribute in op.attr}

@@ -1,4 +1,4 @@
-"""Order of samples: each one once per epoch over all ranks, whatever their number."""
+"""Order of samples: each one once per epoch over all ranks, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from datacache.from_tfposeidon import check_integer
 
 
 def permutation(length: int, seed: int, number: int) -> np.ndarray:
-    """Returns a permutation of `0..length-1`, `[length]` int64.
+    """Returns a permutation of `0..length-1`, `[length]` int64, in O(n log n).
 
-    It depends on the arguments alone, on any machine and with any release of NumPy.
-
-    Cost: O(n log n) operations.
+    It depends on the arguments only, on any machine and with any release of NumPy.
     """
-    # NumPy promises the raw bits of a bit generator for good, but not what it makes of them. The
-    # sort is stable, as the order of equal bits must not depend on the release either.
+    # NumPy guarantees the raw bits of a bit generator across releases, but not the methods that use
+    # them. The sort is stable, because the order of equal bits must not depend on the release
+    # either.
     bits = np.random.Philox(key=[seed, number]).random_raw(length)
     return np.argsort(bits, kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Progress of a job, from which it can go on with any number of ranks.
+    """Progress of a job, from which any number of ranks can resume it.
 
     Attributes:
       epoch: Index of the epoch.
-      samples: Number of samples of this epoch that all ranks together have been given.
+      samples: Number of samples of this epoch that all ranks together have received.
 
     Example:
       >>> Position(epoch=2, samples=512)
@@ -46,16 +45,16 @@ class Position:
 class Order:
     """Samples of each rank at each step.
 
-    Each epoch is another permutation of all samples, which depends on seed and epoch alone. It is
-    cut into global batches, and each of these into shares of the ranks, which differ by one sample
-    at most. All ranks have equally many steps: a last batch that would leave a rank without a
-    sample joins the one before.
+    Each epoch is a different permutation of all samples, which depends on seed and epoch only. It
+    is split into global batches, and each of these into shares of the ranks, whose sizes differ by
+    at most one sample. All ranks have the same number of steps: a last batch that would leave a
+    rank without a sample is merged into the one before.
 
     Args:
       samples: Number of samples.
       global_batch: Number of samples of one step over all ranks.
       seed: Seed of the permutations.
-      shuffle: True to permute; without it samples come in the order of their indices.
+      shuffle: True to permute; otherwise samples are in the order of their indices.
 
     Raises:
       ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
@@ -90,16 +89,17 @@ class Order:
     def shares(
         self, position: Position, rank: int, ranks: int
     ) -> Iterator[tuple[np.ndarray, Position]]:
-        """Yields what a rank gets in the rest of an epoch.
+        """Yields the samples of a rank in the rest of an epoch.
 
         Args:
-          position: Position to begin at.
+          position: Position to start at.
           rank: Index of the rank.
           ranks: Number of ranks.
 
         Yields:
-          Indices of the rank's samples in each step, int64, and the position after the step. Where
-          fewer samples are left than there are ranks, that is one step, and some ranks have none.
+          Indices of the rank's samples in each step, int64, and the position after the step. If
+          fewer samples are left than there are ranks, they form one step, in which some ranks have
+          none.
 
         Raises:
           ValueError: If a batch has fewer samples than there are ranks.
@@ -107,7 +107,7 @@ class Order:
         order = self.permutation(position.epoch)
         for begin, end in self._batches(position.samples, ranks):
             batch = end - begin
-            # Bounds by multiplication before division: shares differ by one sample at most.
+            # Multiplication before division makes the shares differ by at most one sample.
             mine = slice(begin + batch * rank // ranks, begin + batch * (rank + 1) // ranks)
             after = Position(epoch=position.epoch, samples=end)
             yield order[mine], after if end < self.samples else Position(epoch=position.epoch + 1)
@@ -115,16 +115,16 @@ class Order:
     def batches(
         self, position: Position, rank: int, ranks: int
     ) -> Iterator[tuple[np.ndarray, Position]]:
-        """Yields what a rank is trained on, epoch after epoch without end.
+        """Yields the training samples of a rank, epoch after epoch without end.
 
         Args:
-          position: Position to begin at.
+          position: Position to start at.
           rank: Index of the rank.
           ranks: Number of ranks.
 
         Yields:
-          As `shares`, but every rank has samples at every step: an end of an epoch that is too
-          short for that, which a job on fewer ranks has left, joins the step after it.
+          As `shares`, but every rank has samples at every step: if a job on fewer ranks has left
+          fewer samples in an epoch than there are ranks, these join the following step.
 
         Raises:
           ValueError: If a batch has fewer samples than there are ranks.
@@ -138,7 +138,7 @@ class Order:
                 short, position = short[:0], after
 
     def after(self, position: Position, steps: int, ranks: int) -> Position:
-        """Returns the position after so many more steps of `batches`.
+        """Returns the position after a number of further steps of `batches`.
 
         Args:
           position: Position before these steps.
@@ -159,10 +159,10 @@ class Order:
         return position
 
     def steps(self, position: Position, ranks: int) -> int:
-        """Returns the number of steps of `batches` to the end of an epoch, the same for every rank.
+        """Returns the number of steps of `batches` to the end of an epoch, equal on every rank.
 
         Args:
-          position: Position to begin at.
+          position: Position to start at.
           ranks: Number of ranks.
 
         Raises:
@@ -171,12 +171,12 @@ class Order:
         return len(self._batches(0 if self._is_short(position, ranks) else position.samples, ranks))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """Returns what it takes to go on from a position, as JSON can hold it.
+        """Returns the state for resuming at a position, as values for JSON.
 
         Args:
-          position: Position to go on from.
+          position: Position to resume at.
         """
-        # Without `global_batch`, which may be another one: positions count samples and not steps.
+        # `global_batch` is left out because it may change: positions count samples and not steps.
         return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:
@@ -186,7 +186,7 @@ class Order:
           state: Result of `state_dict`, of an order with any `global_batch`.
 
         Raises:
-          ValueError: If the number of samples, the seed or `shuffle` is another one here.
+          ValueError: If the number of samples, the seed or `shuffle` differs.
         """
         here = self.state_dict(Position())
         for name, what in (("of", "number of samples"), ("seed", "seed"), ("shuffle", "`shuffle`")):
@@ -203,7 +203,7 @@ class Order:
         return self.samples - position.samples < ranks
 
     def _batches(self, done: int, ranks: int) -> list[tuple[int, int]]:
-        """Returns begin and end of each global batch after the first `done` samples."""
+        """Returns start and end of each global batch after the first `done` samples."""
         if min(self.global_batch, self.samples) < ranks:
             raise ValueError(
                 "Every rank must get a sample at each step. Received: "

@@ -1,4 +1,4 @@
-"""Positions of the datasets of a cache: each dataset has one of its own."""
+"""Positions of the datasets of a cache: each dataset has its own."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from datacache.graphs import ONE_TO_ONE, datasets, kind_of
 
 Data = TypeVar("Data")
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
-"""Kinds of datasets whose steps are those of the cache's dataset, which is made of the last."""
+"""Kinds of datasets with the same steps as the cache's dataset, which consists of the last kind."""
 
 
 class Positions:
-    """Epoch iterators of the datasets that a cache has made, found by what is iterated over."""
+    """Epoch iterators of the datasets of a cache, found by the data in training."""
 
     def __init__(self) -> None:
         self._made: list[EpochIterator] = []
-        # Weak: the memory of a dataset's batches goes when the script drops the dataset.
+        # Weak, so that the memory of a dataset's batches is freed when the script drops the
+        # dataset.
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:
-        """Notes the epoch iterator of a dataset.
-
-        Returns:
-          `data`.
-        """
+        """Registers the epoch iterator of a dataset, and returns the dataset."""
         self._made.append(epochs)
         self._of[data] = epochs
         return data

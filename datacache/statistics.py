@@ -14,15 +14,15 @@ class Statistics:
     Attributes:
       memory_hits: Samples of batches that were ready in memory.
       memory_misses: Samples of batches that were not ready in memory.
-      decoded_hits: Samples found ready in the pool of decoded samples on disk.
+      decoded_hits: Samples found in the store of decoded samples on disk.
       disk_hits: Samples whose stored bytes were on the local disk.
       source_reads: Samples read from the source.
       source_bytes: Bytes of the samples read from the source.
-      received: Samples that other nodes sent.
+      received: Samples received from other nodes.
       sent: Samples sent to other nodes.
-      unkept: Samples made that memory had no room for.
-      healed: Corrupt samples that were made again.
-      retries: Reads of the source that failed and were tried again.
+      unkept: Produced samples that did not fit in memory.
+      healed: Corrupted samples that were repaired.
+      retries: Failed reads of the source that were retried.
       wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
 
     Example:
@@ -44,12 +44,12 @@ class Statistics:
     wait_s: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the counts by name, as JSON can hold them."""
+        """Returns the counts by name, as values for JSON."""
         return asdict(self)
 
 
 class Counts:
-    """Counters that any thread may add to."""
+    """Thread-safe counters."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), Counter[str]()
@@ -61,6 +61,6 @@ class Counts:
                 self._counts[name] += amount  # type: ignore[assignment]
 
     def now(self) -> Statistics:
-        """Returns the counts so far."""
+        """Returns the current counts."""
         with self._lock:
             return Statistics(**self._counts)

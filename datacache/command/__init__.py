@@ -1,1 +1,1 @@
-"""The command `python -m datacache`."""
+"""Command `python -m datacache`."""

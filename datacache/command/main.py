@@ -1,4 +1,4 @@
-"""The command `python -m datacache`, which lists, verifies, fills and removes pools of caches."""
+"""Command `python -m datacache`, which lists, verifies, fills and removes the stores of caches."""
 
 from __future__ import annotations
 
@@ -51,17 +51,12 @@ A folder that holds anything else is left alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that was asked for.
-
-    Returns:
-      The exit status: 0, 1 for corrupt samples or missing room, 2 for errors, 130 for Ctrl-C.
-    """
+    """Runs the command; returns 0, 1 (corrupted, or disk full), 2 (error) or 130 (Ctrl-C)."""
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
     except BrokenPipeError:
-        # Nobody reads any more, as in `ls | head`. Python would fail once more when it flushes at
-        # its end.
+        # The output is closed, as in `ls | head`. Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -140,9 +135,9 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _own_memory(closed: bool = True) -> list[Path]:
-    """Returns this user's folder in shared memory, if there is one.
+    """Returns this user's folder in shared memory, if it exists.
 
-    Others could have made a folder of that name; it is refused unless `closed` is false.
+    Other users could have created a folder of that name, which is refused unless `closed` is false.
     """
     root = Path(default_memory())
     try:
@@ -219,7 +214,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_one(folder: Path) -> int:
-    # First that its files are as long as they must be.
+    # First check the sizes of its files.
     read_contents(folder)
     pool = open_existing(folder)
     try:
@@ -239,7 +234,7 @@ def _verify_one(folder: Path) -> int:
 
 
 def _warm(options: argparse.Namespace) -> int:
-    # Here, so that the other commands do not wait for TensorFlow.
+    # Imported here, so that the other commands do not wait for TensorFlow.
     import_tensorflow()
     from datacache.command.warming import warm
     from datacache.sources.image_folder import from_folder
@@ -299,7 +294,7 @@ def _rm_one(folder: Path) -> int:
 
 
 def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> list[int]:
-    """Runs a command for each folder, and goes on where one fails; returns the exit statuses."""
+    """Runs a command for each folder, also after failures; returns the exit statuses."""
     statuses = []
     for folder in folders:
         try:

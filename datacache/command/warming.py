@@ -1,4 +1,4 @@
-"""Brings stored samples to a local disk before a job needs them."""
+"""Copies stored samples to a local disk before a job needs them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,7 @@ from datacache.windows import done_in_windows
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """Outcome of `warm`.
-
-    Attributes:
-      folder: Folder of the pool.
-      samples: Number of samples in the source.
-      ready: Number of samples that are on the disk now.
-      counts: Counts of what was read.
-    """
+    """Outcome of `warm`: `ready` of `samples` are on the disk now; `counts` are of this run."""
 
     folder: Path
     samples: int
@@ -40,15 +33,9 @@ def warm(
     started: Callable[[int], Callable[[int], None]],
     access: Access = PRIVATE,
 ) -> Warmed:
-    """Reads the samples that a disk lacks, as `datacache.Cache(..., disk=disk)` would.
-
-    Samples that are there are not read again.
-
-    Returns:
-      Counts of what was read, and of what is on the disk now.
-    """
+    """Reads the samples that a disk lacks, as `datacache.Cache(..., disk=disk)` would."""
     pool = open_stored_pool(source, disk, access)
-    # Checksums are looked at when samples are used, or by `verify`.
+    # Checksums are verified when samples are used, or by `verify`.
     counts = Counts()
     stored = PoolLevel(pool, SourceLevel(source, counts), "never", counts, "disk_hits")
     try:

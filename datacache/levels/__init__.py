@@ -1,1 +1,1 @@
-"""Levels at which a node looks for a sample: memory, a local disk, the source."""
+"""Tiers of a node's cache: memory, disk, preprocessing and the source."""

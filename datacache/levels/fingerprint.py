@@ -1,4 +1,4 @@
-"""Fingerprint of all that a cached sample depends on; another fingerprint is another cache."""
+"""Fingerprint of all inputs of a cached sample; a changed fingerprint selects a different cache."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ log = logging.getLogger("datacache")
 
 @dataclass(frozen=True)
 class TracedPreprocess:
-    """Graph that makes a cached sample of a stored one.
+    """Graph that computes a cached sample from a stored one.
 
-    Attributes:
-      function: Function from the components of a stored sample to a list of those of the cached
-        one.
-      structure: Nested `tf.TensorSpec`s of a cached sample.
-      fingerprint: SHA-256 of the graph with all constants that it captured, in hexadecimal.
-      preprocess: The Python function that was traced: a graph does not keep the variables alive
-        that it uses.
+    `function` maps the components of a stored sample to a list of those of the cached one.
+    `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
+    the graph and all captured constants, in hexadecimal.
     """
 
     function: Callable[..., list[tf.Tensor]]
     structure: Any
     fingerprint: str
+    # The traced Python function, which keeps its variables alive: a graph does not.
     preprocess: Any
 
     @property
@@ -46,10 +43,7 @@ class TracedPreprocess:
 def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
     """Traces a preprocessing function as `tf.data.Dataset.map` would.
 
-    Warnings name what the cache cannot follow: Python code, random numbers, lookup tables.
-
-    Returns:
-      The traced function, with the structure of cached samples and the fingerprint of the graph.
+    Warnings name inputs that the cache cannot track: Python code, random numbers, lookup tables.
     """
     structure: Any = None
 
@@ -74,14 +68,14 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
 
 def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
     """Returns the fingerprint of a cache, 64 hexadecimal digits."""
-    # Another release of TensorFlow may decode images to other pixels.
+    # Other releases of TensorFlow may decode images to different pixels.
     return digest(
         [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
     )
 
 
 def _without_lists(part: Any) -> Any:
-    """Returns a structure as `tf.data` has it, where a list is a tensor."""
+    """Returns a structure in the form of `tf.data`, in which a list is a tensor."""
     if isinstance(part, list):
         try:
             return tf.convert_to_tensor(part)
@@ -131,10 +125,10 @@ def _outputs_digest(
     bodies: dict[str, Any],
     within: tuple[str, ...],
 ) -> str:
-    """Returns a digest of the computation behind outputs.
+    """Returns a digest of the computation of outputs.
 
-    Each node is described by its op, its attributes and the digests of its inputs: names of nodes
-    and functions, and the order of nodes, differ between processes.
+    Each node is described by its op, its attributes and the digests of its inputs, because the
+    order of nodes and the names of nodes and functions differ between processes.
     """
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
 
@@ -144,8 +138,8 @@ def _outputs_digest(
 
     for node in _sorted_nodes(nodes):
         if node.name not in known:
-            # Attributes with an underscore are notes of TensorFlow's. The token of a Python
-            # function is a number that counts up in each process.
+            # Attributes with an underscore are TensorFlow's annotations. The token of a Python
+            # function is a counter of its process.
             attributes = {
                 name: _attribute_digest(value, bodies, within)
                 for name, value in node.attr.items()
@@ -158,7 +152,7 @@ def _outputs_digest(
 
 
 def _sorted_nodes(nodes: Any) -> Iterator[Any]:
-    """Yields each node after those that it reads."""
+    """Yields each node after its inputs."""
     by_name = {node.name: node for node in nodes}
     reads = {
         node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
@@ -180,7 +174,7 @@ def _function_digest(function: Any, bodies: dict[str, Any], within: tuple[str, .
     attributes = {
         name: _attribute_digest(value, bodies, within) for name, value in function.attr.items()
     }
-    # A function may call itself; then its name must do.
+    # Only the name identifies a recursive call.
     if function.name not in bodies or function.name in within:
         return digest([function.name, attributes])
     body = bodies[function.name]

@@ -1,4 +1,4 @@
-"""Interface of the levels of a node."""
+"""Interface of the storage tiers of a node."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ others are skipped before they are decoded."""
 
 
 class Level(Protocol):
-    """Samples in one form, on top of the level that has what this one lacks.
+    """Samples in one form, on top of a tier that supplies missing samples.
 
-    A level answers from what it holds and asks the level below for the rest. Calls go down only: no
-    level knows which one is above it. The source is the last.
-
-    Attributes:
-      stream: Function that reads the samples of a source which has them one after the other only.
-        `None` where any sample can be had by its index.
+    Calls only go down: no tier knows the one above it, and the source is the last. `stream` reads
+    the samples of a source without random access; it is `None` if any sample can be read by its
+    index.
     """
 
     stream: Stream | None
@@ -34,30 +31,29 @@ class Level(Protocol):
         ...
 
     def put(self, index: int, arrays: Arrays) -> bool:
-        """Keeps a sample that came from elsewhere, on each level below that has room, and on this.
+        """Stores an externally produced sample in this and all lower tiers with free space.
 
-        Returns:
-          True if this level holds the sample now.
+        Returns whether this tier holds the sample now.
         """
-        return False  # Levels without a pool keep nothing.
+        return False  # Tiers without a store hold nothing.
 
     def clear(self) -> None:
-        """Forgets all cached samples of this level and of those below; stored samples stay."""
-        return  # Levels without a pool hold none.
+        """Removes all cached samples of this tier and of those below; stored samples stay."""
+        return  # Tiers without a store hold none.
 
     def close(self) -> None:
-        """Ends threads and mappings of this level and of those below."""
+        """Ends threads and mappings of this tier and of those below."""
         ...
 
 
 class Opener:
-    """The process that opened a cache, which alone can make samples."""
+    """Process that opened a cache; only this process can produce samples."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
-        """Refuses to make samples in a forked child."""
+        """Raises `CacheError` if a forked child would have to produce samples."""
         if indices.size and os.getpid() != self._process:
             raise CacheError(
                 "Samples must be made by the process that opened the cache: neither threads nor "

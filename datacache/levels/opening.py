@@ -1,4 +1,4 @@
-"""Opening of the levels of a cache, with pools of the size that there is room for."""
+"""Opens the tiers of a cache, with stores sized to the available space."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from datacache.system.room import free_bytes, means_full
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
-"""Share of the free bytes of a disk that a new pool may take."""
+"""Share of a disk's free bytes that a new store may take."""
 UNLIMITED = 2**62
 """More bytes than any machine has."""
 WORD_BYTES = 8
-"""Bytes that a pool needs for each sample beside its columns."""
+"""Metadata bytes of each sample, in addition to its columns."""
 FOLDER_DIGITS = 20
-"""Hexadecimal digits of a fingerprint that name a folder: 80 bits."""
+"""Hexadecimal digits of a fingerprint in a folder's name: 80 bits."""
 Root = str | os.PathLike[str] | None
 ChooseShard = Callable[[Callable[[int, int], bool]], tuple[int, int]]
 
@@ -61,12 +61,9 @@ def open_levels(
     counts: Counts,
     choose_shard: ChooseShard,
 ) -> Levels:
-    """Opens the levels of a cache, and makes the pools that do not exist yet.
+    """Opens the tiers of a cache, and creates missing stores.
 
-    Where there is no room for a pool, a warning says so and there is one level less.
-
-    Returns:
-      The levels, with one for each pool that there is.
+    A store without enough space is left out with a warning.
     """
     stored_on_disk = _open_stored_pool(source, disk, access)
     opener, last = Opener(), SourceLevel(source, counts)
@@ -74,7 +71,7 @@ def open_levels(
     stored: Level = keep(stored_on_disk, last, hits="disk_hits") if stored_on_disk else last
     make = Preprocessing(source, traced, variable_shapes)
 
-    # Sizes and types follow from the first sample, which is read only if no pool knows them.
+    # The first sample determines sizes and types, and is read only if no store knows them.
     @functools.cache
     def first() -> Arrays:
         return make([_first_stored(last, stored)], np.array([0]))[0]
@@ -111,11 +108,7 @@ def open_levels(
 def open_stored_pool(
     source: Source, root: str | os.PathLike[str], access: Access = PRIVATE
 ) -> Pool:
-    """Opens the pool of stored samples, or makes it. Samples may differ in size in all dimensions.
-
-    Returns:
-      The open pool.
-    """
+    """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
             "Samples on a disk must have a known rank. Received: "
@@ -151,7 +144,7 @@ def _open_memory_pool(
     choose_shard: ChooseShard,
     access: Access,
 ) -> Pool | None:
-    """Opens the pool in memory; `whole` is its folder if this node keeps all samples."""
+    """Opens the store in memory; `whole` is its folder if this node stores all samples."""
 
     def fits(node: int, nodes: int) -> bool:
         return _fits(whole, _shard_folder(whole, node, nodes), needed_bytes, budget)
@@ -172,7 +165,7 @@ def _prepare(pool: Pool | None, verify: Verify) -> None:
 
 def _first_stored(last: SourceLevel, stored: Level) -> Arrays:
     if last.stream is not None:
-        # Not from a pool above it, which would read the whole stream first.
+        # Not from a store above it, which would read the whole stream first.
         return next(last.stream({0}))[1]
     return stored.samples(np.array([0]))[0]
 
@@ -182,17 +175,14 @@ def _disk_room_bytes(folder: Path) -> int:
 
 
 def reclaimable_bytes(folder: Path, budget: int | str) -> int:
-    """Returns the bytes of a budget with all pools removed that no process has open."""
-    # With what a kill has left in the folder itself, which goes when the pool is made.
+    """Returns the bytes of a budget after the removal of all stores that no process has open."""
+    # This counts remains of a killed process in the folder itself, which are removed on creation.
     idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
     return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
 def _make_memory_room(folder: Path, needed_bytes: int, budget: int | str) -> int:
-    """Returns the bytes of a budget.
-
-    If they are fewer than needed, pools that no process has open are removed first.
-    """
+    """Returns the bytes of a budget; removes unused stores first if more are needed."""
     most = min(needed_bytes, budget_bytes(budget, UNLIMITED))
 
     def room() -> int:
@@ -204,7 +194,7 @@ def _make_memory_room(folder: Path, needed_bytes: int, budget: int | str) -> int
 
 def _fits(whole: Path, shard: Path, needed_bytes: Callable[[], int], budget: int | str) -> bool:
     """Returns whether all samples fit in memory on this node."""
-    # Pools are used as they were made, without a look at a sample.
+    # Existing stores are used with their size, without reading a sample.
     if is_pool(whole) or is_pool(shard):
         return is_pool(whole)
     return needed_bytes() <= reclaimable_bytes(whole, budget)
@@ -215,9 +205,9 @@ def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
 
 
 def _forget_interrupted(last: SourceLevel, pools: list[Pool | None]) -> None:
-    """Clears pools, the lowest first, if the reading of a stream into it has ended too early.
+    """Clears stores, lowest first, if filling the lowest from a stream was interrupted.
 
-    A stream is read again from its begin anyway, and its order may be another one then.
+    The stream is read again from its start in any case, and its order may have changed.
     """
     lowest = next(filter(None, pools), None)
     if last.stream is None or lowest is None or not lowest.is_only_user:
@@ -228,7 +218,7 @@ def _forget_interrupted(last: SourceLevel, pools: list[Pool | None]) -> None:
 
 
 def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> None:
-    """Keeps the index of a source's records beside the first of these pools that there is."""
+    """Stores the index of a source's records next to the first existing store."""
     pool = next(filter(None, pools), None)
     if pool is not None and hasattr(source, "keep_index"):
         with _warned_without_room("each process looks for records by itself"):
@@ -236,14 +226,14 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
 
 
 def _estimate_bytes(first: Arrays, layout: Layout, source: Source) -> int:
-    """Returns the bytes of all samples, if they are as large as the first."""
+    """Returns the bytes of all samples if each is as large as the first."""
     return len(source) * (len(pack_samples([first], layout)[0]) + WORD_BYTES)
 
 
 def _pool_spec(
     layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
 ) -> PoolSpec:
-    """Returns the description of a pool for as many samples as there is room for."""
+    """Returns the description of a store for as many samples as fit into the bytes."""
     sample_bytes = layout.bytes + WORD_BYTES
     slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:
@@ -263,7 +253,7 @@ def _pool_spec(
 def _layout(sample: Arrays, traced: TracedPreprocess, variable_shapes: bool) -> Layout:
     if not variable_shapes:
         return Layout.of(sample)
-    # Of an unknown rank, that of the first sample is taken.
+    # An unknown rank is replaced by that of the first sample.
     return Layout.of(
         sample,
         [
@@ -283,7 +273,7 @@ def _open_if_room(open_pool: Callable[[], Pool]) -> Pool | None:
 
 @contextlib.contextmanager
 def _warned_without_room(consequence: str) -> Iterator[None]:
-    """Warns where the context finds no room, and goes on behind it."""
+    """Logs a warning if the context runs out of space, and suppresses the error."""
     try:
         yield
     except (NoRoomError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Level that keeps samples in a pool, where each is put by one process of the node."""
+"""Tier that stores samples for all processes of a node; one process produces each sample."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from datacache.statistics import Counts
 
 log = logging.getLogger("datacache")
 POLL_S = 0.002
-"""Pause between two looks at samples that another process is making. Kernel locks could wait for
-one process only, and samples of a batch may be in the hands of several."""
+"""Pause between two checks for samples that other processes are producing. A kernel lock can wait
+for one process only, but several may be producing samples of a batch."""
 Verify = Literal["first", "always", "never"]
 
 
 class PoolLevel(Level):
-    """Samples in a pool, which takes what it lacks from the level below."""
+    """Samples in a store that takes missing samples from the tier below."""
 
-    # Any sample of a pool can be read by its index, even if the source below streams.
+    # The store has random access, even if the source below streams.
     stream: Stream | None = None
 
     def __init__(
@@ -49,7 +49,7 @@ class PoolLevel(Level):
         return self.collect(indices, made)
 
     def collect(self, indices: np.ndarray, made: dict[int, Arrays]) -> list[Arrays]:
-        """Returns samples that were just made, and the others from the pool."""
+        """Returns samples from `made`, and all others from the store."""
         found = dict(made)
         while left := [sample for sample in indices.tolist() if sample not in found]:
             read = {sample: self.pool.read_sample(sample) for sample in left}
@@ -59,15 +59,11 @@ class PoolLevel(Level):
         return [found[sample] for sample in indices.tolist()]
 
     def fill(self, indices: np.ndarray) -> tuple[dict[int, Arrays], set[int]]:
-        """Puts samples into the pool unless they are there.
+        """Stores missing samples; returns those made here, and the indices of those it holds.
 
-        Of several processes that want the same sample, the first one makes it, and the others wait.
-
-        Returns:
-          A tuple of two: the samples that were made here, by index, and the indices of those that
-          the pool holds now.
+        If several processes request the same sample, the first produces it and the others wait.
         """
-        # Before anything is claimed: a child has the locks of its parent.
+        # Must precede any claim: a child shares the locks of its parent.
         self._opener.refuse_in_child(indices)
         if self._below.stream is not None:
             self._fill_from_stream(self._below.stream, indices)
@@ -80,30 +76,30 @@ class PoolLevel(Level):
 
     @override
     def clear(self) -> None:
-        # From below: a sample that is read in the meantime is not taken from what goes next.
+        # Start at the bottom, so that a concurrent reader does not refill this tier with a sample
+        # that is about to be cleared.
         self._below.clear()
         self.pool.clear()
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples the pool does not hold, or holds corrupt, `[k]` int64."""
+        """Returns the samples that the store lacks or holds corrupted, `[k]` int64."""
         if self._verify == "never":
             return self.not_ready(indices)
         ready = indices[self.pool.ready(indices)]
         corrupt = self.pool.find_corrupt(ready, recheck=self._verify == "always")
         self._report_corrupt(corrupt)
-        # Asked again, because another process may have cleared some in the meantime.
+        # Check again, because another process may have cleared samples in the meantime.
         return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
 
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which samples the pool does not hold, the others unverified, `[k]` int64."""
+        """Returns the samples that the store lacks, without verifying the others, `[k]` int64."""
         return indices[~self.pool.ready(indices)]
 
     def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """Copies a batch of samples that are ready, and verifies them on the way.
+        """Copies a batch of samples that are ready, and verifies them in the same pass.
 
-        Returns:
-          An array `[n, *shape]` for each component; `None` if some samples were corrupt or cleared,
-          which are not ready any more.
+        Returns an array `[n, *shape]` for each component, or `None` if some samples were corrupted
+        or cleared, which are not ready any more.
         """
         if self._verify == "never":
             return self.pool.gather(indices, into)
@@ -119,7 +115,7 @@ class PoolLevel(Level):
     def _keep(
         self, indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]
     ) -> tuple[dict[int, Arrays], set[int]]:
-        """Puts what `make` returns where it is missing; see `fill` for what this returns."""
+        """Stores the results of `make` for missing samples; returns what `fill` does."""
         has_room = self.pool.has_room(indices)
         made = _by_index(indices[~has_room], make)
         kept = set(indices[has_room].tolist())
@@ -130,13 +126,13 @@ class PoolLevel(Level):
                 kept -= self._put_all(new)
             made |= new
             left = left[~np.isin(left, claimed)]
-            # Waits without claims: two processes that wait for each other's would never end.
+            # Waits without claims: two processes that wait for each other's claims would deadlock.
             if left.size and not claimed.size:
                 time.sleep(POLL_S)
         return made, kept
 
     def _put_all(self, made: dict[int, Arrays]) -> set[int]:
-        """Puts samples into the pool, and returns the indices of those that it did not take."""
+        """Stores samples, and returns the indices of those that were refused."""
         refused = {sample for sample, arrays in made.items() if not self.pool.put(sample, arrays)}
         if refused and not self._reported_full:
             self._reported_full = True
@@ -148,9 +144,9 @@ class PoolLevel(Level):
         return refused
 
     def _fill_from_stream(self, stream: Stream, indices: np.ndarray) -> None:
-        """Reads a stream once for all samples that have room, if one of `indices` is missing.
+        """Reads a stream once for all samples with space if any of `indices` is missing.
 
-        One process of the node does so for all; the others wait until it is done.
+        One process of the node reads it for all; the others wait until it is done.
         """
         while self.missing(indices[self.pool.has_room(indices)]).size:
             with self.pool.claim_all() as claimed:
@@ -159,10 +155,11 @@ class PoolLevel(Level):
                     kept = every[self.pool.has_room(every)]
                     missing = self.missing(kept)
                     if not missing.size:
-                        # Another process has filled the pool since it was looked at.
+                        # Another process has filled the store since the check.
                         return
                     if len(missing) < len(kept):
-                        # The others are of another reading, which may have had another order.
+                        # The others come from an earlier pass, which may have had a different
+                        # order.
                         self.pool.clear()
                     for sample, arrays in stream(set(kept.tolist())):
                         self.pool.put(sample, arrays)
@@ -180,5 +177,5 @@ class PoolLevel(Level):
 
 
 def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
-    # Levels below are not bothered with nothing: they would count it and wake their threads.
+    # Skip empty requests: lower tiers would count them and wake their threads.
     return dict(zip(indices.tolist(), make(indices), strict=True)) if indices.size else {}

@@ -1,4 +1,4 @@
-"""Level that holds nothing and makes cached samples of stored ones."""
+"""Tier that stores nothing and computes cached samples from stored ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datacache.pool.layout import Arrays, Layout
 
 
 class PreprocessedLevel(Level):
-    """Cached samples, made of the stored samples of the level below whenever they are asked for."""
+    """Cached samples, computed on each request from the stored samples of the tier below."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from datacache.pool.layout import Arrays
 from datacache.sources.source import Source, SourceError
 
 PARALLEL_ITERATIONS = 8
-"""Samples that one call decodes in parallel; several windows are decoded at a time."""
+"""Samples that one call decodes in parallel; several windows are decoded at the same time."""
 
 
 class Preprocessing:
@@ -21,16 +21,16 @@ class Preprocessing:
 
     def __init__(self, source: Source, traced: TracedPreprocess, variable_shapes: bool) -> None:
         self._function, self._name = traced.function, source.name
-        # Samples that differ in shape do not fit in one tensor.
+        # Samples of different shapes do not fit in one tensor.
         same_shapes = not variable_shapes and all(
             spec.shape.is_fully_defined() for spec in source.signature
         )
         self._batched = _trace_batched(source, traced) if same_shapes else None
 
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
-        """Returns the cached samples made of stored ones."""
+        """Returns the cached samples of stored ones."""
         if self._batched is not None and len(stored) > 1:
-            # After a failure they go one by one: the error of a batch does not say which it was.
+            # After a failure, retry one by one: the error of a batch does not identify the sample.
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
                 return [
@@ -46,7 +46,7 @@ class Preprocessing:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # Before the last paragraph stands where in the script each op was traced.
+            # The last paragraph has the cause; those before locate each op's trace in the script.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
                 f"`preprocess` must take every sample. Received: {cause} for {self._name(sample)}. "
@@ -68,5 +68,5 @@ def _trace_batched(source: Source, traced: TracedPreprocess) -> Any:
 
     columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]
     with tf.device("CPU:0"):
-        # Traced ahead: threads that came first together would each trace it.
+        # Trace now: several threads that call it first would each trace it.
         return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()

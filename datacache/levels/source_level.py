@@ -1,4 +1,4 @@
-"""Last level: the source, read by many threads, and read again where that fails."""
+"""Last tier: the source, read by many threads, with retries after errors."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from datacache.statistics import Counts
 from datacache.windows import windows
 
 READERS = 32
-"""Threads that read a cold source: a network file system answers many at once."""
+"""Threads that read a cold source: a network file system serves many requests at once."""
 SAMPLES_PER_TASK = 2
-"""Samples that a thread reads at a time. Few, so that all threads read one batch and then the next:
-if batches shared the threads evenly, all would be decoded together while nobody reads."""
+"""Samples that a thread reads at a time. A small number makes all threads read one batch and then
+the next: if batches shared the threads evenly, all would be decoded at the same time while no
+thread reads."""
 TRIES = 4
-"""Reads of a sample before it counts as unreadable."""
+"""Attempts to read a sample before it counts as unreadable."""
 FIRST_PAUSE_S = 0.1
-"""Pause after the first failed read of a sample; it doubles with every further one."""
+"""Pause after the first failed read of a sample, doubled after each further failure."""
 
 
 class SourceLevel(Level):
-    """Stored samples as the source has them."""
+    """Stored samples of the source."""
 
     def __init__(self, source: Source, counts: Counts) -> None:
         self._source, self._counts = source, counts
-        # Not by `isinstance`: from Python 3.12 on, that does not see methods which a wrapper of a
-        # source passes on by `__getattr__`.
+        # Not `isinstance`, which from Python 3.12 on ignores methods that a wrapper of a source
+        # forwards by `__getattr__`.
         self._read_one = source.read if hasattr(source, "read") else None
         self.stream: Stream | None = self._stream if hasattr(source, "stream") else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
@@ -44,7 +45,8 @@ class SourceLevel(Level):
         try:
             read = self._readers.map(self._read_some, tasks)
         except RuntimeError:
-            # The interpreter is ending and takes no more work, but other ranks may still ask.
+            # The interpreter is exiting and accepts no more work, but other ranks may still request
+            # samples.
             read = map(self._read_some, tasks)
         return [arrays for some in read for arrays in some]
 
@@ -101,5 +103,5 @@ class SourceLevel(Level):
 
 
 def _content_bytes(array: np.ndarray) -> int:
-    # An object array says the bytes of its pointers.
+    # `nbytes` of an object array counts its pointers.
     return sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes

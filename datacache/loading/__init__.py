@@ -1,1 +1,1 @@
-"""Loader process beside the training process, for batches (Theano-MPI, section 3.3)."""
+"""Loader process for batches, separate from the training process (Theano-MPI, section 3.3)."""

@@ -1,4 +1,4 @@
-"""Preparation of images in the loading process of Theano-MPI: subtract the mean, crop, mirror."""
+"""Image preparation of Theano-MPI's loader: subtract the mean, crop, mirror."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from datacache.from_tfposeidon import check_integer
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Preparation of images: subtracts the mean, crops, and mirrors.
+    """Image preparation that subtracts the mean, crops, and mirrors.
 
-    To train, crops and mirroring are random; otherwise the crop is in the centre.
+    Crops and mirroring are random in training; otherwise the crop is centered.
 
     Args:
       mean: Mean of the images, `[h, w, c]`, or of their channels, `[c]`.
@@ -22,13 +22,12 @@ class CropAndMirror:
       seed: Seed of the random crops, not negative.
 
     Raises:
-      ValueError: If `mean` has another rank, or `size` or `seed` is out of range.
+      ValueError: If the rank of `mean` is neither 3 nor 1, or `size` or `seed` is out of range.
 
-    Cost: one pass over the part of the images that is kept; no memory but the result.
+    Cost: one pass over the cropped part of the images, and no memory besides the result.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1, steps 17 and 18. Differs: each image
-    has a crop and a mirroring of its own, drawn from (seed, number), where the paper does not say
-    how they are drawn.
+    has its own crop and mirroring, drawn from (seed, number); the paper does not specify the draw.
 
     Example:
       >>> prepare = CropAndMirror(mean=[1.0], size=2)
@@ -51,13 +50,13 @@ class CropAndMirror:
         check_integer("seed", self.seed, 0)
 
     def __call__(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
-        """Prepares a batch; the same arguments give the same bits.
+        """Prepares a batch; equal arguments yield bit-identical results.
 
         Args:
           images: Images, `[n, h, w, c]` of any real dtype.
-          mode: "train" for random crops and mirroring; any other word for the centre.
-          number: Index of the batch, not negative, which seeds its draw: another one for each batch
-            and epoch.
+          mode: "train" for random crops and mirroring; any other value for centered crops.
+          number: Index of the batch, not negative, which seeds its draw. Use a different index for
+            each batch and epoch.
 
         Returns:
           The prepared images, `[n, size, size, c]` float32.
@@ -74,8 +73,8 @@ class CropAndMirror:
             prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
-            # Steps 17 and 18 at once: a mean image is cropped where the image is, so that only what
-            # is kept is subtracted, and written backwards to mirror.
+            # Combines steps 17 and 18: the mean is cropped like the image, so that only the crop is
+            # subtracted, and it is written backwards to mirror.
             np.subtract(
                 image[part],
                 mean if mean.ndim == 1 else mean[part],

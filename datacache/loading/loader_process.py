@@ -1,4 +1,4 @@
-"""Loader process: requests go there, and batches come back in memory that both processes map."""
+"""Loader process: requests are messages, and batches are returned in shared memory."""
 
 from __future__ import annotations
 
@@ -25,29 +25,25 @@ from typing_extensions import override
 from datacache.pool.layout import ALIGNMENT
 
 GRACE_S = 1.0
-"""Seconds that a loader has to finish its item when it is told to stop."""
+"""Seconds for a loader to finish its item after a request to stop."""
 END_S = 60.0
-"""Seconds that a loader has to end after an error of its own: TensorFlow's end may take some."""
+"""Seconds for a loader to exit after an error of its own; TensorFlow may take long to shut down."""
 FAILED = -1
-"""Turn of a reply that says that the loader cannot begin."""
+"""Turn of a reply that reports that the loader cannot start."""
 WATCH_S = 1.0
-"""Seconds between two looks of a loader whether its training process is still there."""
+"""Seconds between two checks of a loader that its training process still runs."""
 
 Load = Callable[[str, Any], Any]
 ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
-"""Type and shape of each array of a batch."""
+"""Dtype and shape of each array of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Outcome of a request.
+    """Outcome of a request of pass number `turn`.
 
-    Attributes:
-      turn: Index of the pass that the request belongs to.
-      rebuild: Function that makes the batch of the arrays in its buffer; `None` if `load` raised.
-      specs: Type and shape of each array in the buffer.
-      error: Type and text of what `load` raised.
-      trace: Traceback of what `load` raised.
+    `rebuild` builds the batch from the arrays in its buffer, of these `specs`; it is `None` if
+    `load` raised an error with this text and traceback.
     """
 
     turn: int
@@ -58,25 +54,22 @@ class Reply:
 
 
 class SharedPages:
-    """Memory of two processes, which ends with the last of them: no file system names it."""
+    """Memory that two processes share; it has no file name, and ends with the last of them."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without a name, only its descriptor leads to the memory; multiprocessing hands it over.
+        # Without a name, the memory is reachable by its descriptor only, which multiprocessing
+        # passes.
         return _attach, (reduction.DupFd(self._descriptor),)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
     def mapping(self, size: int) -> mmap.mmap:
-        """Maps the memory, which grows as it must; arrays in an earlier mapping stay valid.
-
-        Returns:
-          The mapping, of at least that size.
-        """
+        """Maps at least `size` bytes, and grows the memory; arrays in older mappings stay valid."""
         if self._mapping is None or len(self._mapping) < size:
             if os.fstat(self._descriptor).st_size < size:
                 os.ftruncate(self._descriptor, size)
@@ -89,12 +82,12 @@ def _attach(descriptor: Any) -> SharedPages:
 
 
 def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
-    """Returns arrays that lie in shared memory, one behind the other."""
+    """Returns consecutive arrays in shared memory."""
     sizes = [
         -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
     ]
     offsets = list(itertools.accumulate(sizes, initial=0))
-    # An empty mapping is an error.
+    # mmap rejects empty mappings.
     buffer = pages.mapping(max(offsets[-1], ALIGNMENT))
     return [
         np.ndarray(shape, dtype, buffer, offset)
@@ -103,23 +96,19 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
 
 
 class LoaderProcess:
-    """Loader process as the training process sees it.
+    """Loader process from the view of the training process; `buffers` is the memory of each buffer.
 
-    Attributes:
-      buffers: Memory of each buffer.
-
-    Raises:
-      TypeError: If `load` cannot be pickled.
+    It raises `TypeError` if `load` cannot be pickled.
     """
 
     def __init__(self, load: Load, buffers: int) -> None:
         self.buffers = [
             SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
-        # Spawned, as neither threads nor TensorFlow survive a fork.
+        # Spawn, because neither threads nor TensorFlow survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
-        # A daemon, which is ended where the training process ends without `stop`.
+        # A daemon is terminated if the training process exits without `stop`.
         self._process = context.Process(
             target=_serve,
             args=(end, _Unpickled(load), self.buffers),
@@ -135,7 +124,7 @@ class LoaderProcess:
                 "an object of a class at the top level of a module."
             ) from error
         finally:
-            # Open in the loader only, so that the connection ends with it.
+            # Only the loader keeps this end open, so that the connection closes with the loader.
             end.close()
 
     @property
@@ -146,23 +135,20 @@ class LoaderProcess:
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
         """Requests a batch."""
         try:
-            # Not by the connection: the loader unpickles it where an error is that of a batch.
+            # Pickle here and not in the connection, so that the loader can attribute an unpickling
+            # error to its batch.
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"Items must be picklable. Received: item={item!r:.200} ({error}). Send a file's "
                 "name or a number."
             ) from error
-        # A process that has ended is an error where the batch is awaited.
+        # `reply` raises an error for a process that has ended.
         with contextlib.suppress(OSError):
             self._connection.send((turn, buffer, content))
 
     def reply(self, turn: int) -> Reply:
-        """Waits for the next reply of a pass; those of earlier passes are dropped.
-
-        Returns:
-          The reply: a batch, or the error that `load` raised.
-        """
+        """Waits for the next reply of a pass; replies of earlier passes are dropped."""
         while True:
             if self._process.sentinel in connection.wait(
                 [self._connection, self._process.sentinel]
@@ -173,11 +159,7 @@ class LoaderProcess:
                 return reply
 
     def stop(self, grace_s: float = GRACE_S) -> int:
-        """Ends the process.
-
-        Returns:
-          The exit code of the process; negative for a signal.
-        """
+        """Ends the process; returns its exit code, negative for a signal."""
         with contextlib.suppress(OSError):
             self._connection.send(None)
         self._process.join(grace_s)
@@ -190,7 +172,7 @@ class LoaderProcess:
 
 
 class _Unpickled:
-    """Function to unpickle in the loader, where an error can be answered."""
+    """Function that the loader unpickles itself, so that it can report an error."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -206,12 +188,11 @@ class _Unpickled:
 
 
 class Requests(threading.Thread):
-    """Requests of the training process, in the loader process.
+    """Requests of the training process, received by a thread of the loader process.
 
-    They are received on a thread of its own, so that the loader ends with the training process
-    while `load` is busy, and so that the training process never waits to hand over a request. A
-    death signal from the kernel would come when the thread that started the loader ends, and not
-    only when its process does.
+    The thread lets the loader end with the training process while `load` is busy, and the training
+    process never blocks on sending. A death signal from the kernel is not enough: it is sent when
+    the thread that started the loader ends, not only when its process does.
     """
 
     def __init__(self, end: connection.Connection) -> None:
@@ -233,8 +214,8 @@ class Requests(threading.Thread):
         self._queue.put(None)
 
     def _receive(self) -> tuple[int, int, bytes] | None:
-        # The end of the connection is not enough: a fork of the training process that outlives it
-        # holds the other end open too.
+        # A closed connection is not enough: a fork of the training process that outlives it holds
+        # the other end open as well.
         while not self._end.poll(WATCH_S):
             if os.getppid() != self._trainer:
                 raise EOFError
@@ -242,7 +223,7 @@ class Requests(threading.Thread):
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         for request in iter(self._queue.get, None):
-            # Batches of a pass that is over are not worth loading.
+            # Skip batches of a pass that has ended.
             if request[0] == self._turn:
                 yield request
 
@@ -250,7 +231,7 @@ class Requests(threading.Thread):
 def _serve(
     end: connection.Connection, unpickled: _Unpickled, buffers: Sequence[SharedPages]
 ) -> None:
-    # Ctrl-C reaches the whole group, and the training process decides what it means.
+    # Ctrl-C reaches the whole process group, and the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
     requests.start()
@@ -282,7 +263,7 @@ def _answer(turn: int, load: Load, pages: SharedPages, content: bytes) -> Reply:
 
 
 def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarray]], Any]]:
-    """Returns the arrays of a batch, and what makes the batch of such arrays again."""
+    """Returns the arrays of a batch, and a function that rebuilds the batch from such arrays."""
     several = isinstance(batch, (list, tuple))
     arrays = list(batch) if several else [batch]
     for array in arrays:
@@ -296,7 +277,7 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
                 "A batch is an array, or a list or tuple of arrays, without objects. Received: "
                 f"{kind}."
             )
-    # Picklable, as it is sent with the reply.
+    # It must be picklable, because the reply contains it.
     rebuild: Any = (
         operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple
     )

@@ -1,4 +1,4 @@
-"""Parallel loading: a process beside the training process prepares the next batches."""
+"""Parallel loading: a separate process prepares the next batches during training."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ REMEDIES = {
     -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or "
     "give fewer `buffers`.",
 }
-"""Remedies for exit codes of the loader process."""
+"""Remedies by exit code of the loader process."""
 
 
 class LoaderError(RuntimeError):
-    """A batch that could not be loaded, or a loader process that ended."""
+    """Error of a batch that could not be loaded, or of a loader process that has ended."""
 
 
 class ParallelLoader:
     """Process that loads batches ahead of training.
 
-    It runs `load` for the items of a pass in their order, and writes each batch to one of a few
-    buffers of shared memory, from where it is copied. With `views` it is not: to ask for a batch is
-    then to hand back the one before, in whose buffer the loader begins the next. The process is
-    spawned: it imports `load`, so a script that trains must begin its work under
-    `if __name__ == "__main__":`. It ends with the training process, even a killed one, and its
-    memory has no name that could be left in `/dev/shm`.
+    The process calls `load` for the items of a pass in order, and writes each batch to one of a few
+    buffers of shared memory, from which it is copied. With `views`, batches are not copied: a
+    request for the next batch releases the previous one, whose buffer the loader then reuses. The
+    process is spawned and imports `load`, so a training script must start its work under `if
+    __name__ == "__main__":`. The process ends with the training process, even if that is killed,
+    and its memory leaves no files in `/dev/shm`.
 
-    One thread at a time may use a loader; passes at the same time need a loader each.
+    A loader supports one thread at a time. Concurrent passes need one loader each.
 
     Args:
       load: `load(mode, item)` returns an array, or a list or tuple of arrays, of any shapes and of
-        types without objects. It must be picklable, should leave accelerators alone, and must not
+        dtypes without objects. It must be picklable, should not use accelerators, and must not
         start processes with `multiprocessing`.
-      buffers: Number of batches that have memory, each as much as the largest batch. The loader is
-        up to `buffers - 1` batches ahead.
+      buffers: Number of batches with a buffer, each as large as the largest batch. The loader is up
+        to `buffers - 1` batches ahead.
       views: True for batches that are views of the buffers, which saves the copy. Each is valid
-        until the next one is asked for, which `fit` and `tf.data` do ahead of training; only a loop
-        that trains on a batch before it asks for another may take them.
+        until the next one is requested. `fit` and `tf.data` request batches ahead of training, so
+        use views only in a loop that trains on a batch before it requests the next.
 
     Raises:
       ValueError: If there are fewer than two buffers.
 
     Cost: two copies of each batch, one with `views`; about 0.2 ms of messages per batch; at the
-      start, the imports of `load`'s module and of the main script.
+    start, the imports of `load`'s module and of the main script.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
-      where the paper's loader puts them on the GPU through a second buffer there (steps 19 and 25);
-      a spawned process and sockets take the place of MPI Spawn; filenames are sent `buffers` at a
-      time; labels may be loaded too.
+    where the paper's loader copies them to the GPU through a second buffer (steps 19 and 25); a
+    spawned process and sockets replace MPI Spawn; filenames are sent `buffers` at a time; labels
+    may be loaded as well.
 
     Example:
       >>> import numpy as np
@@ -80,7 +80,7 @@ class ParallelLoader:
         self._turn = 0
 
     def start(self) -> None:
-        """Starts the process, unless it runs; `batches` does so, too.
+        """Starts the process if it does not run; `batches` calls this.
 
         Raises:
           TypeError: If `load` cannot be pickled.
@@ -90,9 +90,9 @@ class ParallelLoader:
             self._child = LoaderProcess(self._load, self._buffers)
 
     def stop(self) -> None:
-        """Ends the process and the pass, if any; the last batch stays valid.
+        """Ends the process and the current pass, if any; the last batch stays valid.
 
-        It takes a second if `load` does not return.
+        It takes one second if `load` does not return.
         """
         self._turn += 1
         child, self._child = self._child, None
@@ -109,21 +109,21 @@ class ParallelLoader:
     def batches(self, mode: str, items: Iterable[Any]) -> Iterator[Any]:
         """Yields the batches of a pass.
 
-        The pass begins when the first batch is asked for, and ends any other pass.
+        The pass starts with the request for its first batch, and ends any other pass.
 
         Args:
           mode: First argument of `load`, such as "train" or "validate".
-          items: Second arguments of `load`, one for each batch; anything picklable. At most
-            `buffers` of them are taken ahead, so there may be endlessly many.
+          items: Second arguments of `load`, one for each batch, of any picklable type. At most
+            `buffers` of them are taken ahead, so they may be infinite.
 
         Yields:
-          Batches that `load(mode, item)` returns, which may be kept; with `views` arrays in shared
-          memory, valid until the next batch is asked for, of this pass or of another.
+          Batches that `load(mode, item)` returns, which may be retained. With `views`, they are
+          arrays in shared memory, valid until the next batch of this or another pass is requested.
 
         Raises:
           LoaderError: If `load` raised or cannot be imported, or the process ended. The pass is
-            over; another one can begin, with this process or a new one.
-          RuntimeError: If another pass has begun, or `stop` was called, since the last batch.
+            over; another one can start, with this process or a new one.
+          RuntimeError: If another pass has started, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """
         self.start()
@@ -143,8 +143,8 @@ class ParallelLoader:
                     raise failures[0]
                 return
             yield self._batch(turn, mode, *requested.popleft())
-            # Asking again is the handshake (steps 20 to 27): now nobody needs the buffer of the
-            # last batch.
+            # The next request is the handshake (steps 20 to 27): the buffer of the last batch is
+            # free now.
             wanted = 1
 
     def _current_child(self, turn: int) -> LoaderProcess:
@@ -187,8 +187,8 @@ class ParallelLoader:
 
 
 def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator[Any]:
-    """Yields items; an error of theirs is due behind the batches of those before it."""
+    """Yields items; records an error, which is raised after the batches of all previous items."""
     try:
         yield from items
-    except Exception as error:  # noqa: BLE001 - raised there
+    except Exception as error:  # noqa: BLE001 - `batches` raises it
         failures.append(error)

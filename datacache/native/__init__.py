@@ -1,7 +1,6 @@
-"""Work for which Python would hold other threads up: in C where that was built, else in NumPy.
+"""Operations that would hold Python's lock for long: in C if compiled, otherwise in NumPy.
 
-`ctypes` lets other Python threads run during each call, so that several threads copy batches at the
-same time.
+`ctypes` releases the lock during each call, so that several threads copy batches concurrently.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def gather(
 ) -> None:
     """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both."""
     indices = np.ascontiguousarray(indices, np.int64)
-    # The library computes addresses without a look, so others would read foreign memory.
+    # The library does not check bounds, so an invalid index would access foreign memory.
     if indices.size and (indices.min() < 0 or indices.max() >= len(records)):
         raise IndexError(
             f"`indices` must be in 0..{len(records) - 1}. Received: "
@@ -52,12 +51,12 @@ def _gather_in_python(
     records: np.ndarray, indices: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
 ) -> None:
     if into is not None:
-        # With mode="raise" NumPy would copy to a buffer first. `gather` has checked the indices.
+        # With mode="raise", NumPy would copy to a buffer first. `gather` has checked the indices.
         np.take(records, indices, axis=0, out=into, mode="clip")
     if checksums is not None:
         for i, index in enumerate(indices.tolist()):
-            # The copy counts where there is one: another process may rewrite the record meanwhile.
-            # It is a slice, as a single number has no dimension to be viewed as bytes along.
+            # Use the copy if there is one: another process may rewrite the record concurrently. Use
+            # a slice, because a scalar has no dimension to view as bytes.
             record = records[index : index + 1] if into is None else into[i : i + 1]
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
@@ -70,21 +69,18 @@ def mark_words(
     kept_bits: np.uint64,
     mark: np.uint64,
 ) -> np.ndarray | None:
-    """Marks words that still are what was seen, each by one atomic compare-and-swap.
+    """Marks words that still equal `seen`, each by one atomic compare-and-swap.
 
-    A word becomes `seen & kept_bits | mark` where `intact`, else 0.
-
-    Returns:
-      True for each word that still was what was seen, `[k]` bool; `None` without the compiled
-      library, and all words stay as they are.
+    A word becomes `seen & kept_bits | mark` where `intact`, else 0. Returns which words were equal,
+    `[k]` bool, or `None` without the compiled library, which leaves all words unchanged.
     """
     library = _compiled()
     if library is None:
         return None
     unchanged = np.empty(len(indices), bool)
     wanted = (words, np.uint64), (indices, np.int64), (seen, np.uint64), (intact, bool)
-    # Kept in a list, so that the addresses stay valid during the call. `words` is contiguous, and
-    # so not copied.
+    # Hold references in a list, so that the addresses stay valid during the call. `words` is
+    # contiguous and therefore not copied.
     given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
     addresses = (array.ctypes.data for array in given)
     library.mark_words(*addresses, int(kept_bits), int(mark), unchanged.ctypes.data, len(indices))
@@ -92,30 +88,24 @@ def mark_words(
 
 
 def is_in_memory(folder: os.PathLike[str]) -> bool:
-    """Returns whether a folder lies in a tmpfs; `False` without the compiled library."""
+    """Returns whether a folder is in a tmpfs; `False` without the compiled library."""
     library = _compiled()
     return library is not None and bool(library.in_memory(os.fsencode(folder)))
 
 
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
-    """Makes the page tables for a part of a mapping.
-
-    Returns:
-      True if it was done; `False` for kernels before Linux 5.14, or without the compiled library.
-    """
+    """Creates the page tables of a part of a mapping; returns whether it did."""
     library = _compiled()
+    # This needs Linux 5.14 or later, and the compiled library.
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return library is not None and bool(library.map_pages(pages.ctypes.data, size, write))
 
 
 class FileStatus(NamedTuple):
-    """What tells whether a file is another one than before.
+    """Properties of a file that change with its content.
 
-    Attributes:
-      size: Number of bytes.
-      time_ns: Time of the last change of the content, which programs may set, in ns.
-      inode_ns: Time of the last change of the content or of what is said about it, in ns.
-      inode: Number of the file in its file system, modulo 2**63.
+    `time_ns` is the last change of the content, which programs may set. `inode_ns` is the last
+    change of content or metadata. `inode` is modulo 2**63.
     """
 
     size: int
@@ -125,28 +115,21 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, about: os.stat_result) -> FileStatus:
-        """Returns it as `os.stat` says it."""
+        """Returns the status from the result of `os.stat`."""
         return cls(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino % 2**63)
 
     def is_of(self, other: FileStatus) -> bool:
-        """Returns whether it is of the same content.
-
-        A file that was renamed over has another number, one that was only moved another time. Some
-        file systems give another number at any time.
-        """
+        """Returns whether both statuses are of the same content."""
+        # A file that was replaced by a rename has another inode; a file that was only moved has
+        # another change time. Some file systems change inodes at any time.
         same_inode = self.inode == other.inode or self.inode_ns == other.inode_ns
         return self[:2] == other[:2] and same_inode
 
 
 def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
-    """Reads up to `length` bytes of a file in one call.
-
-    Python's own way makes four system calls and lets other threads go first at each: of 32 threads
-    that read, most would wait for the interpreter in between.
-
-    Returns:
-      A tuple of two: the bytes, and the file's status after the read.
-    """
+    """Reads up to `length` bytes in one call; returns them and the file's status afterwards."""
+    # Python would make four system calls and release its lock at each: of 32 reading threads, most
+    # would wait for the lock in between.
     library = _compiled()
     if library is None:
         with open(path, "rb") as stream:
@@ -162,7 +145,7 @@ def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
 
 
 def crc32c(content: bytes) -> int:
-    """Returns the CRC-32C of bytes, which TFRecord files have."""
+    """Returns the CRC-32C of bytes, as used in TFRecord files."""
     library = _compiled()
     if library is not None:
         return library.crc32c(content, len(content))
@@ -182,7 +165,7 @@ def _crc32c_table() -> list[int]:
 
 @functools.cache
 def checksum_lanes() -> int:
-    """Returns how many parts the CPU multiplies at a time for checksums; 0 if none."""
+    """Returns how many lanes the CPU multiplies in parallel for checksums; 0 if unsupported."""
     library = _compiled()
     return 0 if library is None else library.parts_at_a_time()
 
@@ -194,7 +177,7 @@ def _compiled() -> Any:
         _warn_slow(f"no {LIBRARY}")
         return None
     library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    # The latest of its functions: a library from before would be called with other arguments.
+    # Check its newest function: an older library would be called with wrong arguments.
     if not hasattr(library, "crc32c"):
         _warn_slow(f"{LIBRARY} is old")
         return None
@@ -210,11 +193,10 @@ def _warn_slow(cause: str) -> None:
 
 
 def _declare(library: Any) -> None:
-    """Declares results and arguments; by default `ctypes` would cut addresses to 32 bits."""
+    """Declares results and arguments; by default `ctypes` would truncate addresses to 32 bits."""
     number, bits, address = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
     records = [address, address, number, address, number]
-    # Through PyDLL, which keeps other threads waiting: it is over sooner than another thread would
-    # have given Python back.
+    # PyDLL keeps Python's lock: the call is shorter than it takes to get the lock back.
     library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "gather_records": (None, records),

@@ -1,1 +1,1 @@
-"""Sharing of the samples of a cache between the nodes of a job."""
+"""Sharing of a cache's samples between the nodes of a job."""

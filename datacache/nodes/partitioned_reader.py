@@ -1,4 +1,4 @@
-"""Reader of samples that other nodes own."""
+"""Reader that requests samples from the nodes that own them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
 REQUEST_SAMPLES = 64
-"""Samples to ask of each other rank at a time: with fewer, the number of messages would decide how
-long it takes, and not their bytes."""
+"""Samples to request from each other rank at a time. With fewer, the number of messages would
+determine the time, not their bytes."""
 
 
 class PartitionedReader(Reader):
-    """Reads the samples that this node owns from its levels, and asks the owners of the others.
+    """Reads this node's samples from its tiers, and requests all others from their owners.
 
-    So each sample is read from the source by one node. Other nodes are no level of the chain: a
-    pool is filled with samples claimed, and two nodes that wait for each other with samples claimed
-    would wait forever. Here nothing is claimed while others are asked.
-
-    Attributes:
-      levels: Levels of this node.
+    So only one node reads each sample from the source. Other nodes are not a tier of the chain: a
+    store is filled with samples claimed, and two nodes that wait for each other with claims would
+    deadlock. This reader holds no claims while it waits.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class PartitionedReader(Reader):
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        # While the steps of one window are read, the samples of the next one are on their way.
+        # The samples of the next window are transferred while the steps of this one are read.
         begins = _window_begins(shares, REQUEST_SAMPLES * self._topology.size)
         windows = [
             np.concatenate(shares[begin:end])
@@ -61,7 +58,7 @@ class PartitionedReader(Reader):
 
         def reach(step: int) -> None:
             nonlocal asked
-            # Threads of the input pipeline read several steps at a time.
+            # Threads of the input pipeline read several steps concurrently.
             with lock:
                 wanted = bisect.bisect_right(begins, step) + 1
                 for samples in itertools.islice(waiting, max(0, wanted - asked)):
@@ -72,9 +69,9 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        # Before others are asked: a forked child lacks the thread that would receive the answers.
+        # Must precede requests: a forked child lacks the thread that would receive the answers.
         self.levels.refuse_in_child(indices)
-        # Nobody has looked ahead for `Cache.warm`, nor for samples that were cleared since.
+        # `Cache.warm` does not look ahead, and samples may have been cleared since.
         self._ask(indices)
         with self._lock:
             coming = {
@@ -82,7 +79,7 @@ class PartitionedReader(Reader):
                 for sample in indices.tolist()
                 if sample in self._coming
             }
-        # Own samples are made while those of others are on their way.
+        # Own samples are produced while the others are transferred.
         made = self.levels.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
             arrays = future.result()
@@ -93,48 +90,48 @@ class PartitionedReader(Reader):
 
     @override
     def close(self) -> None:
-        # Else every cache of a job would live as long as its process.
+        # Otherwise every cache would live as long as its process.
         atexit.unregister(self.close_at_exit)
-        # Waits until all ranks have closed: until then they may ask for samples.
+        # Waits until all ranks have closed, because they may request samples until then.
         try:
             self._exchange.close()
         finally:
             self._close_levels()
 
     def close_at_exit(self) -> None:
-        """Closes the reader when Python ends, unless the script has failed."""
-        # Closing waits for the other ranks, which a script that failed must not do: Python notes in
-        # `sys.last_value` what nobody caught.
+        """Closes the reader when Python exits, unless the script has failed."""
+        # A failed script must not wait for the other ranks: `sys.last_value` holds an uncaught
+        # exception.
         if not hasattr(sys, "last_value"):
             self.close()
 
     def _forget_unread(self) -> None:
-        """Drops samples that came for an epoch that was left early."""
+        """Drops received samples of an epoch that was left early."""
         with self._lock:
             self._coming = {
                 sample: future for sample, future in self._coming.items() if not future.done()
             }
 
     def _ask(self, indices: np.ndarray) -> None:
-        """Asks owners for those of these samples that others own and memory does not hold."""
+        """Requests those of the samples that other nodes own and memory does not hold."""
         elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
-        # Those in memory are verified when they are copied.
+        # Samples in memory are verified when they are copied.
         elsewhere = self.levels.not_ready(elsewhere)
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # No futures come back once the exchange is over; samples are made here then.
+            # The exchange returns no futures after its end; samples are then produced here.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:
-        """Returns the rank to ask; the ranks of a node ask different ranks of another one."""
+        """Returns the rank to ask; a node's ranks spread their requests over the owner's ranks."""
         node = self._topology.nodes[self._owner_nodes[sample]]
         return node[self._topology.position % len(node)]
 
     def _answer(self, indices: np.ndarray) -> list[Arrays]:
-        """Returns samples that other ranks have asked for, on the thread of the exchange."""
+        """Returns samples that other ranks have requested, on the thread of the exchange."""
         self._counts.add(sent=len(indices))
-        # Two ranks may have asked for the same one.
+        # Two ranks may have requested the same sample.
         made = self.levels.fill(np.unique(self.levels.missing(indices)))
         return self.levels.collect(indices, made)
 
@@ -143,7 +140,7 @@ class PartitionedReader(Reader):
 
 
 def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
-    """Returns the steps at which windows begin."""
+    """Returns the steps at which windows start."""
     begins, count = [], 0
     for step, share in enumerate(shares):
         if count == 0:

@@ -1,4 +1,4 @@
-"""Choice of how the nodes of a job share the samples of a cache."""
+"""Selects how the nodes of a job share the samples of a cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from datacache.nodes.reader import LocalReader, Reader
 from datacache.pool.shard import owner_nodes
 
 Partitioning = Literal["auto", "replicate", "split"]
-# Numbers in names of collectives. They agree, as ranks open the same caches in the same order.
+# Numbers in the names of collectives. They are equal on all ranks, because ranks open the same
+# caches in the same order.
 _cache_numbers = itertools.count()
 
 
 def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
 ) -> tuple[int, int]:
-    """Chooses which samples this node keeps; all ranks must call it.
+    """Returns the index of this node and the number of nodes that share the samples; collective.
 
-    Returns:
-      The index of this node and the number of nodes that share the samples; (0, 1) if each node
-      keeps all of them.
+    It returns (0, 1) if each node stores all samples.
     """
     wire = job_wire()
     if wire is None:
@@ -52,20 +51,16 @@ def choose_shard(
 
 
 def open_reader(levels: Levels, samples: int, keeps_any: bool) -> Reader:
-    """Opens the reader of this rank; all ranks must call it for the same caches in the same order.
-
-    Returns:
-      A reader that asks other nodes if there are several, and else reads the levels alone.
-    """
+    """Opens the reader of this rank; all ranks must open the same caches in the same order."""
     wire = job_wire()
-    # Without anything kept, a sample that another node sends would be made there, each time.
+    # Without a store, the other node would produce a requested sample again each time.
     if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return LocalReader(levels)
     keep = levels.memory is not None and levels.memory.spec.shard.nodes == 1
-    # The seed of the pools' shards: the owner of a sample is the node that has room for it.
+    # Must be the seed of the stores' shards: the owner of a sample is the node with space for it.
     owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(levels, wire, name, owners, keep)
-    # Closed before Horovod ends, which would take the thread of the exchange along.
+    # Must be closed before Horovod shuts down, which would end the collectives of the exchange.
     atexit.register(partitioned.close_at_exit)
     return partitioned

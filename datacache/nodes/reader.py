@@ -1,4 +1,4 @@
-"""Source of batches: the levels of this node, and other nodes where they share the samples."""
+"""Readers of batches: from the tiers of this node, and from other nodes that share the samples."""
 
 from __future__ import annotations
 
@@ -16,30 +16,18 @@ from datacache.pool.layout import Arrays, stack_samples
 
 
 class Reader(ABC):
-    """Reads batches from memory, and first brings there what it lacks.
-
-    Attributes:
-      levels: Levels of this node.
-    """
+    """Reads batches from memory, after loading missing samples into it."""
 
     def __init__(self, levels: Levels) -> None:
         self.levels, self._counts = levels, levels.counts
 
     @abstractmethod
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        """Gets ready for the batches of an epoch.
-
-        Returns:
-          A function to call with the index of a step before its batch is read.
-        """
+        """Prepares an epoch; returns a function to call with each step before its batch is read."""
 
     @abstractmethod
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """Brings samples to memory.
-
-        Returns:
-          The samples that memory did not take, by index.
-        """
+        """Loads samples into memory; returns by index those that memory did not accept."""
 
     @abstractmethod
     def close(self) -> None:
@@ -50,11 +38,7 @@ class Reader(ABC):
         self.levels = cast("Levels", Closed())
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """Reads a batch.
-
-        Returns:
-          An array `[n, *shape]` for each component; components that vary are padded at their end.
-        """
+        """Returns an array `[n, *shape]` per component, padded at the end where components vary."""
         if self.levels.can_copy(indices):
             return self._copy(indices, into)
         missing = self.levels.missing(indices)
@@ -63,10 +47,10 @@ class Reader(ABC):
         return stack_samples(self.levels.collect(indices, made), self.levels.layout)
 
     def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
-        """Copies a batch whose samples all have room, until all of them were whole."""
+        """Copies a batch whose samples all have space, and repeats until all of them are intact."""
         made = 0
         while True:
-            # Not verified here, but in the same pass over the bytes that copies them.
+            # Verification happens in the pass over the bytes that copies them.
             missing = self.levels.not_ready(indices)
             made += len(missing)
             self._timed_fill(missing)
@@ -88,11 +72,11 @@ class Reader(ABC):
 
 
 class LocalReader(Reader):
-    """Reads from the levels of this node alone."""
+    """Reads from the tiers of this node only."""
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        # Batches are read ahead anyway, which is soon enough for a source.
+        # Batches are prefetched in any case, which is early enough for a source.
         return lambda step: None
 
     @override

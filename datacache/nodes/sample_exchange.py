@@ -1,4 +1,4 @@
-"""Exchange of samples between ranks, by all-to-all on a thread of its own."""
+"""Exchange of samples between ranks, by all-to-all on a separate thread."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
 MOST_BYTES = 2**31 - 1
-"""Bytes that Horovod can send to one rank at a time."""
+"""Bytes that Horovod can send to one rank in one call."""
 IDLE_S = 0.05
-"""Seconds that a rank without requests waits for some before it lets others have their round."""
+"""Seconds that a rank without requests waits for some before it joins the collectives of others."""
 
 
 class _Request(NamedTuple):
@@ -32,13 +32,13 @@ class _Request(NamedTuple):
 
 
 class SampleExchange:
-    """Rounds in which every rank says which samples it needs, and sends those that others need.
+    """Collectives in which every rank requests samples and sends those that others requested.
 
-    Rounds run on a thread of their own, so ranks need not be at the same step. A rank that needs
-    nothing takes part all the same, until all ranks have closed or need nothing any more.
+    They run on a separate thread, so ranks need not be at the same step. A rank without requests
+    takes part until all ranks have closed or need no more samples.
 
-    Cost: 1 all-gather of 3 numbers per round; in rounds with requests 1 more all-gather of a number
-      per rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
+    Cost: 1 all-gather of 3 numbers per iteration; with requests 1 more all-gather of a number per
+      rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
     """
 
     def __init__(
@@ -55,17 +55,15 @@ class SampleExchange:
         self._wake = threading.Condition()
         self._closing = self._has_ended = False
         self._error: BaseException | None = None
-        # Not of the class, which would keep this exchange, and the levels that answer, for ever.
+        # A cache per instance: one of the class would keep this exchange and its tiers alive.
         self._collective = functools.cache(self._make_collective)
         self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
         self._thread.start()
 
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
-        """Asks ranks for samples in the next round.
+        """Requests samples from their owners; returns a future for each, or none after the end.
 
-        Returns:
-          A future for each sample; an empty list if the exchange has ended, as no rank answers any
-          more. A future raises `SourceError` if the owner could not have the sample.
+        A future raises `SourceError` if the owner cannot read the sample.
         """
         requests = [
             _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
@@ -94,12 +92,12 @@ class SampleExchange:
             while True:
                 requests = self._next_requests()
                 state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
-                # By numbers that all ranks have alike, so that they stay in the same collectives.
+                # These numbers are equal on all ranks, so that all call the same collectives.
                 if state[:, 0].any():
                     self._run_round(requests)
                 elif (state[:, 1] | state[:, 2]).all():
                     break
-        except BaseException as error:  # noqa: BLE001 - whoever waits for a sample raises it
+        except BaseException as error:  # noqa: BLE001 - the futures of all requests raise it
             self._error = error
         with self._wake:
             self._has_ended = True
@@ -114,7 +112,7 @@ class SampleExchange:
             if not self._requests and not self._closing:
                 self._wake.wait(IDLE_S)
             requests, self._requests = self._requests, []
-        # All-to-all sends what is in order of ranks.
+        # All-to-all requires the order of ranks.
         return sorted(requests, key=lambda request: request.owner)
 
     def _run_round(self, requests: list[_Request]) -> None:
@@ -137,8 +135,8 @@ class SampleExchange:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns samples as bytes, and the length of each.
 
-        Where they cannot be had, the bytes are the text of the error, once for each sample, and its
-        length is negative: the round must go on, and the rank that asked raises it.
+        If they cannot be read, the bytes are the text of the error, once for each sample, with
+        negative lengths: the collectives must continue, and the requesting rank raises the error.
         """
         try:
             samples = self._answer(indices) if len(indices) else []
@@ -149,7 +147,7 @@ class SampleExchange:
                     f"{max(_bytes_by_rank(lengths, counts))} bytes. Use smaller batches."
                 )
             return content, lengths
-        except Exception as error:  # noqa: BLE001 - whoever asked raises it, and the round goes on
+        except Exception as error:  # noqa: BLE001 - the requesting rank raises it
             text = f"{error} (on rank {self._wire.topology.rank})".encode()
             return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
 
@@ -166,7 +164,8 @@ class SampleExchange:
     def _make_collective(self, kind: str, name: str, dtype: str) -> Any:
         """Returns one collective as a graph.
 
-        Eager collectives have no names, and those of training run beside these in another order.
+        Eager collectives have no names, and those of training run concurrently in a different
+        order.
         """
         world, name = self._wire.topology.world, f"{self._name}.{name}"
 
@@ -184,12 +183,12 @@ class SampleExchange:
 
 
 def _bytes_by_rank(lengths: np.ndarray, counts: np.ndarray) -> list[int]:
-    """Returns the bytes for each rank, given those of each sample and how many each rank gets."""
+    """Returns the bytes for each rank, from the bytes of each sample and the samples per rank."""
     return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(counts)[:-1])]
 
 
 def _records(content: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray | str]:
-    """Yields the bytes of each sample, or the text that says why it cannot be had."""
+    """Yields the bytes of each sample, or the error text."""
     ends = np.cumsum(np.abs(lengths)).tolist()
     for (begin, end), length in zip(itertools.pairwise([0, *ends]), lengths.tolist(), strict=True):
         yield content[begin:end] if length >= 0 else content[begin:end].tobytes().decode()

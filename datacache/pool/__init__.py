@@ -1,1 +1,1 @@
-"""Samples in files that all processes of a node map: written once, read by everybody."""
+"""Samples in files that all processes of a node map: written once, and read by all."""

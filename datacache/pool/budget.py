@@ -1,4 +1,4 @@
-"""Budgets: the room that a cache may take."""
+"""Budgets: the space that a cache may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datacache.from_tfposeidon import parse_share, parse_size
 
 
 def budget_bytes(budget: int | str, free: int) -> int:
-    """Returns the bytes of a budget, at most what is free.
+    """Returns the bytes of a budget, at most the free bytes.
 
     Example:
       >>> budget_bytes("80%", 1000), budget_bytes("2kB", 10**6), budget_bytes(5000, 1000)
@@ -22,5 +22,5 @@ def budget_bytes(budget: int | str, free: int) -> int:
             '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" '
             f'(powers of two) or a share of what is free ("80%"). Received: budget={budget!r}'
         )
-    # Rounded: 0.29 * 100 is a little less than 29.
+    # Rounded, because 0.29 * 100 is slightly less than 29.
     return min(round(share * free + size_bytes), free)

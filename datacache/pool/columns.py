@@ -1,4 +1,4 @@
-"""Bytes of a pool's samples, in columns and a heap; whether they are ready, the words say."""
+"""Bytes of a store's samples, in columns and a heap; the metadata words show which are ready."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from datacache.pool.layout import Component, Layout
 
 
 class Columns:
-    """The `samples` file of a pool: a column for each component, so that a batch is one copy each.
+    """The `samples` file of a store: a column per component, so that a batch is one copy each.
 
-    Components that differ in size lie in a heap; their columns have offset and length there, and
-    the dimensions.
-
-    Attributes:
-      arrays: The columns, each `[slots, ...]`.
-      heap: Heap of the components that differ in size; `None` if none does.
-      pages: Mapping of the file.
+    Components that differ in size lie in a heap; their columns contain its offset and length, and
+    the dimensions. `arrays` are the columns, each `[slots, ...]`, and `pages` is the mapping of the
+    file.
     """
 
     def __init__(self, folder: Folder, layout: Layout, numbers: np.ndarray) -> None:
@@ -34,35 +30,30 @@ class Columns:
         self.heap = Heap(folder) if layout.varies else None
 
     def write(self, index: int, rows: Sequence[np.ndarray]) -> int:
-        """Writes a sample to its slot.
-
-        Returns:
-          CRC-32 of the sample's bytes.
-        """
+        """Writes a sample to its slot; returns the CRC-32 of its bytes."""
         for column, row in zip(self.arrays, rows, strict=True):
             column[index] = row
-        # It is computed of what stands in the mapping, which readers will find, not of the arrays.
+        # Computed from the mapping, which readers will see, not from the arrays.
         (checksum,), _ = self.checksums(np.array([index]))
         return int(checksum)
 
     def add_to_heap(
         self, arrays: Sequence[np.ndarray], extents: Callable[[], np.ndarray]
     ) -> list[np.ndarray] | None:
-        """Puts what varies into the heap, all or nothing; called within `heap.adding`.
+        """Adds variable components to the heap, all or none; returns the rows of the columns.
 
-        Returns:
-          The rows of the columns, or `None` if the heap has no room.
+        Must be called within `heap.adding`. Returns `None` if they do not fit.
         """
         assert self.heap is not None
         pairs = list(zip(self._layout.components, arrays, strict=True))
         contents = [
             component.encode(array) if component.varies else b"" for component, array in pairs
         ]
-        # In one piece, so that a sample that does not fit leaves no half of itself behind.
+        # In one piece, so that a sample that does not fit is not written partially.
         begin = self.heap.add(b"".join(contents), extents)
         if begin is None:
             return None
-        # One offset more than there are components: where the last one ends.
+        # There is one more offset than components: the end of the last one.
         offsets = itertools.accumulate(map(len, contents), initial=begin)
         return [
             np.array([offset, len(content), *array.shape]) if component.varies else array
@@ -82,11 +73,7 @@ class Columns:
         into: Sequence[np.ndarray] | None = None,
         checksums: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        """Copies rows into one array per component; no component may vary.
-
-        Returns:
-          An array for each component, `[n, *shape]`; those of `into` if it is given.
-        """
+        """Copies rows into one array `[n, *shape]` per component; no component may vary."""
         if into is None:
             into = [
                 np.empty((len(indices), *column.shape[1:]), column.dtype) for column in self.arrays
@@ -100,9 +87,9 @@ class Columns:
         return [column[index] for column in self.arrays]
 
     def read(self, index: int) -> tuple[list[np.ndarray], list[bytes | None]]:
-        """Returns copies of a sample's rows, and of what it has in the heap.
+        """Returns copies of a sample's rows, and of its contents in the heap.
 
-        Nothing of it is believed yet: the sample may be overwritten meanwhile, or be corrupt.
+        They are not verified: the sample may be overwritten concurrently, or be corrupted.
         """
         rows = [np.array(row) for row in self.views(index)]
         return rows, list(map(self._heap_content, rows, self._layout.components))
@@ -116,17 +103,15 @@ class Columns:
     def decode(
         self, rows: Sequence[np.ndarray], contents: Sequence[bytes | None]
     ) -> list[np.ndarray]:
-        """Returns the components of a sample that `read` has read."""
+        """Returns the components of a sample from the result of `read`."""
         return [
             component.decode(content, row[2:].tolist()) if component.varies else row
             for component, content, row in zip(self._layout.components, contents, rows, strict=True)
         ]
 
     def begin_checksums(self, indices: np.ndarray) -> np.ndarray:
-        """Returns checksums of samples' indices, `[n]` uint32, to be updated with their bytes.
-
-        They make a sample corrupt that is whole, but lies in the slot of another.
-        """
+        """Returns checksums of the samples' indices, `[n]` uint32, to update with their bytes."""
+        # Including the index makes an intact sample in the slot of another one corrupted.
         return self._number_checksums[indices]
 
     @functools.cached_property
@@ -148,7 +133,7 @@ class Columns:
         return checksums, inside
 
     def close(self) -> None:
-        """Drops the columns and closes the heap; arrays that were copied remain valid."""
+        """Drops the columns and closes the heap; copied arrays remain valid."""
         self.arrays.clear()
         if self.heap is not None:
             self.heap.close()

@@ -1,4 +1,4 @@
-"""Folders of pools: made once by whoever comes first, removed only while nobody has them open."""
+"""Folders of stores: created by the first process, removed only while no process has them open."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from datacache.system.room import means_full, reserve
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
 LOCK_FILES = {"users", "claims"}
-"""Files whose locks other processes may hold: made first, kept when a pool is made anew, and
-removed last. A lock on a file that was replaced would keep nobody out."""
+"""Files whose locks other processes may hold: created first, retained when a store is rebuilt, and
+removed last. A lock on a replaced file would not exclude other processes."""
 FILES = LOCK_FILES | {
     "lock",
     "samples",
@@ -46,21 +46,24 @@ FILES = LOCK_FILES | {
     UNFINISHED_HEADER,
     HEADER,
 }
-"""Names of all files that a pool of any version may have."""
+"""Names of all files of a store in any version."""
 
 
 def default_memory(access: Access = PRIVATE) -> str:
-    """Returns the folder for pools in shared memory: `/dev/shm/datacache-<user id>`, or a group's.
+    """Returns the folder for stores in shared memory.
 
     Args:
-      access: Users who share the folder.
+      access: Users who share the folder; by default only this user.
+
+    Returns:
+      `/dev/shm/datacache-<user id>`, or `/dev/shm/datacache-group-<group id>`.
     """
     whose = os.geteuid() if access.group is None else f"group-{access.group}"
     return f"{SHARED_MEMORY}/datacache-{whose}"
 
 
 def own_memory(access: Access = PRIVATE) -> Path:
-    """Returns the folder that `default_memory` names, which is made if it does not exist."""
+    """Returns the folder of `default_memory`, after creating it if necessary."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
@@ -73,12 +76,10 @@ def own_memory(access: Access = PRIVATE) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """Header and files of a new pool.
+    """Header and files of a new store, with the bytes of each file by name.
 
-    Attributes:
-      header: Content of the header besides format and files; JSON can hold it.
-      files: Bytes of each file whose room is reserved before the pool begins, by name.
-      growing: Size limit in bytes of each file whose room is reserved as it fills, by name.
+    The content of `files` is reserved before the store is used, that of `growing` as it fills, up
+    to this limit. `header` holds values for JSON, besides format and files.
     """
 
     header: dict[str, Any]
@@ -87,21 +88,12 @@ class Blueprint:
 
 
 class Folder:
-    """A pool's folder, which this process has open until it ends, however it ends.
+    """Folder of a store, which this process has open until it exits in any way.
 
-    That it is open is a shared lock on the file `users`; the kernel ends it with the process. Who
-    makes, opens or removes a pool holds an exclusive lock on the folder itself meanwhile.
-
-    Attributes:
-      path: Path of the folder.
-      directory: The open folder.
-      header: Content of the pool's header.
-      is_only_user: True if no other process had it open: then nobody is in the middle of anything.
-
-    Raises:
-      CacheError: If the folder holds something else or belongs to another user, a newer version
-        made it, or it is damaged while another process has it open.
-      NoRoomError: If there is too little room.
+    A shared lock on the file `users` marks the folder as open, and the kernel releases it with the
+    process. A process that creates, opens or removes a store holds an exclusive lock on the folder
+    meanwhile. If `is_only_user` is true, no other process had it open, so no operation is in
+    progress.
     """
 
     def __init__(
@@ -115,52 +107,43 @@ class Folder:
                 self._claims = self.directory.open("claims", make=True)
                 on_error.callback(os.close, self._claims)
                 self.is_only_user = _has_no_users(self._user)
-                # Made shared at once: a child that is forked while the pool is being made inherits
-                # this lock, and must keep nobody out. The change is not atomic; meanwhile the
-                # folder's lock keeps others from asking.
+                # Downgrade at once: a child that is forked while the store is created inherits this
+                # lock, and must not exclude others. The change is not atomic, but the folder's lock
+                # blocks other requests in the meantime.
                 fcntl.flock(self._user, fcntl.LOCK_SH)
                 header = _read_usable_header(self.directory, self.is_only_user)
                 self.header = header or _make(self.directory, make_blueprint)
                 on_error.pop_all()
-            # Reading through a mapping changes no times, so this is when the pool was last opened.
+            # Reading through a mapping changes no times, so record when the store was last opened.
             os.utime(self._user)
 
     @contextlib.contextmanager
     def claim(self, indices: Iterable[int]) -> Iterator[list[bool]]:
-        """Claims slots among all threads and processes.
-
-        Yields:
-          True for each slot that nobody else had claimed, in their order; these are claimed within
-          the context.
-        """
-        # A description of its own: these locks belong to open file descriptions, so that they also
-        # hold between threads, and the kernel ends them with the description. Whoever cleans up
-        # temporary files may have removed its name.
+        """Claims slots among all threads and processes; yields for each whether it was free."""
+        # These locks belong to a separate open file description, so that they also exclude other
+        # threads, and the kernel releases them with it. A cleaner of temporary files may have
+        # removed the file's name.
         with opened_again(self._claims) as handle:
             yield [lock_byte(handle, index) for index in indices]
 
     def map_file(self, name: str) -> mmap.mmap:
-        """Maps a file of the pool for reading and writing.
-
-        Returns:
-          The mapping of the whole file, shared with other processes.
-        """
+        """Maps a whole file of the store for reading and writing, shared with other processes."""
         handle = self.directory.open(name)
         try:
             return mmap.mmap(handle, 0)
         finally:
-            # The mapping has a descriptor of its own.
+            # The mapping has its own descriptor.
             os.close(handle)
 
     def close(self) -> None:
-        """Says that this object does not use the pool any more."""
+        """Ends this object's use of the store."""
         os.close(self._user)
         os.close(self._claims)
         self.directory.close()
 
 
 def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, Any] | None:
-    """Returns the header of a pool, or `None` if there is none, or none that can be used."""
+    """Returns the header of a store, or `None` if it is missing or unusable."""
     names = directory.names()
     if HEADER not in names:
         _refuse_strangers(directory, names)
@@ -169,7 +152,7 @@ def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, A
         return read_checked_header(directory)
     except DamagedError as error:
         if not is_only_user:
-            # Others have its files mapped, and would be killed if these were made anew.
+            # Other processes have its files mapped, and would be killed if these were rebuilt.
             raise CacheError(
                 f"{error.what} A process has it open: end it, and the next makes the pool anew."
             ) from error
@@ -179,8 +162,9 @@ def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, A
 
 
 def _make(directory: Directory, make_blueprint: Callable[[], Blueprint]) -> dict[str, Any]:
-    """Makes a pool, or leaves nothing that takes room; returns its header."""
-    # Before it is planned: what is left of another one would hold the room that the plan looks for.
+    """Creates a store, and removes partial files after an error; returns its header."""
+    # Must precede the blueprint: remains of another store would occupy the space that it plans
+    # with.
     _clear(directory, FILES - LOCK_FILES)
     try:
         return _write_files(directory, make_blueprint())
@@ -190,7 +174,7 @@ def _make(directory: Directory, make_blueprint: Callable[[], Blueprint]) -> dict
 
 
 def _write_files(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
-    """Writes the files, and only then the header, which says that there is a pool."""
+    """Writes the files, and only then the header, which marks the store as complete."""
     sizes = blueprint.files | blueprint.growing
     header = new_header(directory, sizes) | blueprint.header
     for name, size in sizes.items():
@@ -199,16 +183,14 @@ def _write_files(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
 
 
 def _clear(directory: Directory, names: Iterable[str]) -> None:
-    """Removes files of a pool.
-
-    The header goes first: what is left after a kill must not be taken for a pool.
-    """
+    """Removes files of a store."""
+    # The header must go first: remains after a kill must not be taken for a store.
     for name in sorted(names, key=lambda name: (name != HEADER, name in LOCK_FILES)):
         directory.remove(name)
 
 
 def remove(path: Path) -> None:
-    """Removes a pool that nobody has open, or what is left of one."""
+    """Removes a store that no process has open, or the remains of one."""
     with _locked(lambda: open_pool_folder(path, closed=False)) as directory:
         _remove(directory)
     directory.close()
@@ -230,24 +212,22 @@ def _remove(directory: Directory) -> None:
 
 
 def _has_no_users(users: int) -> bool:
-    """Returns whether no other process has the pool open.
-
-    If so, `users` is locked exclusively, and keeps others from opening it.
-    """
+    """Returns whether no other process has the store open; if so, locks `users` exclusively."""
     return _lock_file(users, wait=False)
 
 
 def _allocate(
     directory: Directory, name: str, size: int, tail: bytes, reserve_content: bool
 ) -> None:
-    """Makes a file of `size` bytes and a tail; room for the content is reserved now or later."""
+    """Creates a file of `size` bytes and a tail; space for the content is reserved now or later."""
     handle = directory.open(name, make=True)
     try:
         os.ftruncate(handle, size + TAIL_BYTES)
         begin = 0 if reserve_content else size
         reserve(handle, begin, size + TAIL_BYTES - begin)
         os.pwrite(handle, tail, size)
-        # Before the header is: else a header could survive a loss of power, and its files not.
+        # Sync before the header is written: otherwise, after a power loss, there could be a header
+        # without its files.
         os.fsync(handle)
     except OSError as error:
         if not means_full(error):
@@ -261,13 +241,8 @@ def _allocate(
 
 
 def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
-    """Locks one byte of a file for an open file description.
-
-    Such a lock needs no byte to be there, so one empty file has a lock for each sample.
-
-    Returns:
-      True if it is locked now; always `True` with `wait`.
-    """
+    """Locks one byte of a file for an open file description; returns whether it is locked."""
+    # The locked byte need not exist, so one empty file has a lock for each sample.
     # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
     try:
@@ -286,8 +261,8 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
         directory = open_folder()
         try:
             with lock_folder(directory):
-                # Somebody may have removed it between opening and locking: the lock of a folder
-                # that has no name any more keeps nobody out.
+                # Another process may have removed it between opening and locking: the lock of a
+                # removed folder does not exclude other processes.
                 if not directory.is_gone:
                     yield directory
                     return
@@ -299,12 +274,8 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
 
 @contextlib.contextmanager
 def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
-    """Locks a folder: within the context nobody else makes, opens or removes a pool there.
-
-    Yields:
-      True if it is locked now; always `True` with `wait`.
-    """
-    # A description of its own, with whose end the kernel ends the lock.
+    """Locks a folder against other processes that create, open or remove a store there."""
+    # A separate open file description, with which the kernel releases the lock.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with closed_on_fork(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
         yield _lock_file(handle, wait)
@@ -330,7 +301,7 @@ def _refuse_to_remove(directory: Directory) -> None:
     found = directory.names()
     if not found:
         raise not_a_pool(directory.path)
-    # A folder is a stranger even under the name of a file of ours.
+    # A folder does not belong to a store, even under the name of one of its files.
     if strangers := found - FILES | {
         name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
     }:

@@ -1,4 +1,4 @@
-"""The header of a pool, and checks that its files are as it says, before anything is mapped."""
+"""Header of a store, and checks of its files against it before they are mapped."""
 
 from __future__ import annotations
 
@@ -16,22 +16,18 @@ FORMAT = 2
 HEADER = "header.json"
 UNFINISHED_HEADER = "header.part"
 TAIL_BYTES = 64
-"""Bytes behind the content of each file that name the pool it belongs to: a whole cache line."""
+"""Bytes after the content of each file that identify its store: a whole cache line."""
 ID_BYTES = 16
-"""Random bytes that name a pool."""
+"""Random bytes that identify a store."""
 
 
 def is_pool(path: Path) -> bool:
-    """Returns whether a folder holds a finished pool."""
+    """Returns whether a folder contains a finished store."""
     return (path / HEADER).exists()
 
 
 def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
-    """Opens the folder of a pool that was made before.
-
-    Returns:
-      The open folder.
-    """
+    """Opens the folder of an existing store."""
     try:
         return Directory(path, closed=closed)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -39,10 +35,10 @@ def open_pool_folder(path: Path, *, closed: bool = True) -> Directory:
 
 
 def read_checked_header(directory: Directory) -> dict[str, Any]:
-    """Returns the header of a pool, after a check of the header and of the sizes of all files."""
+    """Returns the header of a store, after checks of the header and of the sizes of all files."""
     header = _read_header(directory)
     if header["name"] != directory.path.resolve().name:
-        # The name is the fingerprint: under another one, samples of another source would be served.
+        # The name is the fingerprint: a different name would serve samples of a different source.
         raise DamagedError(
             f"A cache must stay under its name. Received: {directory.path}, made as "
             f"{header['name']}.",
@@ -69,8 +65,8 @@ def _read_header(directory: Directory) -> dict[str, Any]:
         raise DamagedError(
             f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path
         )
-    # Before the digest: where a newer format computes another one, the pool must be left alone and
-    # not be made anew.
+    # Must precede the digest: a newer format may compute it differently, and such a store must not
+    # be rebuilt.
     _check_format(header["format"], path)
     if header.pop("digest", None) != _digest(header):
         raise DamagedError(
@@ -80,7 +76,7 @@ def _read_header(directory: Directory) -> dict[str, Any]:
 
 
 def _check_format(found: int, path: Path) -> None:
-    """Refuses other formats: newer ones are left alone, older ones may be made anew."""
+    """Raises an error for other formats: older stores may be rebuilt, newer ones may not."""
     if found > FORMAT:
         raise CacheError(
             f"A cache must be of a format up to {FORMAT}. Received: format {found} in {path}. Use "
@@ -95,7 +91,7 @@ def _check_format(found: int, path: Path) -> None:
 
 
 def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None:
-    """Checks size and owner of a file: reading beyond its end would kill the process (SIGBUS)."""
+    """Checks size and tail of a file: reading beyond its end would kill the process (SIGBUS)."""
     path = directory.path / name
     try:
         handle = directory.open(name, os.O_RDONLY)
@@ -125,19 +121,19 @@ def _digest(header: dict[str, Any]) -> str:
 
 
 def file_tail(header: dict[str, Any]) -> bytes:
-    """Returns the `TAIL_BYTES` bytes that stand behind the content of each file of a pool."""
+    """Returns the `TAIL_BYTES` bytes after the content of each file of a store."""
     return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
 
 
 def not_a_pool(path: Path) -> CacheError:
-    """Returns the error for a folder that holds no pool."""
+    """Returns the error for a folder without a store."""
     return CacheError(
         f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
     )
 
 
 def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
-    """Returns what each header has: format, a random id, the folder's name and the files."""
+    """Returns the fields of all headers: format, a random id, the folder's name and the files."""
     return {
         "format": FORMAT,
         "id": secrets.token_hex(ID_BYTES),
@@ -147,13 +143,8 @@ def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
 
 
 def write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
-    """Writes the header, which makes a pool of the folder: last of all, and durably.
-
-    Returns:
-      The header as it is read back, with JSON's types.
-    """
-    # Under another name, synced, and then renamed: whenever the machine loses its power, there is
-    # a whole header or none.
+    """Writes the header last and durably, which completes a store; returns it as read back."""
+    # Write, sync, then rename: after a power loss there is a complete header or none.
     with open(directory.open(UNFINISHED_HEADER, make=True), "w") as stream:
         json.dump(header | {"digest": _digest(header)}, stream)
         stream.flush()

@@ -19,48 +19,43 @@ from datacache.system.room import means_full, reserve
 CHUNK_BYTES = 2**24
 """Bytes that are reserved at a time: a power of two that holds many samples."""
 NEXT_OFFSET, RESERVED_END, GAP_END, REFUSED_BYTES, USED_BYTES, BOOT = range(6)
-"""Indices of what processes share in the file `end`, all int64: where the next sample goes; up to
-where room on the disk is reserved; where the gap ends that is being filled; the shortest length
-that found no room; bytes of samples without gaps; the boot in which all this was written, which
-pools of older versions do not have."""
+"""Indices into the shared file `end`, all int64: offset of the next sample; end of the reserved
+disk space; end of the gap that is being filled; shortest length that did not fit; bytes of samples
+without gaps; boot in which these were written, which stores of older versions lack."""
 STATE_BYTES = 6 * 8
 NONE_REFUSED = np.iinfo(np.int64).max
 
 
 class Heap:
-    """The `heap` file of a pool.
+    """The `heap` file of a store.
 
-    Samples are added one after the other. When that room ends, the gaps are found that others have
-    left: samples that were cleared, corrupt or never finished. So nothing has to be given back, and
-    a process that is killed leaves no more than a gap.
-
-    The words of the pool alone decide what is in use. What processes share besides is a cursor that
-    saves the search, and is thrown away where it may be older than the words.
-
-    Attributes:
-      capacity_bytes: Size limit of the heap.
+    Samples are appended. At the end of the space, gaps are filled: samples that were cleared,
+    corrupted or never finished. Nothing has to be freed explicitly, and a killed process leaves at
+    most a gap.
     """
 
     def __init__(self, folder: Folder) -> None:
         self._lock = threading.Lock()
+        # Only the metadata words determine which bytes are in use. The shared cursor merely saves
+        # the search, and is discarded if it may be older than the words.
         self._handle = folder.directory.open("heap")
         self.capacity_bytes = os.fstat(self._handle).st_size - TAIL_BYTES
         self._bytes = mmap.mmap(self._handle, 0)
         self._end = folder.directory.open("end")
         values = (os.fstat(self._end).st_size - TAIL_BYTES) // 8
         self._state = np.ndarray((values,), np.int64, mmap.mmap(self._end, 0))
-        # A new file holds zeros, which would refuse every sample.
+        # A new file contains zeros, which would refuse every sample.
         self.note_freed()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of samples, with those that were cleared or found corrupt since the last search."""
+        """Bytes of samples, including those cleared or found corrupted since the last search."""
         return int(self._state[USED_BYTES])
 
     def reset(self, extents: np.ndarray) -> None:
-        """Discards the cursor of earlier processes, whose machine may have lost its power."""
+        """Discards the cursor of earlier processes, because the machine may have lost power."""
         with self.adding():
-            # An empty gap: the next sample searches.
+            # An empty gap makes the next sample search.
             self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
             self._state[USED_BYTES] = extents[:, 1].sum()
 
@@ -68,18 +63,18 @@ class Heap:
     def adding(self) -> Iterator[None]:
         """Locks the heap for adding, among all threads and processes.
 
-        Bytes that are added must be published in the pool's words before the lock is released:
-        to others, all that is not published is a gap.
+        Added bytes must be published in the words before the lock is released: other processes
+        treat unpublished bytes as gaps.
         """
         # The first lock is for threads of this process, which then need not open the file to wait.
         with self._lock, opened_again(self._end) as handle:
-            # Of a description of its own, with whose end the kernel ends the lock.
+            # Use a separate open file description: the kernel releases the lock when it is closed.
             lock_byte(handle, 0, wait=True)
             self._begin_boot()
             yield
 
     def _begin_boot(self) -> None:
-        """Discards the cursor if an earlier boot wrote it: the disk may hold newer samples."""
+        """Discards the cursor of an earlier boot: the disk may hold newer samples."""
         boot = int(boot_number())
         if len(self._state) > BOOT and self._state[BOOT] != boot:
             self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
@@ -87,13 +82,9 @@ class Heap:
             self._state[BOOT] = boot
 
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
-        """Adds bytes; called within `adding`.
-
-        Returns:
-          Offset of the bytes in the heap, or `None` if no gap is long enough or the disk is full.
-        """
+        """Adds bytes within `adding`; returns their offset, or `None` without space."""
         length = len(content)
-        # A full heap would be searched for each sample of each epoch.
+        # Without this, a full heap would be searched for each sample of each epoch.
         if length >= self._state[REFUSED_BYTES]:
             return None
         offset = self._append(length)
@@ -107,24 +98,24 @@ class Heap:
         return offset
 
     def note_freed(self) -> None:
-        """Says that there may be room again, so that the next sample searches for it."""
+        """Records that there may be free space, so that the next sample searches for it."""
         self._state[REFUSED_BYTES] = NONE_REFUSED
 
     def content(self, offset: int, length: int) -> memoryview | None:
-        """Returns the bytes at an offset without a copy, or `None` if they reach outside."""
+        """Returns the bytes at an offset without a copy, or `None` if they are out of bounds."""
         if not 0 <= offset <= offset + length <= self.capacity_bytes:
             return None
         return memoryview(self._bytes)[offset : offset + length]
 
     def close(self) -> None:
-        """Closes the file; arrays into it keep the mapping."""
+        """Closes the file; arrays into it keep the mapping alive."""
         os.close(self._handle)
         os.close(self._end)
 
     def _append(self, length: int) -> int | None:
-        """Takes room behind the last sample; returns its offset, or `None` without room there."""
+        """Takes space after the last sample; returns its offset, or `None` if it does not fit."""
         begin, reserved, end = map(int, self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]])
-        # A cursor that makes no sense is treated as an empty gap.
+        # An invalid cursor is treated as an empty gap.
         if not 0 <= begin <= begin + length <= end <= self.capacity_bytes:
             return None
         if begin + length > reserved:
@@ -136,9 +127,9 @@ class Heap:
         return begin
 
     def _reserve(self, begin: int, needed: int, end: int) -> int:
-        """Reserves room for many samples, or else for what is needed; returns where it ends.
+        """Reserves space for many samples, or else for the needed bytes; returns its end.
 
-        The file has holes, and a write into a hole of a full disk would end the process (SIGBUS).
+        The file is sparse, and a write into a hole on a full disk would kill the process (SIGBUS).
         """
         for target in (min(max(needed, begin + CHUNK_BYTES), end), needed):
             try:
@@ -151,11 +142,11 @@ class Heap:
         return begin
 
     def _find_gap(self, length: int, extents: np.ndarray) -> int | None:
-        """Takes room in a gap, which is then filled from there on; returns the offset."""
+        """Takes space in a gap, which becomes the current one; returns the offset."""
         self._state[USED_BYTES] = extents[:, 1].sum()
         for begin, end in find_gaps(extents, self.capacity_bytes, length):
-            # Room in a gap is reserved again, as the gap may be a hole in the file; to reserve what
-            # is there changes nothing.
+            # Reserve space in the gap again, because it may be a hole in the file; this does not
+            # change allocated bytes.
             self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = begin, begin, end
             offset = self._append(length)
             if offset is not None:
@@ -164,9 +155,7 @@ class Heap:
 
 
 def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
-    """Returns begin and end of each gap, the shortest first.
-
-    Filling short gaps first keeps long ones for long samples.
+    """Returns start and end of each gap, the shortest first: long ones are left for long samples.
 
     Example:
       >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
@@ -177,7 +166,7 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
     inside = (begins >= 0) & (lengths > 0) & (lengths <= capacity) & (begins <= capacity - lengths)
     begins, lengths = begins[inside], lengths[inside]
     order = np.argsort(begins)
-    # Corrupt extents may overlap, so each end is that of all before it.
+    # Corrupted extents may overlap, so each end is the maximum of all before it.
     begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
     free = np.stack([np.append(0, ends), np.append(begins, capacity)], axis=1)
     sizes = free[:, 1] - free[:, 0]

@@ -1,7 +1,7 @@
-"""Idle pools, which no process has open: of sources that have changed since, or of jobs that ended.
+"""Idle stores, which no process has open: of outdated sources, or of jobs that have ended.
 
-They keep their memory, because the next job may find its samples there; where room is needed, they
-are removed.
+They retain their memory, because the next job may find its samples there, and are removed if space
+is needed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from datacache.system.access import Directory
 log = logging.getLogger("datacache")
 
 NOTICEABLE_BYTES = 2**20
-"""Smaller pools are no test of whether a removal makes room: others may take as much meanwhile."""
+"""The removal of a smaller store is not a test of whether removals free space: others may allocate
+as much in the meantime."""
 
 
 def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
-    """Returns the pools in memory that no process has open, the least recently opened first."""
+    """Returns the stores in memory that no process has open, least recently opened first."""
     if not root.is_dir():
         return []
     paths = [path for path in find_pools(root) if path != except_for and _lies_in_memory(path)]
@@ -34,10 +35,10 @@ def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolRepo
 
 
 def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) -> None:
-    """Removes idle pools, the least recently opened first, until there is enough room.
+    """Removes idle stores, least recently opened first, until there is enough free space.
 
-    It also ends when a removal makes no more room: then something else is the limit, such as a
-    quota, and other pools would go for nothing.
+    It also stops if a removal frees no space: then something else is the limit, such as a quota,
+    and further removals would be useless.
     """
     left = room()
     for report in find_idle_pools(root, new_pool) if left < enough else ():
@@ -55,7 +56,7 @@ def _try_remove(report: PoolReport) -> bool:
     try:
         remove(report.folder)
     except (CacheError, OSError) as error:
-        # Somebody has opened it by now, or it belongs to another user.
+        # Another process has opened it by now, or it belongs to another user.
         log.info("datacache: kept. %s", error)
         return False
     log.warning(
@@ -75,9 +76,9 @@ def _lies_in_memory(path: Path) -> bool:
 
 
 def _is_certainly_a_pool(report: PoolReport) -> bool:
-    """Returns whether a folder is a pool, or what is left of one.
+    """Returns whether a folder is a store, or the remains of one.
 
-    Others may have files of such names, too, and what is removed here is removed unasked.
+    Other folders may have files of these names, and removal here is not confirmed by the user.
     """
     try:
         with Directory(report.folder) as directory:
@@ -85,5 +86,5 @@ def _is_certainly_a_pool(report: PoolReport) -> bool:
             regular = all(stat.S_ISREG(directory.stat(name).st_mode) for name in names)
     except (CacheError, OSError):
         return False
-    # Whatever a kill leaves of a pool has its lock files, which are made first.
+    # The remains of a killed process have lock files, which are created first.
     return regular and names <= FILES and (report.contents is not None or names >= LOCK_FILES)

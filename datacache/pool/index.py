@@ -1,4 +1,4 @@
-"""Offsets of records, kept beside a pool: one process finds them for its node and later jobs."""
+"""Offsets of records, stored with their samples for all processes of a node and later jobs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,22 @@ ENTRY_BYTES = 16
 
 
 class Index:
-    """The `index` file of a pool.
+    """The `index` file of a store, shared by all processes.
 
-    Attributes:
-      entries: Offset and length of each record in its file, `[records, 2]` int64, shared by all
-        processes; 0, where no record begins, says that the offset is not known yet.
-
-    Raises:
-      CacheError: If the file is a link, belongs to another user, or others can write it.
-      NoRoomError: If there is no room for it.
+    `entries` has offset and length of each record in its file, `[records, 2]` int64. No record
+    starts at 0, which marks an unknown offset.
     """
 
     def __init__(self, folder: Path, records: int, access: Access = PRIVATE) -> None:
         self._folder, self._access = folder, access
         size = records * ENTRY_BYTES
         with Directory(folder, access) as directory, lock_folder(directory):
-            # Made under the lock: another member of a group would find a new file closed until its
-            # group and mode are set.
+            # Create it under the lock: a new file is not accessible to other members of a group
+            # until its group and mode are set.
             os.close(directory.open("index", make=True))
         with closed_on_fork(self._open) as handle:
             try:
-                # Both change nothing where the file is complete, and complete what a kill has left.
+                # Both do nothing for a complete file, and complete the file of a killed process.
                 os.ftruncate(handle, size)
                 reserve(handle, 0, size)
             except OSError as error:
@@ -54,9 +49,9 @@ class Index:
 
     @contextlib.contextmanager
     def locked_part(self, part: int) -> Iterator[None]:
-        """Locks a part of the index: nobody else, in whatever process, looks for its records."""
+        """Locks a part of the index against concurrent searches for its records."""
         with contextlib.ExitStack() as stack:
-            # If somebody has removed the pool since, there is no lock, and each looks by itself.
+            # If the store has been removed, there is no lock, and each process searches on its own.
             with contextlib.suppress(FileNotFoundError):
                 handle = stack.enter_context(closed_on_fork(self._open))
                 lock_byte(handle, part, wait=True)

@@ -1,4 +1,4 @@
-"""Pools seen from outside: nothing is made or mapped, and no job waits."""
+"""Inspection of stores from outside: it creates and maps nothing, and blocks no job."""
 
 from __future__ import annotations
 
@@ -21,19 +21,15 @@ from datacache.system.access import Directory
 from datacache.system.forks import closed_on_fork
 
 BLOCK_BYTES = 512
-"""Bytes that `stat` counts in, whatever the file system's own blocks are."""
+"""Unit of `stat` in bytes, independent of the blocks of the file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """Contents of a pool.
+    """Contents of a store: `slots` samples fit, and `ready` are readable.
 
-    Attributes:
-      spec: Description with which the pool was made.
-      slots: Number of samples that have room.
-      ready: Number of samples that can be read.
-      heap_used: Bytes of components that differ in size; `None` if none does.
-      heap_capacity: Size limit of these components in bytes; `None` if none differs.
+    `heap_used` and `heap_capacity` are the bytes of components that differ in size and their limit,
+    or `None` if none does.
     """
 
     spec: PoolSpec
@@ -43,26 +39,21 @@ class Contents:
     heap_capacity: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the contents as JSON can hold them: what `ls --json` prints."""
+        """Returns the contents as values for JSON, as `ls --json` prints them."""
         spec = self.spec.to_dict()
         content = asdict(self) | {"source": spec["source"], "layout": spec["layout"]} | spec["part"]
         del content["spec"]
-        # The shard says how many slots there was room for, which may be more than it has samples.
+        # The shard has the number of slots that fit, which may exceed its number of samples.
         return content | {"slots": self.slots}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """A pool, or what is left of one.
+    """Report on a store, or on the remains of one.
 
-    Attributes:
-      folder: The pool's folder.
-      bytes: Bytes that the pool takes of the file system.
-      made: Time at which the pool was made.
-      opened: Time at which a process last opened the pool.
-      in_use: True if a process has the pool open.
-      contents: Contents of the pool; `None` if it cannot be used.
-      trouble: Reason why the pool cannot be used; empty if it can.
+    `bytes` is its disk usage, `opened` the last time at which a process opened it, and `in_use` is
+    true if a process has it open. `contents` is `None` if it cannot be used, and `trouble` the
+    reason.
     """
 
     folder: Path
@@ -74,7 +65,7 @@ class PoolReport:
     trouble: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON can hold it: what `ls --json` prints."""
+        """Returns the report as values for JSON, as `ls --json` prints it."""
         content = asdict(self) | {"folder": str(self.folder)}
         del content["contents"]
         times = {name: content[name].isoformat(timespec="seconds") for name in ("made", "opened")}
@@ -82,7 +73,7 @@ class PoolReport:
 
 
 def find_pools(root: Path) -> list[Path]:
-    """Returns the folder itself if it is a pool or what is left of one, else those in it."""
+    """Returns the folder if it is a store or the remains of one, otherwise the stores in it."""
     if not root.is_dir():
         raise CacheError(f"Pools are in folders. Received: {root}, which is none. Check the path.")
     if _looks_like_a_pool(root):
@@ -91,7 +82,7 @@ def find_pools(root: Path) -> list[Path]:
 
 
 def inspect_pool(folder: Path) -> PoolReport | None:
-    """Returns a report on a pool, or `None` if the pool has gone."""
+    """Returns a report on a store, or `None` if it no longer exists."""
     try:
         with Directory(folder) as directory:
             return _report(directory)
@@ -102,10 +93,10 @@ def inspect_pool(folder: Path) -> PoolReport | None:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Returns what is in a pool."""
+    """Returns the contents of a store."""
     with open_pool_folder(folder) as directory:
         if not _looks_like_a_pool(folder):
-            # For its error, which says what is missing.
+            # Raises an error that names the missing file.
             read_checked_header(directory)
         return _contents(directory)
 
@@ -121,12 +112,12 @@ def _report(directory: Directory) -> PoolReport | None:
     try:
         return PoolReport(contents=_contents(directory), **about)
     except (CacheError, OSError) as error:
-        # Somebody may have removed it since it was opened.
+        # Another process may have removed it since it was opened.
         return None if directory.is_gone else PoolReport(trouble=str(error), **about)
 
 
 def _report_refused(folder: Path, error: CacheError) -> PoolReport:
-    """Returns the report on a folder that is not to be opened, such as another user's."""
+    """Returns the report on a folder that must not be opened, such as another user's."""
     status = folder.stat(follow_symlinks=False)
     changed = datetime.fromtimestamp(status.st_mtime).astimezone()
     return PoolReport(
@@ -152,7 +143,8 @@ def _contents(directory: Directory) -> Contents:
 
 
 def _read(directory: Directory, name: str, dtype: np.dtype[Any]) -> np.ndarray:
-    # Read and not mapped: if the pool were remade meanwhile, a mapping could end this process.
+    # Read, not mapped: if the store were rebuilt in the meantime, a mapping could kill this
+    # process.
     with open(directory.open(name, os.O_RDONLY), "rb") as stream:
         return np.fromfile(stream, dtype)
 
@@ -163,7 +155,7 @@ def _looks_like_a_pool(path: Path) -> bool:
 
 
 def _names(path: Path) -> set[str]:
-    """Returns what is in a folder; nothing if it is no folder, another user's, or has gone."""
+    """Returns the names in a folder; empty if it is not one, is another user's, or was removed."""
     try:
         return set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -171,7 +163,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _allocated_bytes(directory: Directory) -> int:
-    """Returns the bytes that files take; heaps have holes, so that their sizes say little."""
+    """Returns the disk usage of files; heaps are sparse, so their sizes are not informative."""
     return sum(BLOCK_BYTES * directory.stat(name).st_blocks for name in directory.names())
 
 
@@ -181,13 +173,13 @@ def _changed(directory: Directory, name: str) -> datetime:
 
 
 def _in_use(directory: Directory) -> bool:
-    """Returns whether a process has the pool open.
+    """Returns whether a process has the store open.
 
-    Asks for the lock that `remove` takes and gives it back at once: if it is granted, nobody else
-    has the pool open.
+    It requests the lock of `remove` and releases it at once: it is granted if no other process has
+    the store open.
     """
-    # Whoever opens or makes the pool holds the folder's lock, and must not mistake the short lock
-    # of this process for another user of the pool.
+    # A process that opens or creates the store holds the folder's lock, and must not mistake the
+    # short lock of this process for another user of the store.
     with lock_folder(directory, wait=False) as mine:
         return not mine or _has_users(directory)
 

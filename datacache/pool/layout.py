@@ -1,4 +1,4 @@
-"""Components of samples, and how they lie in memory: in columns, so that batches are one copy."""
+"""Components of samples, and their layout in memory: in columns, so that batches are one copy."""
 
 from __future__ import annotations
 
@@ -8,44 +8,39 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes  # NumPy knows types such as bfloat16 by their names from now on.
+import ml_dtypes  # Registers types such as bfloat16 with NumPy.
 import numpy as np
 
 ALIGNMENT = 64
-"""Columns begin at multiples of so many bytes: at cache lines, which TensorFlow takes uncopied."""
+"""Alignment of columns in bytes: cache lines, from which TensorFlow needs no copy."""
 TEXT = "string"
-"""Type of components that hold Python's bytes, in object arrays."""
+"""Dtype of components of Python's bytes, in object arrays."""
 Arrays = list[np.ndarray]
 """Components of one sample, or of a batch."""
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns an array as NumPy makes it, but bytes as they are, in an object array.
-
-    NumPy's own type for bytes drops zeros at their end.
-    """
+    """Returns a value as a NumPy array; bytes become an object array."""
+    # NumPy's own dtype for bytes drops trailing zeros.
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
         raise ValueError(
             f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object."
         )
-    # Pools and messages hold the bytes as this machine orders them.
+    # Stores and messages use the byte order of this machine.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Type and shape of one array of a sample.
-
-    Attributes:
-      dtype: NumPy's name of a numeric or boolean type, or "string" for bytes.
-      shape: Dimensions that all samples share; `None` where samples differ.
+    """Dtype and shape of one array of a sample; dimensions that differ between samples are `None`.
 
     Example:
       >>> print(Component(dtype="uint8", shape=(None, 3)))
       uint8[?, 3]
     """
 
+    # NumPy's name of a numeric or boolean dtype, or "string" for bytes.
     dtype: str
     shape: tuple[int | None, ...]
 
@@ -56,11 +51,9 @@ class Component:
 
     @property
     def column(self) -> tuple[str, tuple[int, ...]]:
-        """Type and shape of a sample's row in the column.
-
-        A component that varies has its offset and length in the heap there, and its dimensions.
-        """
+        """Dtype and shape of a sample's row in the column."""
         if self.varies:
+            # Offset and length in the heap, and the dimensions.
             return "int64", (2 + len(self.shape),)
         return self.dtype, tuple(size for size in self.shape if size is not None)
 
@@ -71,10 +64,7 @@ class Component:
         return int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
 
     def matches_exactly(self, value: Any) -> bool:
-        """Returns whether a value is an array of this type and shape, as most are.
-
-        It is quick; where it returns `False`, `matches` may still return `True`.
-        """
+        """Returns whether a value is an array of this dtype and shape; fast, unlike `matches`."""
         return (
             isinstance(value, np.ndarray)
             and value.dtype == self._numpy_dtype
@@ -83,11 +73,11 @@ class Component:
 
     @cached_property
     def _numpy_dtype(self) -> np.dtype[Any]:
-        # Kept, because comparing names of types takes as long as copying a small sample.
+        # Cached, because comparing names of dtypes takes as long as copying a small sample.
         return np.dtype(object if self.dtype == TEXT else self.dtype)
 
     def matches(self, array: np.ndarray) -> bool:
-        """Returns whether an array is such a component."""
+        """Returns whether an array fits this component."""
         dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
         same = len(array.shape) == len(self.shape) and all(
             wanted in (None, size) for size, wanted in zip(array.shape, self.shape, strict=True)
@@ -95,17 +85,14 @@ class Component:
         return same and dtype == self.dtype
 
     def encode(self, array: np.ndarray) -> bytes:
-        """Returns the bytes of a component that varies.
-
-        Texts are stored as the length of each, int64, and then their bytes.
-        """
+        """Returns the bytes of a variable component; the int64 lengths of texts precede them."""
         if self.dtype != TEXT:
             return array.tobytes()
         texts = [bytes(text) for text in array.reshape(-1)]
         return np.array([len(text) for text in texts], np.int64).tobytes() + b"".join(texts)
 
     def decode(self, content: Any, shape: Sequence[int]) -> np.ndarray:
-        """Returns the component that `encode` made bytes of; numbers are a view of the bytes."""
+        """Returns the component from the bytes of `encode`; numbers are a view of the bytes."""
         if self.dtype != TEXT:
             return np.frombuffer(content, self.dtype).reshape(shape)
         count = int(np.prod(shape, dtype=int))
@@ -122,10 +109,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The components of all samples of a pool.
-
-    Attributes:
-      components: Type and shape of each component, in the order in which samples have them.
+    """Components of all samples of a store, in the order of a sample.
 
     Example:
       >>> layout = Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)])
@@ -158,11 +142,11 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a sample in the columns, without what lies in the heap."""
+        """Bytes of a sample in the columns, without those in the heap."""
         return sum(component.column_bytes for component in self.components)
 
     def offsets(self, samples: int) -> list[int]:
-        """Returns where each column begins, and where the last one ends, in bytes."""
+        """Returns the offset of each column, and the end of the last one, in bytes."""
         sizes = [
             -(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT
             for component in self.components
@@ -180,7 +164,7 @@ class Layout:
     def check(
         self, sample: Sequence[Any], name: Callable[[int], str], number: int
     ) -> list[np.ndarray]:
-        """Returns the components of a sample as arrays, and refuses another layout than this."""
+        """Returns a sample's components as arrays; raises `ValueError` for another layout."""
         if len(sample) == len(self.components) and all(
             map(Component.matches_exactly, self.components, sample)
         ):
@@ -203,7 +187,7 @@ class Layout:
         return arrays
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the layout as JSON can hold it."""
+        """Returns the layout as values for JSON."""
         return asdict(self)
 
     @classmethod
@@ -219,7 +203,7 @@ class Layout:
 def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
     """Returns one array per component, `[n, ...]`, of samples.
 
-    What varies is padded at the end of each axis, with zeros or empty texts.
+    Variable components are padded at the end of each axis, with zeros or empty texts.
 
     Example:
       >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
@@ -243,6 +227,6 @@ def _stack_padded(arrays: list[Any], component: Component) -> np.ndarray:
     joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)
     for i, array in enumerate(arrays):
         inside: tuple[Any, ...] = (i, *(slice(size) for size in array.shape))
-        # `[()]` takes a single text out of its array; NumPy would store the array itself.
+        # `[()]` extracts a single text from its array; NumPy would store the array itself.
         joined[inside] = array[()]
     return joined

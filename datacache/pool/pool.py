@@ -1,4 +1,4 @@
-"""A pool of samples that all processes of a node map: written once, read by everybody."""
+"""Store of samples that all processes of a node map: written once, and read by all."""
 
 from __future__ import annotations
 
@@ -24,27 +24,16 @@ from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_pa
 from datacache.windows import windows
 
 READER_PAUSE_S = 0.05
-"""Seconds that verification in the background waits while somebody reads."""
+"""Seconds that background verification waits while a thread reads."""
 
 
 class Pool:
-    """Samples in a folder, of `/dev/shm` or of a disk, shared by all processes of the node.
+    """Samples in a folder, in `/dev/shm` or on a disk, shared by all processes of the node.
 
     A sample is written first, then its word: a checksum and a mark that the sample is ready. A
-    process that is killed in between leaves a sample that is not ready, and locks that the kernel
-    releases; nothing has to be repaired. See `SampleWords` for when checksums are verified.
-
-    Samples of one size lie in columns, one for each component, so that a batch is one copy per
-    component. Components that differ in size lie in a heap, and their columns say where.
-
-    Attributes:
-      spec: Description with which the pool was made.
-      layout: Components of its samples.
-      slots: Number of samples that have room.
-
-    Raises:
-      CacheError: If the folder holds something else or belongs to another user.
-      NoRoomError: If there is no room for the pool.
+    process that is killed in between leaves a sample that is not ready and locks that the kernel
+    releases; nothing has to be repaired. Components of one size lie in columns, so that a batch is
+    one copy per component, and others lie in a heap that their columns refer to.
 
     Example:
       >>> import tempfile
@@ -81,12 +70,12 @@ class Pool:
 
     @property
     def folder(self) -> Path:
-        """Path of the pool's folder."""
+        """Path of the store's folder."""
         return self._folder.path
 
     @property
     def is_only_user(self) -> bool:
-        """True if no other process had the pool open when this one opened it."""
+        """True if no other process had the store open when this one opened it."""
         return self._folder.is_only_user
 
     @property
@@ -105,13 +94,13 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of columns and words, and of what the heap holds."""
+        """Bytes of columns and words, and of the heap's samples."""
         in_files = sum(self.spec.blueprint().files.values())
         return in_files + (self._heap.used_bytes if self._heap else 0)
 
     def prepare(self, verify: bool = True) -> None:
-        """Makes the page tables of a full pool in memory on a thread, while the job gets ready."""
-        # For a pool on a disk, making page tables would read all of it.
+        """Creates the page tables of a full store in memory on a thread, during the job's setup."""
+        # For a store on a disk, this would read all of it.
         if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
@@ -119,13 +108,14 @@ class Pool:
             )
 
     def verify_in_steps(self) -> Iterator[None]:
-        """Verifies a few samples in each step; those that are corrupt are left to their reader.
+        """Verifies a few samples in each step; corrupted ones are left to their reader.
 
-        Gives way to readers, which verify what they copy: two passes over memory side by side
-        take longer than one.
+        It yields to readers, which verify the samples that they copy: two concurrent passes over
+        memory take longer than one.
         """
         parts = windows(np.arange(self.slots), max(1, STEP_BYTES // self.layout.bytes))
-        # Each process of the node begins elsewhere and skips what others have verified.
+        # Each process of the node starts at a different place and skips samples that others have
+        # verified.
         first = np.random.default_rng(os.getpid()).integers(len(parts))
         reads = self._reads
         for indices in parts[first:] + parts[:first]:
@@ -141,25 +131,21 @@ class Pool:
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
-        """Returns which of these samples the pool keeps, `[n]` bool."""
+        """Returns which of these samples have a slot, `[n]` bool."""
         return self._slot_indices[samples] >= 0
 
     def can_copy(self, samples: np.ndarray) -> bool:
-        """Returns whether a batch of these samples is a copy of columns, once they are ready."""
+        """Returns whether a batch of these samples is a copy of columns once they are ready."""
         return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:
         """Returns which of these samples can be read, `[n]` bool."""
         indices = self._slot_indices[samples]
-        # Words of slot 0 stand in for samples without room, which have none.
+        # Slot 0 replaces the missing slots of samples without space.
         return (indices >= 0) & self._words.ready(np.maximum(indices, 0))
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
-        """Writes a sample that has room, and then says that it is ready.
-
-        Returns:
-          `False` if the sample is too large for what is left of the heap.
-        """
+        """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
         components = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
         if self._heap is None:
@@ -167,7 +153,7 @@ class Pool:
             return True
         with self._heap.adding():
             if self._words.array[index]:
-                # Its old bytes are a gap from now on.
+                # Its old bytes become a gap.
                 self._words.withdraw(index)
                 self._heap.note_freed()
             rows = self._columns.add_to_heap(components, self._extents)
@@ -176,22 +162,21 @@ class Pool:
         return rows is not None
 
     def _write(self, index: int, rows: Sequence[np.ndarray]) -> None:
-        # Readers compare the word before and after they copy, so it goes first and comes back last.
+        # Readers compare the word before and after a copy, so it is cleared first and set last.
         self._words.withdraw(index)
         self._words.publish(index, self._columns.write(index, rows))
 
     def _extents(self) -> np.ndarray:
-        """Returns offset and length in the heap of all that is ready, `[n, 2]` int64."""
+        """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
         return self._columns.extents(self._words.array >= READY)
 
     def gather(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray] | None:
-        """Copies samples that are ready into one array per component, without verifying them.
+        """Copies ready samples into one array `[n, *shape]` per component, without verification.
 
-        Returns:
-          An array `[n, *shape]` for each component, padded where samples differ in size; `None` if
-          another process has cleared one of the samples in the meantime.
+        Samples that differ in size are padded. Returns `None` if another process has cleared one of
+        the samples in the meantime.
         """
         if self._heap is None:
             return self._columns.copy(self._slot_indices[samples], into)
@@ -202,19 +187,17 @@ class Pool:
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
     ) -> tuple[list[np.ndarray] | None, np.ndarray]:
-        """Copies samples for which `can_copy` holds, and verifies their checksums on the way.
+        """Copies samples for which `can_copy` holds, and verifies the bytes in the same pass.
 
-        Checksums are taken of the copy's bytes as they pass, so that memory is read only once.
-
-        Returns:
-          A tuple of two. First an array `[n, *shape]` for each component, or `None` if a sample is
-          corrupt or another process has cleared or rewritten one in the meantime; then the indices
-          of corrupt samples, which are not ready any more.
+        Returns an array `[n, *shape]` per component, or `None` if a sample is corrupted or another
+        process has cleared or rewritten one in the meantime; then the indices of corrupted samples,
+        which are not ready any more.
         """
-        # Makes verification in the background give way. That threads may lose a count does no harm.
+        # Makes background verification yield. Lost updates of this counter by concurrent threads
+        # are harmless.
         self._reads += 1
         indices, corrupt = self._slot_indices[samples], samples[:0]
-        # Words before bytes: what is rewritten in between is then seen as changed.
+        # Read words before bytes, so that a concurrent rewrite is detected as a change.
         words, checksums = self._words.array[indices], None
         if recheck or self._words.unverified(indices, words).any():
             checksums = self._columns.begin_checksums(indices)
@@ -225,42 +208,43 @@ class Pool:
         return targets if whole else None, corrupt
 
     def read_sample(self, sample: int) -> list[np.ndarray] | None:
-        """Returns one sample that is ready, or `None` if another process has cleared it since.
+        """Returns one ready sample, or `None` if another process has cleared it since.
 
-        Where samples differ in size it is a copy, because others may reuse the bytes in the heap;
-        otherwise its arrays are views of the pool.
+        If samples differ in size it is a copy, because others may reuse the bytes in the heap;
+        otherwise its arrays are views of the store.
         """
         index = self._slot_indices[sample]
         if self._heap is None:
             return self._columns.views(index)
         word = self._words.array[index]
         rows, contents = self._columns.read(index)
-        # The writer of another sample may have reused these bytes while they were copied: it does
-        # so only after the word was withdrawn.
+        # The writer of another sample may have reused these bytes during the copy, but only after
+        # it withdrew the word.
         if word < READY or (word ^ self._words.array[index]) & CONTENT:
             return None
         if None in contents:
-            # The row is corrupt, and points outside of the heap; seen here with verify="never".
+            # The row is corrupted and points outside of the heap; detected here with
+            # verify="never".
             self._words.withdraw(index)
             return None
         return self._columns.decode(rows, contents)
 
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
-        """Returns which of these ready samples are corrupt, and makes them not ready."""
+        """Returns which of these ready samples are corrupted, and marks them as not ready."""
         indices = self._slot_indices[samples]
         if not recheck:
             unverified = self._words.unverified(indices, self._words.array[indices])
             samples, indices = samples[unverified], indices[unverified]
         if not samples.size:
             return samples
-        # Words before bytes, as in `gather_verified`.
+        # Read words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
         checksums, inside = self._columns.checksums(indices)
         intact = inside & match_checksums(words, checksums)
         return samples[self.settle(indices, words, intact)]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
-        """See `SampleWords.settle`."""
+        """Marks samples by the result of their verification; see `SampleWords.settle`."""
         corrupt = self._words.settle(indices, words, intact)
         if corrupt.any() and self._heap is not None:
             self._heap.note_freed()
@@ -268,29 +252,21 @@ class Pool:
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
-        """Claims samples for filling; the kernel ends the claims of a process that is killed.
-
-        Yields:
-          Indices of those that are not ready and that nobody else had claimed, `[k]` int64. Within
-          the context no other thread or process fills them.
-        """
+        """Claims samples for filling; yields those that are neither ready nor claimed, `[k]`."""
+        # The kernel releases the claims of a process that is killed.
         with self._folder.claim(self._slot_indices[samples].tolist()) as mine:
-            # Whoever had claimed one before may have just finished it.
+            # The previous holder of a claim may have just finished the sample.
             yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
     @contextlib.contextmanager
     def claim_all(self) -> Iterator[bool]:
-        """Claims the pool as a whole, for who fills it from a stream.
-
-        Yields:
-          `False` if another thread or process has claimed the whole pool already.
-        """
-        # One byte behind those of the samples, which stay free for `claim`.
+        """Claims the whole store for filling from a stream; yields whether it was free."""
+        # Lock one byte after those of the samples, which stay free for `claim`.
         with self._folder.claim([self.slots]) as (mine,):
             yield mine
 
     def clear(self) -> None:
-        """Makes all samples not ready, and gives the heap all its room again."""
+        """Marks all samples as not ready, and frees the heap."""
         with self._heap.adding() if self._heap else contextlib.nullcontext():
             self._words.clear()
             if self._heap:
@@ -298,10 +274,10 @@ class Pool:
 
     def close(self) -> None:
         """Ends the mappings and threads of this object; arrays from `gather` remain valid."""
-        # First, as the thread reads what is closed below.
+        # Must come first, because the thread reads the objects that are closed below.
         if self._background is not None:
             self._background.close()
-            # Its steps refer to this pool.
+            # Its steps hold a reference to this store.
             self._background = None
         self._columns.close()
         self._words.close()
@@ -309,7 +285,7 @@ class Pool:
 
 
 def open_existing(folder: Path) -> Pool:
-    """Returns a pool that was made before."""
+    """Returns an existing store."""
     with open_pool_folder(folder) as directory:
         spec = PoolSpec.from_dict(read_checked_header(directory))
         return Pool(folder, lambda: spec, directory.access)

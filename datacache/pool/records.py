@@ -1,4 +1,4 @@
-"""Samples as bytes, to send them to other nodes."""
+"""Serialization of samples, to send them to other nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datacache.pool.layout import Arrays, Component, Layout, as_array
 
 
 def pack_samples(samples: Sequence[Arrays], layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all samples one after the other, `[bytes]` uint8, and the bytes of each, `[n]` int64.
+    """Returns all samples concatenated, `[bytes]` uint8, and the bytes of each, `[n]` int64.
 
     Example:
       >>> layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
@@ -46,7 +46,7 @@ def unpack_sample(content: np.ndarray, layout: Layout) -> Arrays:
         else:
             dtype, shape = component.column
             size = component.column_bytes
-            # Copied by `tobytes`, as components may begin at any address within the message.
+            # Copied by `tobytes`, because components may be unaligned within the message.
             arrays.append(np.frombuffer(content[:size].tobytes(), dtype).reshape(shape))
             content = content[size:]
     return arrays

@@ -1,4 +1,4 @@
-"""The samples that a pool has room for, and the node that owns each sample."""
+"""Samples that a store has space for, and the node that owns each sample."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from datacache.order import permutation
 def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
     """Returns the node that owns each sample, `[samples]` int64.
 
-    Nodes own equally many samples, give or take one, drawn at random: samples of a class, which
-    lie side by side, are spread over all nodes.
+    Nodes own equal numbers of samples, up to one, drawn at random: samples of a class, which are
+    adjacent, are spread over all nodes.
 
     Example:
       >>> np.bincount(owner_nodes(10, 4, seed=0)).tolist()
@@ -24,18 +24,12 @@ def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
-    """The samples that a pool keeps for good: those that its node owns, as far as there is room.
+    """Samples that a store retains: those that its node owns, as far as they fit.
 
-    With too little room the choice depends on the seed and never changes. Evicting the least
-    recently used samples would hit less: an epoch uses each sample once, so a sample would be
-    evicted just before its turn comes again.
-
-    Attributes:
-      samples: Number of samples of the source.
-      slots: Number of samples that there is room for.
-      seed: Seed of the choice.
-      node: Index of the node whose samples are kept.
-      nodes: Number of nodes that share the samples; 1 if each node keeps all.
+    If not all fit, the choice depends on the seed and never changes. Evicting the least recently
+    used samples would have fewer hits: an epoch uses each sample once, so a sample would be evicted
+    just before its next use. `slots` is the number of samples that fit, and `nodes` is 1 if each
+    node stores all.
 
     Example:
       >>> shard = SampleShard(samples=10, slots=3, node=1, nodes=2)
@@ -50,22 +44,20 @@ class SampleShard:
     nodes: int = 1
 
     def slot_indices(self) -> np.ndarray:
-        """Returns the slot of each sample, or -1 without room, `[samples]` int64.
-
-        Slots follow the order of the samples, so that a pass in order reads memory in order.
-        """
+        """Returns the slot of each sample, or -1 if it has none, `[samples]` int64."""
+        # Slots follow the order of the samples, so that a pass in order reads memory in order.
         positions = _shuffled_positions(self.samples, self.seed)
         kept = (positions % self.nodes == self.node) & (positions // self.nodes < self.slots)
         return np.where(kept, np.cumsum(kept) - 1, -1)
 
     @property
     def kept_samples(self) -> int:
-        """Number of samples that have room."""
+        """Number of samples that fit."""
         return min(self.slots, self.assigned_samples)
 
     @property
     def assigned_samples(self) -> int:
-        """Number of samples that the node owns, with or without room."""
+        """Number of samples that the node owns, whether they fit or not."""
         return len(range(self.node, self.samples, self.nodes))
 
 

@@ -1,4 +1,4 @@
-"""Description of a pool: what its header keeps, and the files that follow from it."""
+"""Description of a store: the content of its header, and the files that it implies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from datacache.pool.layout import Layout
 from datacache.pool.shard import SampleShard
 
 WORD = np.dtype(np.uint64)
-"""Type of the word that a pool keeps for each sample beside its columns."""
+"""Dtype of the metadata word of each sample, which is stored next to the columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a pool, kept in its header.
+    """Immutable description of a store, saved in its header.
 
-    Attributes:
-      layout: Components of the samples.
-      shard: The samples that the pool keeps.
-      heap_bytes: Size limit of the heap, which holds components that differ in size. Not kept in
-        the header; the size of the file says it.
-      source: Name of the samples' source, as users know it.
+    `heap_bytes` limits the heap, which holds components that differ in size. It is not saved in the
+    header, because the size of the file implies it. `source` is the user's name of the source.
 
     Example:
       >>> layout = Layout.of([np.zeros((2, 2), "uint8"), np.int64(0)])
@@ -42,7 +38,7 @@ class PoolSpec:
     source: str = ""
 
     def blueprint(self) -> Blueprint:
-        """Returns the header and the files of a new pool with this description."""
+        """Returns the header and the files of a new store with this description."""
         files = {
             "samples": self.layout.offsets(self.shard.kept_samples)[-1],
             "words": WORD.itemsize * self.shard.kept_samples,
@@ -53,8 +49,8 @@ class PoolSpec:
         return Blueprint(header=self.to_dict(), files=files, growing=growing)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the description as JSON can hold it."""
-        # The keys are the format on disk, whatever the attributes are called.
+        """Returns the description as values for JSON."""
+        # The keys are the format on disk, independent of the names of the attributes.
         return {"layout": self.layout.to_dict(), "part": asdict(self.shard), "source": self.source}
 
     @classmethod

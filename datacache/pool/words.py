@@ -1,4 +1,4 @@
-"""The word of each sample: whether it is ready, its checksum, and when that was verified."""
+"""Metadata word of each sample: whether it is ready, its checksum, and the boot of verification."""
 
 from __future__ import annotations
 
@@ -10,62 +10,60 @@ from datacache.native import mark_words
 from datacache.system.boot import boot_number
 
 READY = 1 << 32
-"""Bit that is set once a sample is complete; the CRC-32 of its bytes stands in the bits below."""
+"""Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
 CHECKSUM = READY - 1
 NOT_READY = np.uint64(0)
 CONTENT = np.uint64(READY | CHECKSUM)
 """Bits that change only when the sample itself is written or cleared."""
 BOOT_SHIFT = np.uint64(33)
-"""First of the bits that hold the boot number in which a process verified the checksum."""
-# NumPy 1 refuses to shift an unsigned integer by a Python int, hence the np.uint64 above.
+"""First of the bits with the boot number in which a process verified the checksum."""
+# np.uint64, because NumPy 1 cannot shift an unsigned integer by a Python int.
 
 
 class SampleWords:
-    """The `words` file of a pool, one 64-bit word per slot, shared by all processes.
+    """The `words` file of a store, one 64-bit word per slot, shared by all processes.
 
-    A checksum is verified once per boot and not once per process: memory stays as it was written
-    while the machine runs, but what a disk had not yet written when the machine lost its power is
-    corrupt. So a word also holds the number of the boot in which somebody verified it.
-
-    Attributes:
-      array: The words, `[slots]` uint64; other processes may write them at any time.
+    A checksum is verified once per boot and not once per process: memory does not change while the
+    machine runs, but data that a disk had not yet written at a power loss are corrupted. A word
+    therefore also holds the number of the boot of its last verification.
     """
 
     def __init__(self, mapping: mmap.mmap, slots: int) -> None:
+        # Other processes may write the words, `[slots]` uint64, at any time.
         self.array = np.ndarray((slots,), np.uint64, mapping)
         self._boot = boot_number()
         self._verified_mark = self._boot << BOOT_SHIFT
-        # What this process wrote itself, or verified where words cannot be marked.
+        # Slots that this process wrote, or verified where words cannot be marked.
         self._trusted = np.zeros(slots, bool)
 
     def ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which of these slots hold a sample that can be read, `[n]` bool."""
+        """Returns which of these slots hold a readable sample, `[n]` bool."""
         return self.array[indices] >= READY
 
     def count_ready(self) -> int:
-        """Returns the number of samples that can be read."""
+        """Returns the number of readable samples."""
         return int((self.array >= READY).sum())
 
     def withdraw(self, index: int) -> None:
-        """Says that a slot is not ready; called before its bytes change."""
+        """Marks a slot as not ready; must precede any change of its bytes."""
         self.array[index] = 0
 
     def publish(self, index: int, checksum: int) -> None:
-        """Says that a slot is ready; called after all its bytes are written.
+        """Marks a slot as ready; must follow all writes of its bytes.
 
-        A process that is killed before leaves a slot that is not ready, and nothing to clean up.
+        A process that is killed before leaves a slot that is not ready, which needs no cleanup.
         """
-        # Not marked as verified: others are to verify what this process wrote.
+        # Not marked as verified: other processes must verify the data of this process.
         self.array[index] = READY | checksum
         self._trusted[index] = True
 
     def clear(self) -> None:
-        """Says that no slot is ready."""
+        """Marks all slots as not ready."""
         self.array[:] = 0
         self._trusted[:] = False
 
     def unverified(self, indices: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Returns which of these slots nobody has verified in this boot, `[n]` bool."""
+        """Returns which of these slots have not been verified in this boot, `[n]` bool."""
         return ~self._trusted[indices] & (words >> BOOT_SHIFT != self._boot)
 
     def unchanged(self, indices: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -73,28 +71,25 @@ class SampleWords:
         return (words >= READY) & ((self.array[indices] ^ words) & CONTENT == 0)
 
     def mark_verified(self, indices: np.ndarray, words: np.ndarray) -> None:
-        """Marks slots that have not changed as verified in this boot; needs the native library."""
+        """Marks unchanged slots as verified in this boot; needs the native library."""
         intact = np.ones(len(indices), bool)
         mark_words(self.array, indices, words, intact, CONTENT, self._verified_mark)
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
-        """Marks slots as verified if they are intact, and as not ready if they are corrupt.
+        """Marks intact slots as verified, and corrupted ones as not ready; returns the corrupted.
 
-        A slot that another process has cleared or rewritten since is left alone: the bytes that
-        were read were then a mixture, and say nothing about either version.
-
-        Returns:
-          True for samples that are corrupt, and not ready any more, `[n]` bool.
+        A slot that another process has cleared or rewritten since is skipped: the read bytes were a
+        mixture of both versions, and do not show whether either is intact.
         """
         unchanged = mark_words(self.array, indices, words, intact, CONTENT, self._verified_mark)
         if unchanged is None:
-            # NumPy has no compare-and-swap, so a word that another process writes at the same time
-            # could be lost. Only 0 can be written safely: at worst a sample is made again.
+            # NumPy has no compare-and-swap, so a concurrent write of a word could be lost. Only 0
+            # is safe to write: at worst, a sample is produced again.
             unchanged = self.unchanged(indices, words)
             self.array[indices[unchanged & ~intact]] = NOT_READY
             self._trusted[indices[unchanged & intact]] = True
         corrupt = unchanged & ~intact & (words >= READY)
-        # Another process may write them anew, and this one has not verified those bytes.
+        # Another process may rewrite them, and this process has not verified the new bytes.
         if corrupt.any():
             self._trusted[indices[corrupt]] = False
         return corrupt
@@ -105,5 +100,5 @@ class SampleWords:
 
 
 def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Returns which samples are ready and have the checksum of what was written, `[n]` bool."""
+    """Returns which samples are ready and match the checksum of their write, `[n]` bool."""
     return (words & CHECKSUM == checksums) & (words >= READY)

@@ -1,1 +1,1 @@
-"""Sources of samples, one kind per file."""
+"""Sources of samples."""

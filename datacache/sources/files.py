@@ -1,4 +1,4 @@
-"""Files of a source, which must stay as they were when they were listed."""
+"""Files of a source, which must not change after they were listed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from datacache.native import FileStatus, read_file
 from datacache.sources.source import SourceError
 
 SAMPLED_BLOCKS = 64
-"""Blocks of the contents that tell sources apart whose files have the same names, sizes and times,
-as those of container images and archives often have."""
+"""Blocks of the contents that distinguish sources whose files have equal names, sizes and times, as
+is common in container images and archives."""
 LEAST_BLOCKS = 3
-"""Blocks of each file that is looked at: its begin, its middle and its end."""
+"""Blocks of each sampled file: its start, its middle and its end."""
 BLOCK_BYTES = 2**16
 READERS = 32
-"""Files that are read at a time: on a file system of the network each read waits."""
+"""Files that are read concurrently: on a network file system each read waits."""
 
 
 def read_listed(path: str, offset: int, length: int, listed: FileStatus) -> bytes:
-    """Reads a part of a file that is still as it was listed."""
+    """Reads a part of a file that has not changed since it was listed."""
     content, now = read_file(path, offset, length)
     refuse_changed(path, now, listed)
     return content
 
 
 def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
-    """Refuses a file that is not as it was listed."""
+    """Raises `SourceError` for a file that has changed since it was listed."""
     if not now.is_of(listed):
         raise SourceError(
             "Files must stay as they are while a cache reads them. Received: "
@@ -42,7 +42,8 @@ def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
 def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -> str:
     """Returns the SHA-256 of a sample of the contents of files, in hexadecimal.
 
-    Cost: reads at most 64 files, of each three blocks of 64 KiB, and of few files 64 in all.
+    Cost: reads at most 64 files, three blocks of 64 KiB of each, or 64 blocks in total of few
+    files.
     """
     chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int)
     blocks = max(LEAST_BLOCKS, SAMPLED_BLOCKS // len(chosen))

@@ -1,4 +1,4 @@
-"""Files in folders, with one folder for each class."""
+"""Source for files in folders, with one folder for each class."""
 
 from __future__ import annotations
 
@@ -23,17 +23,7 @@ IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class FolderSource(RandomSource):
-    """Files of a folder, see `from_folder`.
-
-    Attributes:
-      path: Path of the folder.
-      class_names: Names of the classes, by label; empty without labels.
-      identity: All that the samples depend on; see `Source`.
-      signature: `tf.TypeSpec` of each component; see `Source`.
-
-    Raises:
-      SourceError: If there is no file, or with labels one outside the folders of classes.
-    """
+    """Files of a folder; see `from_folder`. `class_names` is by label, and empty without labels."""
 
     def __init__(
         self,
@@ -43,7 +33,8 @@ class FolderSource(RandomSource):
         class_names: Sequence[str] | None = None,
     ) -> None:
         self.path, self._labels = path, labels
-        # Samples go by their index, and file systems list files in orders of their own.
+        # Sort, because samples are identified by index and file systems list files in different
+        # orders.
         found = dict(sorted(_files(path, extensions)))
         if not found:
             raise SourceError(
@@ -59,7 +50,7 @@ class FolderSource(RandomSource):
                 f"{self._names[classes.index('')]!r} directly in {path}. Move it, or pass "
                 "labels=False."
             )
-        # Folders, not files: a class of which validation has no file keeps its number.
+        # Use folders, not files: a class without a validation file keeps its number.
         self.class_names = list(class_names or _folders(path)) if labels else []
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if labels and (others := sorted(set(classes) - set(numbers))):
@@ -111,29 +102,30 @@ def from_folder(
     labels: bool = True,
     class_names: Sequence[str] | None = None,
 ) -> FolderSource:
-    """Makes a source of the files in a folder.
+    """Creates a source from the files in a folder.
 
     `preprocess` receives the contents of a file, a scalar string, and the label, a scalar int64.
 
     Args:
-      path: Folder with a folder for each class, which hidden ones and `lost+found` are not. The
-        label is the index of the folder in alphabetical order, where folders without a file count;
-        see `class_names` of the result.
-      extensions: Endings of the files to take, in upper or lower case; `None` takes all files.
-      labels: True if samples have labels. Without them `preprocess` receives the contents only, and
-        files may lie anywhere below the folder.
-      class_names: Names of the folders by label, such as `class_names` of the training data for
-        validation data: the same class then has the same label, whatever folders there are. `None`
-        (default) takes the folders that there are.
+      path: Folder with one folder for each class. Hidden folders and `lost+found` are ignored. The
+        label is the index of the class's folder in alphabetical order, including folders without
+        files; see `class_names` of the result.
+      extensions: Endings of the files to include, in upper or lower case; `None` includes all
+        files.
+      labels: True if samples have labels. Without labels, `preprocess` receives the contents only,
+        and files may lie anywhere below the folder.
+      class_names: Names of the folders by label. Pass `class_names` of the training data for
+        validation data, so that a class has the same label in both even if folders are missing.
+        `None` (default) uses the existing folders.
 
     Returns:
       Source of these files, in the order of their paths.
 
     Raises:
-      SourceError: If there is no such folder, or no file in it, or with labels a file outside the
-        folders of classes, or in one that is not among `class_names`.
-      ValueError: If `extensions` or `class_names` is a string, each of whose letters would count,
-        or if `class_names` has a name twice, or there are no labels.
+      SourceError: If the folder does not exist or has no file, or, with labels, a file is outside
+        the folders of classes or in one that is not among `class_names`.
+      ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` has
+        duplicates or is given without labels.
 
     Example:
       >>> import tempfile
@@ -172,7 +164,7 @@ def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
 
 
 def _folders(path: Path) -> list[str]:
-    """Returns the names of the folders of data in a folder, in alphabetical order."""
+    """Returns the names of the folders of classes in a folder, in alphabetical order."""
     return sorted(entry.name for entry in _entries(path) if _asked(entry.is_dir))
 
 
@@ -186,7 +178,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             f"Folders of data must be readable. Received: {error}. Let this user read it, or move "
             "it elsewhere."
         ) from error
-    # The root of a file system has one, which is nobody's data.
+    # The root of a file system contains one, which is not data.
     taken = [entry for entry in found if entry.name != "lost+found"]
     if len(taken) < len(found):
         log.info("datacache: left out %s", path / "lost+found")
@@ -196,7 +188,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, FileStatus]]:
     """Returns path and status of each file below a folder."""
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
-    # Each folder with itself and those above it, where their links lead.
+    # Each folder with the resolved paths of itself and its ancestors.
     root = path.resolve()
     found, folders = [], [(path, {root, *root.parents})]
     while folders:
@@ -212,7 +204,7 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
                 folders.append((below, above | {real}))
             elif entry.name.lower().endswith(endings):
                 about = _asked(entry.stat)
-                # Pipes and devices would be waited for.
+                # Reading pipes and devices could block.
                 if stat.S_ISREG(about.st_mode):
                     found.append((os.path.relpath(entry.path, path), FileStatus.of(about)))
     return found

@@ -1,4 +1,4 @@
-"""Examples in TFRecord files that other programs have written, as the usual ImageNet scripts do."""
+"""Examples in TFRecord files of other programs, such as the usual ImageNet scripts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,11 @@ from datacache.sources.source import IndexedSource, RandomSource, SourceError, d
 from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32
-"""Files that are searched at a time: on a file system of the network each read waits."""
+"""Files that are searched concurrently: on a network file system each read waits."""
 
 
 class RecordFilesSource(RandomSource, IndexedSource):
-    """Records of TFRecord files, see `from_tfrecords`.
-
-    Attributes:
-      identity: All that the samples depend on; see `Source`.
-      signature: `tf.TypeSpec` of each component; see `Source`.
-
-    Raises:
-      SourceError: If there is no file or no record, or a file is no TFRecord file or is cut off.
-    """
+    """Records of TFRecord files; see `from_tfrecords`."""
 
     def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
         self._features = None if features is None else dict(features)
@@ -94,23 +86,24 @@ def from_tfrecords(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     features: Mapping[str, Any] | None = None,
 ) -> RecordFilesSource:
-    """Makes a source of the examples in TFRecord files.
+    """Creates a source from the examples in TFRecord files.
 
     `preprocess` receives a dictionary of the features of an example, or without `features` the
-    bytes of a record. Records are read by index: opening the source reads the header of each, some
-    microseconds on a local disk. Checksums within the files are verified, as by `tf.data`.
+    bytes of a record. Records are read by index: opening the source reads the header of each, which
+    takes some microseconds on a local disk. Checksums within the files are verified, as by
+    `tf.data`.
 
     Args:
-      files: Pattern such as `"/data/train-*"`, the path of one file, or the paths themselves. Files
-        of a pattern are taken in the order of their names.
-      features: Features by name, as `tf.io.parse_single_example` takes them; `None` parses nothing.
+      files: Pattern such as `"/data/train-*"`, the path of one file, or a sequence of paths. Files
+        that match a pattern are sorted by name.
+      features: Features by name, as for `tf.io.parse_single_example`; `None` disables parsing.
 
     Returns:
       Source of all records, file by file.
 
     Raises:
-      SourceError: If no file is found, none has a record, or one is no TFRecord file, compressed or
-        cut off.
+      SourceError: If no file is found, none has a record, or one is not a TFRecord file, compressed
+        or truncated.
 
     Example::
 
@@ -122,7 +115,7 @@ def from_tfrecords(
     """
     if isinstance(files, str | os.PathLike):
         pattern = os.path.expanduser(files)
-        # A file that there is, whatever its name would match.
+        # An existing file takes precedence over a pattern.
         paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     else:
         paths = [os.path.expanduser(path) for path in files]
@@ -134,9 +127,9 @@ def from_tfrecords(
 
 
 def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
-    """Returns where the records of a file are, and its status."""
+    """Returns the record offsets of a file, and its status."""
     try:
-        # Before it is searched: what changes in between is seen by whoever reads it.
+        # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))
         return find_all_records(path), listed
     except OSError as error:
@@ -146,7 +139,7 @@ def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
 
 
 def _check_form(path: str) -> None:
-    """Refuses what is no TFRecord file, by the checksums of its first record."""
+    """Raises `SourceError` for other formats, by the checksums of the first record."""
     try:
         for _ in tf.data.TFRecordDataset(path).take(1):
             pass

@@ -12,20 +12,16 @@ import numpy as np
 
 
 class SourceError(RuntimeError):
-    """A source that is missing, empty, or cannot be read."""
+    """Error of a source that is missing, empty or unreadable."""
 
 
 class Source(Protocol):
-    """Samples as they are stored, by index.
+    """Samples as they are stored, by index; sources also have `read` or `stream`.
 
-    A source also has `read` (`RandomSource`) or `stream` (`StreamSource`).
-
-    Attributes:
-      identity: All that the samples depend on, as JSON can hold it: another identity is another
-        cache, and sources of the same identity share their samples. Names, sizes and times of files
-        do not tell apart two folders of an archive; give a part or a version that does, or a digest
-        of contents. The place of the data does not belong in it.
-      signature: `tf.TypeSpec` of each component of a stored sample.
+    Sources of equal `identity` share their samples, so it must hold everything that determines
+    them, as values for JSON, except the location of the data. Names, sizes and times of files do
+    not distinguish two folders of an archive: add a part, a version, or a digest of contents.
+    `signature` is the `tf.TypeSpec` of each component of a stored sample.
     """
 
     identity: Any
@@ -36,19 +32,11 @@ class Source(Protocol):
         ...
 
     def name(self, sample: int) -> str:
-        """Returns what a user would call a sample, for messages.
-
-        Args:
-          sample: Index of the sample.
-        """
+        """Returns a user's name for a sample, for messages."""
         ...
 
     def decode(self, *stored: Any) -> Any:
-        """Returns what `preprocess` receives; made of TensorFlow ops only, as it is traced.
-
-        Args:
-          *stored: Components of a stored sample, tensors with the types of `signature`.
-        """
+        """Returns the input of `preprocess` from stored components, by TensorFlow ops only."""
         ...
 
 
@@ -57,20 +45,13 @@ class RandomSource(Source, Protocol):
     """Source that can read any sample by its index."""
 
     def read(self, sample: int) -> list[np.ndarray]:
-        """Returns the components of a stored sample; called by many threads at a time.
-
-        Args:
-          sample: Index of the sample.
-
-        Raises:
-          OSError: If it cannot be read; it is tried again a few times.
-        """
+        """Returns a stored sample's components; thread-safe, and retried on `OSError`."""
         ...
 
 
 @runtime_checkable
 class StreamSource(Source, Protocol):
-    """Source that has its samples one after the other only."""
+    """Source that only supports sequential reads."""
 
     def stream(self) -> Iterator[list[np.ndarray]]:
         """Yields the components of all stored samples, in order from the first one."""
@@ -79,19 +60,15 @@ class StreamSource(Source, Protocol):
 
 @runtime_checkable
 class IndexedSource(Source, Protocol):
-    """Source that searches its files for the begins of records, which can be kept beside a pool."""
+    """Source that searches files for record offsets, which can be stored with its samples."""
 
     def keep_index(self, index: Any) -> None:
-        """Uses what an index knows, and adds to it what the source finds out.
-
-        Args:
-          index: A `datacache.pool.index.Index` that the processes of a node share.
-        """
+        """Uses the entries of an `Index` that the processes of a node share, and adds new ones."""
         ...
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the components of a sample as the signature of its source says them."""
+    """Returns the components of a sample in the form of its source's signature."""
     if len(read) != len(source.signature):
         raise SourceError(
             "A sample must have the components of its source's signature. Received: "
@@ -106,10 +83,10 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
 def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     wanted, is_text = _numpy_type(spec.dtype)
     dtype = getattr(value, "dtype", None)
-    # Most are: a file is one text.
+    # The usual case: a file is one text.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
-    # NumPy's own type for bytes has lost zeros at their end.
+    # NumPy's dtype for bytes has dropped trailing zeros.
     if is_text and (dtype is None or dtype.kind != "S"):
         texts = np.array(value, object)
         if all(isinstance(text, (str, bytes)) for text in texts.flat):
@@ -130,7 +107,7 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
 @functools.cache
 def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
     """Returns the type of arrays for a type of TensorFlow, and whether it is of texts."""
-    # Kept, because asking TensorFlow takes as long as reading a small sample.
+    # Cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
 
 
@@ -139,7 +116,7 @@ def _as_bytes(text: str | bytes) -> bytes:
 
 
 def digest(content: Any) -> str:
-    """Returns the SHA-256 of anything that JSON can hold, in hexadecimal."""
+    """Returns the SHA-256 of a value for JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

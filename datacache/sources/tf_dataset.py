@@ -1,4 +1,4 @@
-"""Any `tf.data.Dataset`, which is read from its beginning once."""
+"""Source for any `tf.data.Dataset`, which is read from its beginning once."""
 
 from __future__ import annotations
 
@@ -24,20 +24,11 @@ from datacache.sources.source import SourceError, StreamSource, array_digest, di
 from datacache.sources.tfrecord_format import find_damage
 
 FIRST = 4
-"""Elements that are looked at whenever a dataset is opened, to tell it from another one."""
+"""Elements that are read whenever a dataset is opened, to distinguish it from other datasets."""
 
 
 class DatasetSource(StreamSource):
-    """Elements of a dataset, see `from_dataset`.
-
-    Attributes:
-      identity: All that the samples depend on; see `Source`.
-      signature: `tf.TypeSpec` of each component; see `Source`.
-
-    Raises:
-      SourceError: If the number of elements is unknown, infinite or 0, the dataset shuffles, or its
-        first elements cannot be read.
-    """
+    """Elements of a dataset; see `from_dataset`."""
 
     def __init__(self, dataset: tf.data.Dataset, key: str) -> None:
         options = tf.data.Options()
@@ -67,7 +58,7 @@ class DatasetSource(StreamSource):
         self.signature = tf.nest.flatten(self._spec)
         first = list(self._read(FIRST))
         if draws:
-            # What is drawn is another one each time.
+            # Keep only components that are equal in two reads: random ones are not.
             first = [
                 [
                     one
@@ -97,7 +88,7 @@ class DatasetSource(StreamSource):
 
     @override
     def stream(self) -> Iterator[list[np.ndarray]]:
-        # Whoever looks at the first only need not read the dataset once more.
+        # A reader of only the first element need not read the dataset again.
         if self._first is not None:
             yield self._first
         for count, components in enumerate(self._read(self._samples + 1)):
@@ -143,16 +134,16 @@ class DatasetSource(StreamSource):
 
 
 def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
-    """Makes a source of the elements of a dataset, in place of `dataset.cache()`.
+    """Creates a source from the elements of a dataset, in place of `dataset.cache()`.
 
     One process of each node reads the dataset from its beginning, before the first batch.
     `preprocess` receives an element.
 
     Args:
-      dataset: Dataset that has the same elements in the same order each time: not batched, not
+      dataset: Dataset with the same elements in the same order each time: not batched, not
         repeated, not shuffled.
-      key: Name, in your words, of all that the elements depend on: the data, its part and its
-        version. Another key is another cache, and so are other first elements.
+      key: Name of your choice for everything that determines the elements: the data, its part and
+        its version. A different key, or different first elements, select a different cache.
 
     Returns:
       Source of all elements, in the order of the dataset.

@@ -1,4 +1,4 @@
-"""Splits that tensorflow-datasets has prepared, read by index straight from their files."""
+"""Splits that tensorflow-datasets has prepared, read by index directly from their files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,7 @@ from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RandomSource, IndexedSource):
-    """Records of a split, see `from_tfds`.
-
-    Attributes:
-      identity: All that the samples depend on; see `Source`.
-      signature: `tf.TypeSpec` of each component; see `Source`.
-
-    Raises:
-      SourceError: If there is no such split, it has no records, or its files are missing or of a
-        format that cannot be read by index.
-    """
+    """Records of a split; see `from_tfds`."""
 
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
         self._features, self._decoders = _select_features(builder.info.features, decoders)
@@ -40,7 +31,7 @@ class TfdsSource(RandomSource, IndexedSource):
         ]
         self._names = [os.path.basename(part.filename) for part in parts]
         self._ends = np.cumsum([part.take for part in parts])
-        # Decoders are left out: what they do is in the traced graph, and their names in Python
+        # Decoders are left out: their effect is in the traced graph, and their names in Python
         # differ between processes.
         files = [
             (name, part.skip, part.take, *status[:2])
@@ -89,11 +80,11 @@ class TfdsSource(RandomSource, IndexedSource):
 
 
 def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: Any) -> TfdsSource:
-    """Makes a source of a split of a tensorflow-datasets builder.
+    """Creates a source from a split of a tensorflow-datasets builder.
 
     `preprocess` receives the dictionary of the builder's features. Records are read by index from
-    the files that `download_and_prepare` left (TFRecord or ArrayRecord). Where the records of a
-    TFRecord file begin is searched once per file and node, and kept beside the pool. Checksums
+    the files that `download_and_prepare` left (TFRecord or ArrayRecord). The record offsets of a
+    TFRecord file are searched once per file and node, and stored with the cached samples. Checksums
     within the files are verified.
 
     Args:
@@ -108,9 +99,9 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
 
     Raises:
       ImportError: If tensorflow-datasets is missing.
-      SourceError: If the split does not exist, is not prepared, has no samples, or lies in files
-        that cannot be read by index.
-      ValueError: If there are arguments for a builder that is given itself.
+      SourceError: If the split does not exist, is not prepared, has no samples, or has files that
+        cannot be read by index.
+      ValueError: If a builder object is passed with arguments for a name.
 
     Example::
 
@@ -140,8 +131,8 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
 
 
 def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
-    """Returns the features and decoders that `tfds.decode.PartialDecoding` leaves, if it is one."""
-    # Imported here, as the package is optional.
+    """Returns the features and decoders that a `tfds.decode.PartialDecoding` selects."""
+    # Imported here, because the package is optional.
     import tensorflow_datasets as tfds
 
     if isinstance(decoders, tfds.decode.PartialDecoding):
@@ -150,7 +141,7 @@ def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
 
 
 def _file_instructions(builder: Any, split: Any) -> Sequence[Any]:
-    """Returns the files of a split, and which records of each belong to it."""
+    """Returns the files of a split, and the records of each that belong to it."""
     splits = builder.info.splits
     try:
         parts = splits[split].file_instructions
@@ -195,31 +186,31 @@ class _ArrayRecords:
         self._reader: Any = None
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Keeps nothing, as these files have an index of their own."""
+        """Does nothing, because these files contain an index."""
 
     def read(self, record: int) -> bytes:
         try:
             reader = self._opened()
-            # A file that is missing or cut at a block has no records, which is no error to the
-            # reader.
+            # A file that is missing or cut at a block has no records, which the reader does not
+            # report as an error.
             if record >= reader.num_records():
                 raise IndexError(f"it has {reader.num_records()} records")
             return reader.read([record])[0]
         except SourceError:
             raise
         except (IndexError, RuntimeError, ValueError) as error:
-            # A reader that failed once fails for good.
+            # A reader that failed once fails permanently.
             self._reader = None
             raise OSError(f"{self._path} cannot be read at record {record}: {error}") from error
 
     def _opened(self) -> Any:
-        # Imported here, as only files of this format need the package.
+        # Imported here, because only files of this format need the package.
         from array_record.python.array_record_module import ArrayRecordReader
 
         with self._lock:
             if self._reader is None:
                 reader = ArrayRecordReader(self._path)
-                # Whoever replaces it from now on leaves this open file as it is.
+                # A later replacement of the file does not change this open file.
                 refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
                 self._reader = reader
             return self._reader

@@ -1,4 +1,4 @@
-"""TFRecord files, read by index."""
+"""Random access to the records of TFRecord files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datacache.pool.index import Index
 from datacache.sources.files import read_listed, refuse_changed
 
 LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
-"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum behind
+"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum after
 the content."""
 
 
@@ -26,8 +26,8 @@ class TfRecords:
     def __init__(self, path: str, skip: int, take: int, listed: FileStatus) -> None:
         self._path, self._skip, self._listed = path, skip, listed
         self._lock = threading.Lock()
-        # Offset of the content and length of each record, zeros where unknown. Of this process
-        # alone, until there is a pool beside which they are kept.
+        # Offset of the content and length of each record, zeros if unknown. They are private to
+        # this process until a store for them exists.
         self._entries = np.zeros((take, 2), np.int64)
         self._lock_index: Callable[[], contextlib.AbstractContextManager[None]] = (
             contextlib.nullcontext
@@ -35,13 +35,13 @@ class TfRecords:
 
     @classmethod
     def known(cls, path: str, entries: np.ndarray, listed: FileStatus) -> TfRecords:
-        """Returns all records of a file whose places are known."""
+        """Returns all records of a file from their known offsets and lengths."""
         records = cls(path, 0, len(entries), listed)
         records._entries = entries
         return records
 
     def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Uses what an index knows of the records, and adds to it what is found out."""
+        """Uses the records' entries of a shared index, and adds new ones to it."""
         known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
         self._lock_index = functools.partial(index.locked_part, number)
         if known.any() and not self._entries.any():
@@ -52,7 +52,7 @@ class TfRecords:
         found = self._record(record)
         if found is None:
             with self._lock, self._lock_index():
-                # Somebody else may have searched by now.
+                # Another thread or process may have found it by now.
                 found = self._record(record)
                 if found is None:
                     self._note(find_records(self._path, self._skip, len(self._entries)))
@@ -67,7 +67,7 @@ class TfRecords:
         return content
 
     def _record(self, record: int) -> bytes | None:
-        """Returns a record as it stands in the file; `None` if it is not known where it is."""
+        """Returns a record with its framing, or `None` if its offset is unknown."""
         offset, length = self._entries[record - self._skip].tolist()
         if not HEADER_BYTES <= offset <= offset + length <= self._listed.size - CHECKSUM_BYTES:
             return None
@@ -77,23 +77,23 @@ class TfRecords:
             HEADER_BYTES + length + CHECKSUM_BYTES,
             self._listed,
         )
-        # Something else is there if the index is of no use.
+        # An invalid index points to something else.
         return found if found[:LENGTH_BYTES] == struct.pack("<Q", length) else None
 
     def _note(self, entries: np.ndarray) -> None:
-        # An entry counts once it has an offset, and other processes read while this one writes.
+        # An entry is valid once it has an offset, and other processes read while this one writes.
         self._entries[:, 1] = entries[:, 1]
         self._entries[:, 0] = entries[:, 0]
 
 
 def masked_checksum(content: bytes) -> bytes:
-    """Returns the checksum that TFRecord files have of a content or its length."""
+    """Returns the checksum of TFRecord files for a content or its length."""
     checksum = crc32c(content)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def find_damage(path: str) -> str | None:
-    """Returns where a file is damaged, or `None`."""
+    """Returns a description of a file's first damage, or `None`."""
     try:
         records = TfRecords.known(path, find_all_records(path), FileStatus.of(os.stat(path)))
         for record in range(len(records._entries)):
@@ -104,9 +104,9 @@ def find_damage(path: str) -> str | None:
 
 
 def find_all_records(path: str) -> np.ndarray:
-    """Returns offset and length of the content of all records, `[records, 2]` int64, in bytes.
+    """Returns offset and length of all records' contents, `[records, 2]` int64, in bytes.
 
-    Only the headers of records are read.
+    It reads only the headers of records.
     """
     size, offset = os.path.getsize(path), 0
     entries: list[tuple[int, int]] = []
@@ -114,7 +114,7 @@ def find_all_records(path: str) -> np.ndarray:
         while offset < size:
             header = os.pread(stream.fileno(), HEADER_BYTES, offset)
             if not any(header):
-                # Of a file that was made larger than what was written; no checksum is 0.
+                # The file was extended beyond the written data; no checksum is 0.
                 raise OSError(f"{path} has zeros where record {len(entries)} should begin")
             (length,) = struct.unpack("<Q", header[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"))
             entries.append((offset + HEADER_BYTES, length))
@@ -125,9 +125,9 @@ def find_all_records(path: str) -> np.ndarray:
 
 
 def find_records(path: str, skip: int, take: int) -> np.ndarray:
-    """Returns offset and length of the content of records, `[take, 2]` int64, in bytes.
+    """Returns offset and length of records' contents, `[take, 2]` int64, in bytes.
 
-    Rows are zeros where the file ends before. Only the headers of records are read.
+    Rows are zeros if the file ends before them. It reads only the headers of records.
     """
     size, offset = os.path.getsize(path), 0
     entries = np.zeros((take, 2), np.int64)

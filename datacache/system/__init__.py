@@ -1,1 +1,1 @@
-"""Services of the operating system: private folders, locks, memory and room on disks."""
+"""Services of the operating system: private folders, locks, memory and free space."""

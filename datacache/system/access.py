@@ -1,8 +1,8 @@
-"""Folders that others cannot read or write.
+"""Folders that other users cannot read or write.
 
-In `/dev/shm` everybody may make anything under any name, and exchange it between a check and its
-use. So owner and mode are read from what is open and never from a name: folders and files are
-opened without following links, files relative to the descriptor of their folder, and each is
+In `/dev/shm`, any user may create files under any name, and replace them between a check and its
+use. Owner and mode are therefore read from open descriptors, never from a name. Folders and files
+are opened without following links, files relative to the descriptor of their folder, and each is
 checked.
 """
 
@@ -30,15 +30,12 @@ GROUP_FOLDER, GROUP_FILE = 0o2770, 0o660
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 AT_WORKING_DIRECTORY, NO_REPLACE = -100, 1
-"""Arguments of renameat2(2), for which Python has no names."""
+"""Arguments of renameat2(2), which Python does not define."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Users who may read and write a pool.
-
-    Attributes:
-      group: Id of the group whose members may read and write, too; `None` for the user alone.
+    """Users who may read and write a store: one user, or the members of `group` as well.
 
     Example:
       >>> Access.of(None).users == f"user {os.geteuid()}"
@@ -58,7 +55,7 @@ class Access:
             raise ValueError(
                 f"`group` must be the name or number of a group. Received: group={group!r}"
             ) from error
-        # Root may give files to any group.
+        # Root may assign files to any group.
         if os.geteuid() and found.gr_gid not in (os.getegid(), *os.getgroups()):
             raise ValueError(
                 f"`group` must be one that this user is in. Received: group={group!r}. See: id"
@@ -67,12 +64,12 @@ class Access:
 
     @classmethod
     def of_folder(cls, status: os.stat_result) -> Access:
-        """Returns the access that a folder has been given."""
+        """Returns the access that a folder's mode grants."""
         return cls(group=status.st_gid if stat.S_IMODE(status.st_mode) == GROUP_FOLDER else None)
 
     @property
     def folder_mode(self) -> int:
-        """Permissions of folders; the set-group-ID bit makes new files in it the group's."""
+        """Permissions of folders; the set-group-ID bit assigns new files in it to the group."""
         return OWN_FOLDER if self.group is None else GROUP_FOLDER
 
     @property
@@ -82,20 +79,20 @@ class Access:
 
     @property
     def users(self) -> str:
-        """The users in words, for messages."""
+        """Description of the users, for messages."""
         return f"user {os.geteuid()}" if self.group is None else f"members of group {self.group}"
 
     def includes(self, user: int) -> bool:
-        """Returns whether files made by a user are trusted."""
+        """Returns whether files of a user are trusted."""
         if user == os.geteuid():
             return True
         if self.group is None:
             return False
-        # Root could write there anyway.
+        # Root can write there in any case.
         return user == 0 or self.group in _groups(user)
 
     def give(self, handle: int, mode: int) -> None:
-        """Sets group and permissions of what was just made, whatever the umask is."""
+        """Sets group and permissions of a new file or folder, whatever the umask is."""
         if self.group is not None:
             os.fchown(handle, -1, self.group)
         os.fchmod(handle, mode)
@@ -108,22 +105,16 @@ def _groups(user: int) -> list[int]:
     try:
         entry = pwd.getpwuid(user)
     except KeyError:
-        # Users of other containers need not be known here.
+        # Users of other containers may be unknown here.
         return []
     return os.getgrouplist(entry.pw_name, entry.pw_gid)
 
 
 class Directory:
-    """An open folder, and the files in it.
+    """Open folder, and the files in it.
 
-    Attributes:
-      path: Path of the folder.
-      access: Users who may read and write the folder.
-      descriptor: Descriptor of the folder.
-
-    Raises:
-      FileNotFoundError: If there is no such folder.
-      CacheError: If it is a link, belongs to another user, or is open to others.
+    It raises `FileNotFoundError` for a missing folder, and `CacheError` for one that is a link,
+    belongs to another user, or is accessible to others.
 
     Example:
       >>> import tempfile
@@ -142,27 +133,19 @@ class Directory:
 
     @classmethod
     def create(cls, path: Path, access: Access) -> Self:
-        """Opens a folder, which is made if there is none, with all folders above it.
-
-        Returns:
-          The open folder.
-        """
+        """Opens a folder, after creating it and all its ancestors if necessary."""
         while True:
             try:
                 _make(path, access)
                 return cls(path, access)
             except FileNotFoundError:
-                # Somebody may have removed it in between.
+                # Another process may have removed it in between.
                 continue
             except OSError as error:
                 raise _unwritable(path, error) from error
 
     def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> int:
-        """Opens a file in the folder.
-
-        Returns:
-          Descriptor of the file, which the caller closes.
-        """
+        """Opens a file in the folder; the caller closes the descriptor."""
         path = self.path / name
         try:
             handle = _open(path, name, flags, self.descriptor)
@@ -179,14 +162,14 @@ class Directory:
         return set(os.listdir(self.descriptor))
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def rename(self, name: str, new: str) -> None:
-        """Gives a file another name, durably."""
+        """Renames a file durably."""
         os.replace(name, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-        # The name is content of the folder, which a loss of power would undo otherwise.
+        # The name is content of the folder, and would be lost at a power loss without this.
         os.fsync(self.descriptor)
 
     def stat(self, name: str) -> os.stat_result:
@@ -195,7 +178,7 @@ class Directory:
 
     @property
     def is_gone(self) -> bool:
-        """True if the folder's path leads elsewhere by now, or nowhere."""
+        """True if the folder's path is missing or leads to another folder."""
         try:
             return not os.path.samestat(
                 os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
@@ -227,7 +210,7 @@ class Directory:
 
 
 def _make(path: Path, access: Access) -> None:
-    """Makes a folder, and those above it, unless there is one."""
+    """Creates a folder and its ancestors if they do not exist."""
     if not path.parent.exists():
         Directory.create(path.parent, access).close()
     try:
@@ -236,13 +219,13 @@ def _make(path: Path, access: Access) -> None:
     except FileExistsError:
         return
     except FileNotFoundError as error:
-        # The kernel's own file systems, such as /proc, answer so.
+        # Virtual file systems of the kernel, such as /proc, raise this error.
         raise _unwritable(path, error) from error
 
 
 def _make_accessible(path: Path, access: Access) -> None:
-    # Closed at first: with a group's permissions it would be open to this user's own group until it
-    # is given to the other one.
+    # Private at first: with group permissions it would be accessible to this user's primary group
+    # until its group is set.
     path.mkdir(mode=OWN_FOLDER)
     handle = _open(path, path, os.O_RDONLY | os.O_DIRECTORY)
     access.give(handle, access.folder_mode)
@@ -250,14 +233,12 @@ def _make_accessible(path: Path, access: Access) -> None:
 
 
 def _make_beside(path: Path, access: Access) -> bool:
-    """Makes the folder of a group under another name, and renames it once it is the group's.
+    """Creates the folder of a group under a temporary name, and renames it once its group is set.
 
-    Members of the group that open it at the same time would else find it closed to them.
-
-    Returns:
-      `False` where the file system cannot rename without replacing.
+    Otherwise, members of the group that open it concurrently would be refused. Returns `False` if
+    the file system cannot rename without replacing.
     """
-    # Saves the work; renaming refuses to replace it anyway.
+    # This only saves work, because the rename refuses to replace a folder.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -273,10 +254,9 @@ def _make_beside(path: Path, access: Access) -> bool:
 
 
 def rename_new(old: Path, new: Path) -> bool:
-    """Renames a folder; unlike `os.rename` it does not replace an empty one of the new name.
+    """Renames a folder; unlike `os.rename`, it does not replace an empty one of the new name.
 
-    Returns:
-      `False` if the file system or the C library cannot do that.
+    Returns `False` if the file system or the C library does not support this.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -297,7 +277,7 @@ def _open(
     try:
         return os.open(name, flags | WITHOUT_LINKS, mode, dir_fd=folder)
     except OSError as error:
-        # A link is ENOTDIR where a folder was asked for, and ELOOP otherwise.
+        # The error for a link is ENOTDIR if a folder was requested, and ELOOP otherwise.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise CacheError(
                 f"A cache must not lie behind links. Received: {path}, a link to "
@@ -329,9 +309,9 @@ def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int
 
 
 def _tighten(handle: int, path: Path, status: os.stat_result, access: Access, mode: int) -> bool:
-    """Closes what belongs to this user to those who could only read it; returns whether it did.
+    """Removes permissions of other users who could only read; returns whether it did.
 
-    What others could write is refused and not closed: they may have written there already.
+    A file that others could write is refused instead: they may have written there already.
     """
     found = stat.S_IMODE(status.st_mode)
     surplus = found & ~mode

@@ -1,4 +1,4 @@
-"""Work on a thread of its own while the job gets ready."""
+"""Work on a background thread during the setup of a job."""
 
 from __future__ import annotations
 
@@ -38,20 +38,17 @@ class BackgroundSteps(threading.Thread):
                 return
 
     def close(self) -> None:
-        """Ends the thread after the step that it is at."""
+        """Ends the thread after its current step."""
         self._ended = True
         self.join()
 
 
 def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> Iterator[None]:
-    """Makes the page tables of mappings, one step for each element of the iterator.
+    """Creates the page tables of mappings, one step for each element of the iterator.
 
-    A process that opens a warm pool finds its pages in memory, but has no page tables for them,
-    and none for its batches. The kernel would stop it at each page that it touches for the first
-    time, and the first epoch would take nearly twice as long.
-
-    Yields:
-      `None` after each step. It ends early where the kernel or the library cannot do it.
+    A process that opens a warm store finds its pages in memory, but has no page tables for them,
+    and none for its batches. A page fault at the first access of each page would nearly double the
+    time of the first epoch. The iterator ends early without support by the kernel or the library.
     """
     for pages in (np.frombuffer(mapping, np.uint8) for mapping in mappings):
         for begin in range(0, len(pages), STEP_BYTES):

@@ -1,4 +1,4 @@
-"""Room for pools: how much disks and memory have, and reserving it."""
+"""Free space for stores on disks and in memory, and its reservation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from datacache.from_tfposeidon import available_memory, is_memory
 
 STEP_BYTES = 2**26
-"""Bytes that are reserved at a time. Large enough for a file system to be fast; small enough that
-memory which others take meanwhile is noticed before it is too late."""
+"""Bytes that are reserved at a time. Large enough to be fast on a file system, and small enough to
+notice in time if other processes use up the memory."""
 
 SMALL_FILES_BYTES = 2**16
-"""Bytes that a pool takes beside its samples: a few pages for each of its small files."""
+"""Bytes of a store besides its samples: a few pages for each of its small files."""
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that a file system, or memory if it lies there, has for a pool."""
+    """Returns the bytes that a store may use in a file system, or in memory if it lies there."""
     while not path.exists():
         path = path.parent
     free = max(0, shutil.disk_usage(path).free - SMALL_FILES_BYTES)
@@ -26,15 +26,15 @@ def free_bytes(path: Path) -> int:
 
 
 def reserve(handle: int, offset: int, size: int) -> None:
-    """Reserves room for a part of a file.
+    """Reserves space for a part of a file.
 
-    A file with holes would end the process (SIGBUS) that writes into one through a mapping when the
-    disk is full. And a file in memory that grows beyond what there is would have the kernel end
-    processes, so available memory is looked at before each step.
+    A process that writes into a hole of a sparse file through a mapping is killed if the disk is
+    full (SIGBUS). For a file in memory that exceeds the available memory, the kernel kills
+    processes, so available memory is checked before each step.
     """
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
-    # Where a file system cannot allocate, the C library writes zeros instead, until it is full.
+    # If a file system does not support allocation, the C library writes zeros until it is full.
     if size > STEP_BYTES and size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for begin in range(offset, offset + size, STEP_BYTES):
@@ -45,7 +45,7 @@ def reserve(handle: int, offset: int, size: int) -> None:
 
 
 def means_full(error: OSError) -> bool:
-    """Returns whether an error says that there is no room, in the file system or for its owner.
+    """Returns whether an error means that the file system or its owner's quota is full.
 
     Example:
       >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))

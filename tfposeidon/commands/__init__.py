@@ -1,1 +1,1 @@
-"""The commands `python -m tfposeidon check` and `install`."""
+"""Commands `python -m tfposeidon check` and `install`."""

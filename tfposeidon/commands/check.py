@@ -1,9 +1,8 @@
-"""Reports versions, how Horovod was built and the nodes it sees, and runs a small collective.
+"""Reports versions, the build of Horovod and the nodes that it sees, and runs a small collective.
 
-Alone it checks this machine; under `horovodrun -np N python -m tfposeidon check` it checks the job.
-With `--network FILE` it also measures the network of the job, and writes a profile of it to a file
-for `tfposeidon.init(network=FILE)`. If something is wrong, it says what to do, and the exit status
-is 1.
+On its own it checks this machine; `horovodrun -np N python -m tfposeidon check` checks the job.
+With `--network FILE` it also measures the network of the job, and writes a profile to a file for
+`tfposeidon.init(network=FILE)`. If a check fails, it prints the remedy, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -23,15 +22,11 @@ from tfposeidon.text import table
 
 
 class CheckError(RuntimeError):
-    """Raised where something is wrong; the message says what to do."""
+    """Error of a failed check; the message names the remedy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon check`.
-
-    Args:
-      parser: Parser of the command.
-    """
+    """Adds the options of `python -m tfposeidon check`."""
     parser.add_argument("--ranks-per-node", type=int, help="as in tfposeidon.init()")
     parser.add_argument(
         "--network",
@@ -41,14 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon check`.
-
-    Args:
-      options: Parsed options.
-
-    Returns:
-      The exit status: 0, or 1 if something is wrong.
-    """
+    """Runs the command; returns 0, or 1 if a check fails."""
     try:
         rows = _versions()
         topology = _start(options.ranks_per_node)
@@ -106,7 +94,7 @@ def _check_tensorflow() -> None:
 
 
 def version_of(name: str) -> str | None:
-    """Returns the version of an installed distribution."""
+    """Returns the version of an installed distribution, or `None`."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -114,8 +102,8 @@ def version_of(name: str) -> str | None:
 
 
 def _start(ranks_per_node: int | None) -> Any:
-    # Modules that need TensorFlow are imported here and below: `_versions` tells first, in words
-    # that help, if it is missing or of the wrong release.
+    # Modules that need TensorFlow are imported here and below, because `_versions` first reports a
+    # missing or unsupported TensorFlow with the remedy.
     import_tensorflow()
     from tfposeidon.communication import runtime
 
@@ -129,11 +117,7 @@ def _ranks_here(topology: Any) -> int:
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
-    """Returns rows about Horovod and the GPUs; refuses parts that do not go together.
-
-    Args:
-      ranks_here: Number of ranks on this node.
-    """
+    """Returns rows about Horovod and GPUs; requires NCCL if each rank has its own GPU."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -153,10 +137,7 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
 
 
 def _wrong_schemes() -> list[str]:
-    """Runs every scheme once in a graph, and returns a line for each whose mean is wrong.
-
-    Sparse schemes send everything here, so that their mean is that of the others.
-    """
+    """Runs every scheme once in a graph; returns a message for each with a wrong mean."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -186,7 +167,7 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
         return scheme.exchange_factors(
             FactorPair(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
         )
-    # A scheme that is flushed sends all it has, which makes sparse schemes exact.
+    # A flush sends everything, which makes sparse schemes exact.
     state = scheme.flushing(
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
     )
@@ -194,7 +175,7 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
 
 
 def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
-    """Measures the links between ranks; rank 0 writes them to a file."""
+    """Measures the network between ranks; rank 0 writes its profile to a file."""
     if topology.size == 1:
         raise CheckError(
             "Links are between ranks. Received: --network on a single rank. Run: horovodrun -np N "
@@ -239,7 +220,7 @@ def _about_rates(rates: Any) -> str:
 
 
 def _write_whole(path: str, text: str) -> None:
-    """Writes a file beside its place, and renames it: readers see the old one or the new."""
+    """Writes a file atomically, by a rename: readers see the old or the new content."""
     beside = f"{path}.part"
     with open(beside, "w") as stream:
         stream.write(text)

@@ -1,4 +1,4 @@
-"""Corrections of Horovod's last release, which `install` applies before it builds it."""
+"""Patches of Horovod's last release, which `install` applies before it builds Horovod."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ CORRECTED_MARK = "+tfposeidon.3"
 
 
 class CorrectionError(RuntimeError):
-    """Raised where Horovod's source is not the one that is corrected."""
+    """Error of a Horovod source that a patch does not match."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A wrong passage in Horovod's source, and what it has to be.
+    """Patch of a passage in Horovod's source.
 
-    Args:
-      file: Path in Horovod's source.
-      wrong: Text that occurs once in the file.
-      right: Text that replaces it.
-      why: Reason: what goes wrong without the correction.
+    `file` is relative to the source, and `why` is the failure without the patch.
     """
 
     file: str
@@ -30,14 +26,7 @@ class Correction:
     why: str
 
     def apply(self, source: Path) -> None:
-        """Corrects the file.
-
-        Args:
-          source: Folder of Horovod's source.
-
-        Raises:
-          CorrectionError: If the wrong passage does not occur exactly once.
-        """
+        """Patches the file; raises `CorrectionError` unless `wrong` occurs exactly once."""
         path = source / self.file
         text = path.read_text()
         if text.count(self.wrong) != 1:

@@ -1,11 +1,11 @@
-"""Finds the parts of CUDA: the driver, the toolkit that compiles, NCCL, and TensorFlow's version.
+"""Finds the components of CUDA: driver, toolkit with its compiler, NCCL, and TensorFlow's version.
 
-Think of three version numbers. The driver supports programs up to one version of CUDA. nvcc
-compiles for its own version and links its runtime into the result. TensorFlow brings another
-runtime. Two runtimes work in one process as long as the driver supports both.
+Three version numbers matter. The driver supports programs up to one version of CUDA. nvcc compiles
+for its own version and links its runtime into the result. TensorFlow contains another runtime. Two
+runtimes work in one process as long as the driver supports both.
 
-This module uses the standard library only: `install` and `setup.py` import it before anything else
-is there.
+This module uses the standard library only, because `install` and `setup.py` import it before any
+dependency is installed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
 
 
 class CudaError(RuntimeError):
-    """A part of CUDA that is missing or does not suit, with the remedy."""
+    """Error of a missing or incompatible component of CUDA, with the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Toolkit:
-    """A CUDA toolkit: nvcc with its headers and its runtime.
+    """CUDA toolkit: nvcc with its headers and its runtime.
 
-    Args:
-      home: Folder with `bin/nvcc` and `include`.
-      version: Version of CUDA that nvcc compiles for, such as `(12, 9)`.
+    `home` is the folder with `bin/nvcc` and `include`. `version` is the CUDA version for which nvcc
+    compiles, such as `(12, 9)`.
     """
 
     home: Path
@@ -55,7 +54,7 @@ class Toolkit:
     @property
     def static_runtime(self) -> Path:
         """Path of the CUDA runtime that Horovod and the native ops link."""
-        # NVIDIA's installers, Debian's package, and the wheels.
+        # Layouts of NVIDIA's installers, of Debian's package, and of the wheels.
         folders = ("lib64", "lib/x86_64-linux-gnu", "targets/*/lib", "lib")
         found = (path for f in folders for path in self.home.glob(f"{f}/libcudart_static.a"))
         return next(found, self.home / "lib64" / "libcudart_static.a")
@@ -63,13 +62,7 @@ class Toolkit:
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """NCCL's header and library.
-
-    Args:
-      include: Folder of `nccl.h`.
-      library: Path of the shared library.
-      version: Version in the header, such as `"2.27.7"`.
-    """
+    """NCCL's header and library; `version` is the one in the header, such as `"2.27.7"`."""
 
     include: Path
     library: Path
@@ -77,9 +70,10 @@ class Nccl:
 
     @property
     def rpath(self) -> str:
-        """Where the loader looks for it: relative to Horovod if both lie in one folder."""
+        """Search path for the loader: relative to Horovod if both lie in one folder."""
         if Path(sysconfig.get_path("purelib")) in self.library.parents:
-            # From site-packages/horovod/tensorflow: the built wheel may go to another environment.
+            # Relative to site-packages/horovod/tensorflow: the wheel may be installed in another
+            # environment.
             return "$ORIGIN/../../nvidia/nccl/lib"
         return str(self.library.parent)
 
@@ -91,20 +85,20 @@ def driver_present() -> bool:
 
 @functools.cache
 def driver_version() -> Version | None:
-    """Returns the version of CUDA up to which the driver supports programs; `None` without one."""
+    """Returns the latest CUDA version that the driver supports; `None` without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     number = ctypes.c_int()
-    # It needs no GPU, and does not occupy one.
+    # This call neither needs nor occupies a GPU.
     if library.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
         return None
     return number.value // 1000, number.value % 1000 // 10
 
 
 def driver_release() -> str | None:
-    """Returns the release of the driver, such as `"580.95.05"`, if the kernel says it."""
+    """Returns the release of the driver, such as `"580.95.05"`, if the kernel reports it."""
     path = Path("/proc/driver/nvidia/version")
     match = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.exists() else None
     return match[1] if match else None
@@ -113,10 +107,8 @@ def driver_release() -> str | None:
 def require_toolkit() -> Toolkit:
     """Returns the first toolkit that can compile for this machine.
 
-    It is that of `HOROVOD_CUDA_HOME` if that is set, else one of `PATH`, `/usr/local/cuda` or pip.
-
-    Raises:
-      CudaError: If there is none, or all lack a part, are too old, or are newer than the driver.
+    It is that of `HOROVOD_CUDA_HOME` if set, otherwise one of `PATH`, `/usr/local/cuda` or pip.
+    `CudaError` reports that all lack a component, are too old, or are newer than the driver.
     """
     problems = []
     for home in _homes():
@@ -141,11 +133,11 @@ def _homes() -> list[Path]:
 
 
 def _homes_of_nvcc() -> list[Path]:
-    """Returns where the toolkit of the nvcc on the path may lie."""
+    """Returns candidate folders for the toolkit of the nvcc on the path."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return []
-    # It may be a script that calls another one; Debian's calls one whose libraries are in /usr.
+    # nvcc may be a script that calls another one; Debian's calls one with libraries in /usr.
     dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull]
     said = subprocess.run(dry_run, capture_output=True, text=True).stderr
     match = re.search(r"^#\$ _HERE_=(.+)$", said, re.MULTILINE)
@@ -213,11 +205,7 @@ def find_nccl(toolkit: Toolkit) -> Nccl | None:
 
 
 def require_nccl(toolkit: Toolkit) -> Nccl:
-    """Returns NCCL.
-
-    Raises:
-      CudaError: If there is none.
-    """
+    """Returns NCCL, or raises `CudaError`."""
     nccl = find_nccl(toolkit)
     if nccl is None:
         raise CudaError(
@@ -235,15 +223,15 @@ def _version_in(include: Path) -> str:
 
 
 def wheels() -> list[Path]:
-    """Returns the folders in which pip puts its packages of CUDA."""
+    """Returns the folders in which pip installs its packages of CUDA."""
     return _folders_of("nvidia")
 
 
 def _folders_of(package: str) -> list[Path]:
-    """Returns where a package is in the build, or where pip installs to; it is not imported."""
-    # pip may have installed it since this process looked.
+    """Returns the folders of a package in the build or in pip's target; does not import it."""
+    # pip may have installed it after Python cached the folders.
     importlib.invalidate_caches()
-    # An isolated build of pip sees neither of the last three.
+    # sys.path of an isolated build by pip lacks the last three.
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     path = [*sys.path, *installed, site.getusersitepackages()]
     spec = importlib.machinery.PathFinder.find_spec(package, path)
@@ -251,10 +239,8 @@ def _folders_of(package: str) -> list[Path]:
 
 
 def tensorflow_cuda() -> str | None:
-    """Returns the version of CUDA that TensorFlow was built for, `None` if for CPUs or missing.
-
-    TensorFlow is not imported, which takes seconds.
-    """
+    """Returns the CUDA version for which TensorFlow was built; `None` for CPUs or without it."""
+    # Importing TensorFlow would take seconds.
     for folder in _folders_of("tensorflow"):
         path = folder / "python/platform/build_info.py"
         text = path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Rows of `check` about GPUs: the versions that are there, and those that Horovod was built for."""
+"""Rows of `check` about GPUs: installed versions, and those for which Horovod was built."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from tfposeidon.commands import cuda
 
 
 class GpuError(RuntimeError):
-    """Parts of CUDA that do not go together; the message says what to do."""
+    """Error of incompatible CUDA components; the message names the remedy."""
 
 
 def rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns lines of a table about GPUs, after Horovod and TensorFlow have been loaded.
-
-    Args:
-      gpus: Number of GPUs that TensorFlow sees.
-
-    Raises:
-      GpuError: If the driver does not support the CUDA of Horovod or TensorFlow.
-    """
+    """Returns table rows about GPUs; raises `GpuError` if the driver is too old."""
+    # Horovod and TensorFlow must be loaded before this call. `gpus` is the number that TensorFlow
+    # sees.
     tensorflow_cuda = cuda.tensorflow_cuda()
     horovod_cuda = _horovod_cuda()
     if not (gpus or cuda.driver_present() or horovod_cuda or tensorflow_cuda):
@@ -51,7 +46,7 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
     problem = cuda.problem_with_driver(_numbers(tensorflow_cuda))
     if problem:
         return f"0 for TensorFlow. {problem}"
-    # TensorFlow logs which of its libraries it did not find, but not at our log level.
+    # TensorFlow logs the libraries that it did not find, but not at our log level.
     return (
         "0 for TensorFlow, though there is a driver. TF_CPP_MIN_LOG_LEVEL=0 python -c 'import "
         'tensorflow as tf; tf.config.list_physical_devices("GPU")\' says why; mostly its libraries '
@@ -79,7 +74,7 @@ def _numbers(version: str) -> cuda.Version:
 
 
 def _horovod_cuda() -> str | None:
-    """Returns the version of CUDA that Horovod was compiled with, which its build notes."""
+    """Returns the version of CUDA that Horovod's build recorded in its metadata."""
     import horovod
 
     path = Path(horovod.__file__).with_name("metadata.json")
@@ -89,12 +84,12 @@ def _horovod_cuda() -> str | None:
 def _built_for(horovod_cuda: str | None) -> str:
     import horovod.tensorflow as hvd
 
-    # Builds that `install` has not made note nothing.
+    # Only builds by `install` record the version.
     return horovod_cuda or ("a CUDA that its build did not note" if hvd.cuda_built() else "CPUs")
 
 
 def _cudnn() -> str | None:
-    # By its name: where TensorFlow has loaded one, it is that one.
+    # Load the library by its name: if TensorFlow has loaded one, this returns the same.
     library = _loaded("libcudnn.so.9", "cudnn/lib")
     if library is None:
         return None
@@ -113,7 +108,7 @@ def _nccl() -> str:
     seen, built = number.value, hvd.nccl_built()
     text = f"{_dotted(seen)}{f', Horovod for {_dotted(built)}' if built else ''}"
     if built > seen:
-        # One that was older did all that was tried, on an H200; NVIDIA does not promise it.
+        # An older NCCL passed all tests on an H200, but NVIDIA does not guarantee it.
         text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_dotted(built)}'"
     return text
 

@@ -1,11 +1,12 @@
-"""Installs what tfposeidon stands on: TensorFlow, and Horovod with some corrections.
+"""Installs the dependencies of tfposeidon: TensorFlow, and a patched Horovod.
 
 Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
-several hosts over Gloo as it stands. `python -m tfposeidon install` downloads its source, corrects
-it (see `corrections`), builds a wheel and keeps that in a per-user cache, so that the next
-environment on this machine takes seconds. `versions` says which Python and TensorFlow it takes.
+several hosts over Gloo without patches. `python -m tfposeidon install` downloads its source,
+patches it (see `corrections`), builds a wheel and stores it in a per-user cache, so that the next
+environment on this machine takes seconds. `versions` lists the supported releases of Python and
+TensorFlow.
 
-This module uses the standard library only: it runs before anything else is there.
+This module uses the standard library only, because it runs before any dependency is installed.
 """
 
 from __future__ import annotations
@@ -35,17 +36,13 @@ LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
 
 class InstallError(RuntimeError):
-    """An installation that failed, with the cause and the remedy."""
+    """Error of a failed installation, with the cause and the remedy."""
 
 
 def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
-    """Returns what pip is asked for; the wheel for CPUs has half the size.
-
-    Args:
-      with_cuda: True for a TensorFlow that runs on GPUs.
-      release: Release of TensorFlow, such as `"2.20"`; by default the one that the native library
-        was built for, else the newest that is supported on this Python.
-    """
+    """Returns pip's requirement; the default release is that of the native library."""
+    # Without a native library, take the newest release that this Python supports. The wheel for
+    # CPUs has half the size.
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
     if with_cuda:
         return f"tensorflow[and-cuda]=={release}.*"
@@ -53,11 +50,7 @@ def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
 
 
 def built_for(library: Path = LIBRARY) -> str | None:
-    """Returns the version of TensorFlow that the native library was compiled for, if it is known.
-
-    Args:
-      library: Path of the native library, which is read and not loaded.
-    """
+    """Returns the TensorFlow version of the native library, if known, without loading it."""
     if not library.exists():
         return None
     match = re.search(rb"tfposeidon built for TensorFlow ([0-9a-z.]+)", library.read_bytes())
@@ -65,21 +58,13 @@ def built_for(library: Path = LIBRARY) -> str | None:
 
 
 def finds(module: str) -> bool:
-    """Returns whether a module can be imported in the build, or where pip installs to.
-
-    Args:
-      module: Name of a module, without dots; it is not imported.
-    """
+    """Returns whether the build or pip's target has a top-level module; does not import it."""
     return _finds(module, [*sys.path, sysconfig.get_path("purelib")])
 
 
 def target_has(module: str) -> bool:
-    """Returns whether a module is where pip installs to, also from its isolated builds.
-
-    Args:
-      module: Name of a module, without dots; it is not imported.
-    """
-    # Isolated builds run this environment's interpreter, but with another `sys.path`.
+    """Returns whether pip's target has a top-level module, also from isolated builds."""
+    # Isolated builds run the interpreter of this environment, but with another `sys.path`.
     return _finds(module, [sysconfig.get_path("purelib")])
 
 
@@ -94,31 +79,31 @@ def cache_folder() -> Path:
 
 
 def horovod_flags(with_cuda: bool) -> dict[str, str]:
-    """Returns Horovod's build options: Gloo always, MPI and NCCL where asked for."""
+    """Returns Horovod's build options: Gloo always, MPI and NCCL on request."""
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
-        # Also beside MPI: the lab's ranks find one another by Gloo's store.
+        # Gloo is needed even with MPI: the lab's ranks connect through its key-value store.
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         ("HOROVOD_WITH_MPI" if with_mpi else "HOROVOD_WITHOUT_MPI"): "1",
-        # Horovod's bundled gloo asks for a CMake older than CMake 4 accepts.
+        # Horovod's bundled gloo requests a CMake older than CMake 4 accepts.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     if with_cuda:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
-            # The default is static, and the wheels of NCCL hold a shared library only.
+            # The default is static, but the wheels of NCCL contain a shared library only.
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return flags
 
 
 def cache_key(with_cuda: bool) -> str:
-    """Returns a hash of what the wheel depends on: TensorFlow, Python, compilers, corrections."""
-    # Not the corrections' reasons: another wording is the same wheel.
+    """Returns a hash of the wheel's dependencies: TensorFlow, Python, compilers, patches."""
+    # The patches' reasons are left out: they do not change the wheel.
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -136,16 +121,9 @@ def cache_key(with_cuda: bool) -> str:
 
 
 def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
-    """Installs TensorFlow and Keras where they are missing; keeps what is there.
+    """Installs TensorFlow and Keras where they are missing.
 
-    Args:
-      with_cuda: True for a TensorFlow that runs on GPUs, with the libraries that it needs.
-      release: Release of TensorFlow, such as `"2.20"`; see `tensorflow_requirement` for the
-        default.
-
-    Raises:
-      UnsupportedVersionError: If there are no wheels of `release` for this Python.
-      InstallError: If another release is installed already.
+    An installed TensorFlow is not replaced; `InstallError` reports one that differs from `release`.
     """
     if release:
         versions.require_tensorflow("tensorflow", release)
@@ -164,15 +142,10 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
 
 
 def install_horovod(with_cuda: bool) -> None:
-    """Installs Horovod from the cached wheel, building that first if need be.
+    """Installs Horovod from the cached wheel, which is built first if necessary.
 
-    Args:
-      with_cuda: True to build it with NCCL; no driver is needed for that.
-
-    Raises:
-      InstallError: With the last lines of the compiler, and what to install.
-      CudaError: If nvcc or NCCL is missing, or nvcc does not suit the driver that is loaded.
-      UnsupportedVersionError: If the installed TensorFlow is not supported.
+    A build with NCCL needs nvcc, but no driver. `InstallError` has the compiler's last lines and
+    the packages to install.
     """
     present = _tensorflow_version()
     if present is None:
@@ -188,9 +161,9 @@ def install_horovod(with_cuda: bool) -> None:
     if not wheels:
         wheels = [_build_into(folder, with_cuda)]
     _say(f"installing {wheels[0]}")
-    # Forced, as a wheel of the same version may be there that another TensorFlow was built against.
+    # Force it, because a wheel of the same version for another TensorFlow may be installed.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
-    # What Horovod imports when it runs; setuptools and wheel were for the build.
+    # Horovod's runtime dependencies; setuptools and wheel were needed for the build only.
     _pip("install", *BUILD_TOOLS[2:])
 
 
@@ -207,12 +180,12 @@ def _require_tensorflow_with_cuda(present: str) -> None:
 
 
 def _build_into(folder: Path, with_cuda: bool) -> Path:
-    """Builds the wheel in a scratch folder of the cache; a kill leaves no half a wheel."""
+    """Builds the wheel in a temporary folder; a killed build leaves no partial wheel."""
     require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
-    # In the cache, so that the wheel can be renamed into its place: that is atomic on one file
-    # system only.
+    # The temporary folder is in the cache, so that the wheel can be renamed into its place, which
+    # is atomic on one file system only.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
@@ -226,7 +199,7 @@ def _build_into(folder: Path, with_cuda: bool) -> Path:
 def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
-    # Without isolation: pip runs setup.py to learn the name, with the setuptools installed above.
+    # Without isolation, pip runs setup.py for the name, with the setuptools installed above.
     _pip(
         "download",
         "--no-deps",
@@ -247,11 +220,11 @@ def _corrected_source(scratch: Path) -> Path:
 
 
 def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) -> None:
-    """Compiles a wheel of Horovod into a folder; the end of its log is in the error."""
+    """Compiles a wheel of Horovod into a folder; an error has the end of the log."""
     environment = os.environ | horovod_flags(with_cuda) | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if with_cuda:
         environment |= cuda_environment(scratch)
-    # Without isolation: Horovod asks the installed TensorFlow for its headers and flags.
+    # Without isolation, Horovod gets headers and flags from the installed TensorFlow.
     command = [
         sys.executable,
         "-m",
@@ -278,7 +251,7 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
 
 
 def _compilers_last_lines(log: Path) -> str:
-    # Horovod's setup.py and pip close with pages of their own, which say nothing of the cause.
+    # Horovod's setup.py and pip end with long messages of their own that do not contain the cause.
     text = log.read_text(errors="replace")
     for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
         text, _, _ = text.partition(closing)
@@ -297,7 +270,8 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
     if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
         needed = cuda.DRIVERS.get(toolkit.version[0], "that supports it")
         _say(f"what is built will need NVIDIA's driver {needed} or later on each machine")
-    # Wheels hold libnccl.so.2 and libcudart.so.13 alone: CMake looks for names without a version.
+    # Wheels contain libnccl.so.2 and libcudart.so.13 only, but CMake searches names without a
+    # version.
     links = scratch / "links"
     links.mkdir()
     (links / "libnccl.so").symlink_to(nccl.library)
@@ -308,7 +282,7 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
         (links / "libcudart_static.a").symlink_to(toolkit.static_runtime)
     return {
         "CMAKE_LIBRARY_PATH": str(links),
-        # Horovod's build asks the nvcc of the path which GPUs it knows.
+        # Horovod's build queries the nvcc on the path for the GPUs that it supports.
         "PATH": os.pathsep.join([str(toolkit.home / "bin"), os.environ.get("PATH", "")]),
         "HOROVOD_CUDA_HOME": str(toolkit.home),
         "HOROVOD_NCCL_INCLUDE": str(nccl.include),
@@ -318,7 +292,7 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
 
 
 def require_build_tools() -> None:
-    """Refuses a machine without the programs that Horovod's build calls."""
+    """Raises `InstallError` if a program that Horovod's build calls is missing."""
     missing = [tool for tool in ("cmake", "make") if shutil.which(tool) is None]
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         missing.append("g++")
@@ -333,8 +307,8 @@ def require_build_tools() -> None:
 
 
 def _tensorflow_version() -> str | None:
-    # Read from its metadata and not imported, which takes seconds. pip may have installed it since
-    # this process looked, so what Python remembers of folders is dropped.
+    # Read the metadata, because importing TensorFlow takes seconds. Invalidate Python's caches of
+    # folders: pip may have installed it after this process started.
     importlib.invalidate_caches()
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
         try:
@@ -367,7 +341,7 @@ def _say(text: str) -> None:
 
 
 def for_gpus() -> bool:
-    """Returns whether to install for GPUs where nobody says: if a driver and TensorFlow are."""
+    """Returns the default of `--cuda`: true with a driver, unless TensorFlow is for CPUs."""
     if not cuda.driver_present():
         return False
     present = _tensorflow_version()
@@ -378,11 +352,7 @@ def for_gpus() -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon install`.
-
-    Args:
-      parser: Parser of the command.
-    """
+    """Adds the options of `python -m tfposeidon install`."""
     parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
     parser.add_argument(
         "--cuda",
@@ -399,19 +369,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon install`.
-
-    Args:
-      options: Parsed options.
-
-    Returns:
-      The exit status; 1 where something could not be installed.
-    """
+    """Runs the command; returns the exit status, 1 if an installation failed."""
     try:
         versions.require_python()
         with_cuda = for_gpus() if options.cuda is None else options.cuda
         if with_cuda:
-            # Before gigabytes are downloaded.
+            # Fail before gigabytes are downloaded.
             cuda.require_toolkit()
         if not options.horovod_only:
             install_tensorflow(with_cuda, options.tensorflow)

@@ -1,8 +1,8 @@
-"""Releases of Python, TensorFlow and Keras that tfposeidon supports, and errors that refuse others.
+"""Releases of Python, TensorFlow and Keras that tfposeidon supports, and errors for all others.
 
-`setup.py` and `build_backend.py` import this module where nothing is installed, and
-`python -m tfposeidon` on a Python that may be too old: it uses the standard library only, and no
-syntax that is newer than Python 3.7.
+`setup.py` and `build_backend.py` import this module without any dependency installed, and `python
+-m tfposeidon` on a Python that may be too old. It therefore uses the standard library only, and no
+syntax newer than Python 3.7.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 PYTHON = ("3.11", "3.12", "3.13")
 TENSORFLOW = ("2.19", "2.20", "2.21")
 FIRST_TENSORFLOW = {"3.13": "2.20"}
-"""First TensorFlow with wheels for a Python, where it is not the first of `TENSORFLOW`."""
+"""First TensorFlow with wheels for a Python, if it is not the first of `TENSORFLOW`."""
 KERAS = "3.15"
 
 
 class UnsupportedVersionError(RuntimeError):
-    """A release that tfposeidon does not support, with those it does and what to run."""
+    """Error of an unsupported release, with the supported releases and the command to run."""
 
 
 def running_python() -> str:
@@ -27,11 +27,7 @@ def running_python() -> str:
 
 
 def require_python() -> None:
-    """Refuses interpreters for which TensorFlow and Horovod cannot be installed.
-
-    Raises:
-      UnsupportedVersionError: With the supported ones.
-    """
+    """Raises `UnsupportedVersionError` if TensorFlow or Horovod lacks support for this Python."""
     if running_python() not in PYTHON:
         received = ".".join(map(str, sys.version_info[:3]))
         raise UnsupportedVersionError(
@@ -42,25 +38,13 @@ def require_python() -> None:
 
 
 def tensorflow_releases(python: str | None = None) -> tuple[str, ...]:
-    """Returns the supported releases of TensorFlow with wheels for a Python, oldest first.
-
-    Args:
-      python: Release of Python, such as `"3.12"`; default the running one.
-    """
+    """Returns the supported TensorFlow releases with wheels for a Python, oldest first."""
     first = FIRST_TENSORFLOW.get(python or running_python(), TENSORFLOW[0])
     return TENSORFLOW[TENSORFLOW.index(first) :]
 
 
 def require_tensorflow(package: str, version: str) -> None:
-    """Refuses releases of TensorFlow against which neither Horovod nor the native ops are built.
-
-    Args:
-      package: `"tensorflow"` or `"tensorflow-cpu"`.
-      version: Version of that package, such as `"2.21.0"`, or its release, such as `"2.21"`.
-
-    Raises:
-      UnsupportedVersionError: With the supported ones.
-    """
+    """Raises `UnsupportedVersionError` for unsupported versions, such as `"2.21.0"` or `"2.21"`."""
     release = release_of(version)
     releases = tensorflow_releases()
     if release in releases:
@@ -74,18 +58,10 @@ def require_tensorflow(package: str, version: str) -> None:
 
 
 def release_of(version: str) -> str:
-    """Returns the first two numbers of a version.
-
-    Args:
-      version: Version of a package, such as `"2.21.0rc1"`, whose release is `"2.21"`.
-    """
+    """Returns the first two numbers of a version: `"2.21"` for `"2.21.0rc1"`."""
     return ".".join(version.split(".")[:2])
 
 
 def either(names: Sequence[str]) -> str:
-    """Returns names as a choice, such as `"2.19, 2.20 or 2.21"`.
-
-    Args:
-      names: Names to choose from; at least one.
-    """
+    """Returns one or more names as a choice, such as `"2.19, 2.20 or 2.21"`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,4 +1,4 @@
-"""Conversion of tensors for collectives: dtypes that Horovod lacks, and small values in one vector."""
+"""Conversion of tensors for collectives: unsupported dtypes, and small values in one vector."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""An emulated accelerator for scaling studies: Keras models whose layers take time, not the CPU.
+"""Emulated accelerator for scaling studies: Keras models whose layers take time, but no CPU.
 
-Parameters have their real shapes and are really exchanged; forward and backward passes only wait
-(`Stream`). Gradients of convolutions and vectors are slices of a pool of values; dense layers
-multiply real factors, as those of Keras do, so that sufficient factors can be found.
+Parameters have their real shapes and are really exchanged, while forward and backward passes only
+wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
+layers multiply real factors, as those of Keras do, so that the optimizer can find sufficient
+factors.
 """
 
 from __future__ import annotations
@@ -21,18 +22,14 @@ from tfposeidon.lab.architectures import Layer
 from tfposeidon.lab.stream import Stream, gradient_values
 
 ALIGNED = 16
-"""Elements at multiples of which slices of the pool begin: TensorFlow does not copy those."""
+"""Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
 
 
 class Accelerator:
-    """Accelerator that the layers of a model share: a stream, and a pool of gradient values.
+    """Accelerator that the layers of a model share: a stream, and a buffer of gradient values.
 
-    Each backward pass takes its values from another offset of the pool.
-
-    Args:
-      length: Number of values of the largest gradient that is cut from the pool.
-      stream: Stream in which the time of the layers passes.
-      seed: Seed of the values; give each rank its own.
+    `length` is the size of the largest gradient or factor that is sliced from the buffer. Each
+    backward pass takes its values from a different offset. Each rank should have its own `seed`.
     """
 
     def __init__(self, length: int, stream: Stream, seed: int) -> None:
@@ -45,51 +42,30 @@ class Accelerator:
     def work(
         self, token: tf.Tensor, seconds: float, *, first: bool = False
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Works for some time, once `token` has been computed.
+        """Occupies the stream after `token`; returns the token, and an offset for `values`."""
 
-        Args:
-          token: Any tensor. That it is passed on keeps the layers in order.
-          seconds: Seconds that the accelerator works.
-          first: True for the work with which a step begins.
-
-        Returns:
-          The token, and the offset in the pool from which this piece of work takes values.
-        """
-
+        # The token is passed through, which orders the layers. `first` marks the start of a step.
         def run(value: np.ndarray) -> tuple[np.ndarray, np.int64]:
             if first:
                 self.stream.begin()
             self.stream.run(seconds)
             return value, np.int64(self._generator.integers(self._spare // ALIGNED) * ALIGNED)
 
-        # A NumPy function, because only Python can wait without holding a core. It is stateful, so
-        # that TensorFlow neither merges equal calls nor leaves one out.
+        # A NumPy function, because only Python can wait without occupying a core. It is stateful,
+        # so that TensorFlow neither merges equal calls nor prunes one.
         passed, offset = tf.numpy_function(run, [token], [token.dtype, tf.int64])
         return tf.ensure_shape(passed, token.shape), tf.ensure_shape(offset, [])
 
     def values(self, shape: tuple[int, ...], offset: tf.Tensor) -> tf.Tensor:
-        """Returns values of the pool.
-
-        Args:
-          shape: Shape of the tensor.
-          offset: Offset in the pool, a scalar int64 from `work`.
-
-        Returns:
-          float32 of that shape.
-        """
+        """Returns float32 values of this shape from the buffer at an int64 offset from `work`."""
         return tf.reshape(tf.slice(self._pool.read_value(), [offset], [math.prod(shape)]), shape)
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Layer with real parameters that takes its time forward and backward, and returns its input.
+    """Identity layer with real parameters whose forward and backward passes take this many seconds.
 
-    Args:
-      layer: Shapes of its parameters.
-      forward_s: Seconds of its forward pass.
-      backward_s: Seconds of its backward pass.
-      accelerator: Accelerator on which it works.
-      first: True for the first layer of a model, with which a step begins.
-      **options: Options of `keras.layers.Layer`.
+    `first` marks the first layer of a model, which starts a step. `options` are those of
+    `keras.layers.Layer`.
     """
 
     def __init__(
@@ -123,7 +99,7 @@ class EmulatedLayer(keras.layers.Layer):
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
-        # The parameters are arguments, as gradients are returned for arguments alone.
+        # The parameters are arguments because custom gradients are returned for arguments only.
         @tf.custom_gradient
         def work(token: tf.Tensor, *parameters: tf.Tensor) -> Any:
             passed, _ = self._accelerator.work(token, self.forward_s, first=self.first)
@@ -150,7 +126,7 @@ class EmulatedLayer(keras.layers.Layer):
     def _kernel_gradient(self, batch: int, offset: tf.Tensor) -> tf.Tensor:
         if self.layer.kind != "dense":
             return self._accelerator.values(self.layer.kernel, offset)
-        # A real product, as the exchange reads factors off the op that multiplies them.
+        # A real product, because the exchange finds factors at the op that multiplies them.
         rows = batch * self.layer.rows
         inputs, outputs = (
             self._accelerator.values((rows, width), offset) for width in self.layer.kernel
@@ -163,23 +139,14 @@ def emulated_model(
 ) -> keras.Model:
     """Returns a Keras model with the parameters and the timing of `model`.
 
-    Its input and output are `[batch, 1]`; any data and any loss will do. Embeddings have dense
-    gradients, as they have where the logits share them.
+    Its input and output are `[batch, 1]`, and any data and loss are suitable. Embeddings have dense
+    gradients, as they do where the logits share them. `dilation` multiplies all times: a slow
+    machine can follow if links are slower by the same factor. Each rank should have its own `seed`.
 
     >>> from tfposeidon.lab import models
     >>> resnet = emulated_model(models.model("resnet50").shrunk(16), dilation=0.1)
     >>> resnet.input_shape, resnet.count_params()
     ((16, 1), 103490)
-
-    Args:
-      model: Model from `models.model(name)`, shrunk if need be.
-      dilation: Factor on all times: with links slower by the same factor, a slow machine can
-        follow.
-      seed: Seed of the gradients' values; give each rank its own.
-      stream: Stream in which its time passes; a stream of its own by default.
-
-    Raises:
-      ValueError: If `dilation` is not positive.
     """
     ranges.check_number("dilation", dilation, ranges.POSITIVE, "Use 1 for the papers' times.")
     accelerator = Accelerator(_pool_length(model), stream or Stream(), seed)

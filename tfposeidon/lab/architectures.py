@@ -1,8 +1,8 @@
 """Layers of the models that the papers train: shapes and FLOPs.
 
-ResNet's convolutions have no bias, as in the paper and unlike those of Keras. Differs from the
-papers: GoogLeNet and Inception-V3 are without auxiliary heads. FLOPs are those of products, not of
-pooling, activation and normalisation.
+ResNet's convolutions have no bias, as in the paper and unlike in Keras. Differs from the papers:
+GoogLeNet and Inception-V3 lack auxiliary heads. FLOPs count products only, without pooling,
+activation and normalization.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ IMAGE_CHANNELS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Layer with parameters.
+    """Layer with parameters, whose name is unique within the model.
 
     >>> *_, layer = alexnet()
     >>> layer.name, layer.kernel, layer.parameters
     ('dense3', (4096, 1000), 4097000)
 
-    Attributes:
-      name: Name, unique within the model.
-      kernel: (height, width, channels in, channels out) of a convolution, with the channels in of
-        one group where it is grouped; (in, out) of a dense layer or embedding.
-      kind: Origin of the kernel's gradient: a convolution, a matrix product or a scatter of rows.
-        In transformers the logits share the "tokens" embedding, so a matrix product adds to its
-        gradient.
-      vectors: Lengths of the further parameters: bias, or those of the normalisation that follows.
-      flops: FLOPs of the forward pass per sample; a multiply-add counts 2. An embedding has 0.
-      rows: Rows per sample in the product that makes the kernel's gradient: 1, or the length of
-        the sequence; 0 for a convolution.
+    `kernel` is (height, width, channels in, channels out) of a convolution, with the channels in of
+    one group, and (in, out) of a dense layer or embedding. `vectors` are the lengths of the other
+    parameters: bias, or those of the following normalization. `flops` are those of the forward pass
+    per sample; a multiply-add counts 2.
     """
 
     name: str
     kernel: tuple[int, ...]
+    # Origin of the kernel's gradient: a convolution, a matrix product or a scatter of rows. In
+    # transformers the logits share the "tokens" embedding, so a matrix product adds to its
+    # gradient.
     kind: Kind
     vectors: tuple[int, ...]
     flops: float
+    # Rows per sample in the product that yields the kernel's gradient: 1, or the length of the
+    # sequence; 0 for a convolution.
     rows: int
 
     @property
@@ -51,13 +49,8 @@ class Layer:
         return math.prod(self.kernel) + sum(self.vectors)
 
     def shrunk(self, factor: float) -> Layer:
-        """Returns the layer with channels, matrix sides and vectors divided by a factor.
-
-        Windows, the channels of images, and FLOPs stay.
-
-        Args:
-          factor: Factor by which dimensions are divided, at least 1.
-        """
+        """Returns the layer with channels, matrix sides and vectors divided by `factor`."""
+        # Convolution windows, the channels of images, and FLOPs do not change.
         window, channels = self.kernel[:-2], self.kernel[-2:]
         image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
         inputs = channels[0] if image else divided(channels[0], factor)
@@ -68,20 +61,12 @@ class Layer:
 
 
 def divided(length: int, factor: float) -> int:
-    """Returns a dimension divided by a factor, rounded, and at least 1.
-
-    Args:
-      length: Dimension to divide.
-      factor: Divisor, at least 1.
-    """
+    """Returns a dimension divided by a factor, rounded, and at least 1."""
     return max(1, round(length / factor))
 
 
 def _convolution(name: str, kernel: tuple[int, ...], side: int, *, vectors: int = 1) -> Layer:
-    """Returns a layer with an output of `side` x `side`.
-
-    It has as many `vectors`, of one value per channel.
-    """
+    """Returns a layer with an output of `side` x `side`, and `vectors` of one value per channel."""
     flops = 2 * math.prod(kernel) * side**2
     lengths = (kernel[-1],) * vectors
     return Layer(name=name, kernel=kernel, kind="convolution", vectors=lengths, flops=flops, rows=0)
@@ -96,13 +81,11 @@ def _stem(*shapes: tuple[int, int, int, int]) -> Iterator[Layer]:
 def _branches(
     name: str, channels: int, branches: str, side: int, last: int = 0, vectors: int = 1
 ) -> Generator[Layer, None, int]:
-    """Yields convolutions from one input of `channels`, in branches.
+    """Yields convolutions in branches from one input; returns the channels of all branches' ends.
 
-    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A step is height x width x channels out; "+"
-    sets two side by side. Outputs are `side` x `side`, at the end of a branch `last` x `last`.
-
-    Returns:
-      The number of channels at the ends of all branches together.
+    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A step is height x width x channels out, and
+    "+" places two convolutions in parallel. Outputs are `side` x `side`, and `last` x `last` at the
+    end of a branch.
     """
     ends = 0
     for branch, steps in enumerate(branches.split("|"), 1):
@@ -121,10 +104,7 @@ def _branches(
 def _dense(
     name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0
 ) -> Layer:
-    """Returns a layer with `vectors` vectors of one value per output.
-
-    `more` are the FLOPs of products without a kernel.
-    """
+    """Returns a layer with `vectors` of one value per output; `more` are FLOPs without a kernel."""
     flops = 2 * inputs * outputs * rows + more
     lengths = (outputs,) * vectors
     return Layer(
@@ -138,23 +118,15 @@ def _classifier(*widths: int) -> Iterator[Layer]:
 
 
 def alexnet() -> Iterator[Layer]:
-    """Yields the layers of AlexNet.
-
-    Source: Krizhevsky et al. 2012. The second, fourth and fifth convolution have two groups.
-    """
+    """Yields the layers of AlexNet. Source: Krizhevsky et al. 2012."""
+    # The second, fourth and fifth convolution have two groups.
     grouped = (27, 5, 48, 256), (13, 3, 256, 384), (13, 3, 192, 384), (13, 3, 192, 256)
     yield from _stem((55, 11, IMAGE_CHANNELS, 96), *grouped)
     yield from _classifier(6 * 6 * 256, 4096, 4096, 1000)
 
 
 def vgg19(classes: int) -> Iterator[Layer]:
-    """Yields the layers of VGG-19.
-
-    Source: Simonyan and Zisserman 2015, Table 1, E.
-
-    Args:
-      classes: Number of outputs.
-    """
+    """Yields the layers of VGG-19. Source: Simonyan and Zisserman 2015, Table 1, E."""
     channels = IMAGE_CHANNELS
     for stage, (count, width) in enumerate(((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))):
         channels = yield from _branches(
@@ -164,13 +136,10 @@ def vgg19(classes: int) -> Iterator[Layer]:
 
 
 def resnet(*blocks: int) -> Iterator[Layer]:
-    """Yields the layers of a ResNet with bottlenecks.
+    """Yields the layers of a ResNet with bottlenecks and this number of blocks in each stage.
 
-    Source: He et al. 2016, Table 1. Each convolution is normalised, and the stride of a stage is in
+    Source: He et al. 2016, Table 1. Each convolution is normalized, and the stride of a stage is in
     its first 1 x 1 convolution.
-
-    Args:
-      *blocks: Number of blocks in each stage.
     """
     yield _convolution("convolution1", (7, 7, IMAGE_CHANNELS, 64), 112, vectors=2)
     channels = 64
@@ -200,10 +169,8 @@ GOOGLENET = (  # name, output side, 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, after
 
 
 def googlenet() -> Iterator[Layer]:
-    """Yields the layers of GoogLeNet.
-
-    Source: Szegedy et al. 2015, Table 1. Its two auxiliary heads would add 6,379,728 parameters.
-    """
+    """Yields the layers of GoogLeNet. Source: Szegedy et al. 2015, Table 1."""
+    # The two auxiliary heads, left out here, would add 6,379,728 parameters.
     yield from _stem((112, 7, IMAGE_CHANNELS, 64), (56, 1, 64, 64), (56, 3, 64, 192))
     channels = 192
     for name, side, one, three_in, three, five_in, five, pool in GOOGLENET:
@@ -230,10 +197,8 @@ INCEPTION_V3 = (  # output side, output side of the branches' ends, branches
 
 
 def inception_v3() -> Iterator[Layer]:
-    """Yields the layers of Inception-V3 at 299 x 299.
-
-    Source: Szegedy et al. 2016; as in Keras without gamma, and without the auxiliary head.
-    """
+    """Yields the layers of Inception-V3 at 299 x 299. Source: Szegedy et al. 2016."""
+    # As in Keras, normalization has no gamma. The auxiliary head is left out.
     first = (149, 3, IMAGE_CHANNELS, 32)
     yield from _stem(first, (147, 3, 32, 32), (147, 3, 32, 64), (73, 1, 64, 80), (71, 3, 80, 192))
     channels = 192
@@ -256,19 +221,10 @@ PROJECTIONS = ("query", "key", "value", "output")
 def transformer(
     blocks: dict[str, int], *, width: int, tokens: int, length: int, positions: int = 0
 ) -> Iterator[Layer]:
-    """Yields the layers of a transformer, whose blocks have attentions and a feed-forward part.
+    """Yields the layers of a transformer from the number of attentions of each block.
 
-    The matrix that embeds `tokens` makes the logits, too. Learned `positions` come with biases in
-    the attention, as in BERT. Of the products without a kernel of their own, the FLOPs of the
-    scores (4 length^2 width) are spread evenly over the four projections of an attention, and those
-    of the logits are at the last layer, where their time passes.
-
-    Args:
-      blocks: Number of attentions of each block, by its name.
-      width: Width of the embeddings.
-      tokens: Number of tokens in the vocabulary.
-      length: Tokens per sample.
-      positions: Number of positions that are learned; 0 for none.
+    The matrix that embeds `tokens` also computes the logits. Learned `positions` imply biases in
+    the attention, as in BERT. `length` is the number of tokens per sample.
     """
     yield _embedding("tokens", tokens, width, length)
     if positions:
@@ -276,16 +232,19 @@ def transformer(
     for block, attentions in blocks.items():
         for attention, (index, projection) in product(range(attentions), enumerate(PROJECTIONS)):
             name = f"{block}/attention{attention + 1}/{projection}"
-            # Its bias, and after the last one the layer normalisation.
+            # Its bias, and the layer normalization after the last projection. The FLOPs of the
+            # scores (4 length^2 width) have no kernel, and are spread evenly over the four
+            # projections.
             vectors = (positions > 0) + 2 * (index == len(PROJECTIONS) - 1)
             yield _dense(name, width, width, rows=length, vectors=vectors, more=length**2 * width)
         yield _dense(f"{block}/inner", width, 4 * width, rows=length)
+        # The FLOPs of the logits count at the last layer, where they are executed.
         logits = 2 * length * width * tokens if block == list(blocks)[-1] else 0
         yield _dense(f"{block}/outer", 4 * width, width, rows=length, vectors=3, more=logits)
 
 
 # Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment
-# embedding. The latter stands for CommLib's Transformer, of which the paper tells only the 110 M
+# embedding. The latter represents CommLib's Transformer, for which the paper gives only the 110 M
 # parameters and the 256 words.
 BASE = {f"encoder{number}": 1 for number in range(1, 7)} | {
     f"decoder{number}": 2 for number in range(1, 7)

@@ -1,4 +1,4 @@
-"""The cluster that the lab emulates: nodes, and the links between them."""
+"""Description of the emulated cluster: nodes, and the links between them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from tfposeidon import ranges
 from tfposeidon.units import readable_rate
 
-# Addresses are 10.99.0.1 to 10.99.0.250; the switch has 10.99.0.254.
+# Nodes have the addresses 10.99.0.1 to 10.99.0.250, and the switch has 10.99.0.254.
 MOST_NODES = 250
 BURST_S = 0.001
-# Two Ethernet frames. A bucket smaller than one would let nothing pass.
+# Two Ethernet frames. A token bucket smaller than one frame would block all packets.
 SMALLEST_BURST_BYTES = 3200
 QUEUE_S = 0.05
 SMALLEST_QUEUE_BYTES = 2**24
@@ -26,20 +26,11 @@ class Cluster:
     >>> cluster.rate(0), cluster.rate(1)
     (200000000.0, 50000000.0)
 
-    Args:
-      nodes: Number of machines, each with one link to a switch that has no limit of its own.
-      per_node: Number of ranks on each machine; they communicate over its loopback.
-      inter: Bits per second of a node's link, in each direction; `None` leaves it unshaped.
-      intra: Bits per second of a node's loopback; `None` leaves it unshaped.
-      rtt: Seconds added to the round trip of a packet between two nodes.
-      jitter: Seconds by which the delay of one direction varies at most, up or down.
-      loss: Fraction of the packets that are lost on their way to the switch.
-      slow: Pairs of a node and the bits per second of its link, in place of `inter`.
-      flow: Bits per second of a single TCP connection between two nodes, as clouds limit them;
-        `None` for no limit of its own.
-
-    Raises:
-      ValueError: If a value is out of range.
+    Each node has one link to a switch without a limit of its own, and its ranks communicate over
+    its loopback. Rates (`inter`, `intra`, `slow`, `flow`) are in bits per second per direction,
+    `None` is unshaped, and `flow` limits each TCP connection between nodes. Times are in seconds:
+    `rtt` is added to each round trip, `jitter` bounds the variation of one direction's delay, and
+    `loss` is the fraction of packets lost on the way to the switch.
     """
 
     nodes: int
@@ -70,43 +61,23 @@ class Cluster:
         return self.nodes * self.per_node
 
     def rate(self, node: int) -> float | None:
-        """Returns the bits per second of a node's link, `None` if it is unshaped.
-
-        Args:
-          node: Index of the node.
-        """
+        """Returns the bits per second of a node's link, or `None` if it is unshaped."""
         return dict(self.slow).get(node, self.inter)
 
     @property
     def delays(self) -> bool:
-        """True if packets have to be held back or dropped, which token buckets cannot do."""
+        """True if packets have to be delayed or dropped, which token buckets cannot do."""
         return self.rtt > 0 or self.loss > 0
 
     def check_node(self, option: str, node: int) -> None:
-        """Refuses a node that does not exist.
-
-        Args:
-          option: Command-line option that asked for the node.
-          node: Index of the node.
-
-        Raises:
-          ValueError: If the cluster has no such node.
-        """
+        """Raises `ValueError` if the node that a command-line option names does not exist."""
         if not 0 <= node < self.nodes:
             raise ValueError(
                 f"`{option}` names one of the nodes 0..{self.nodes - 1}. Received: node {node}"
             )
 
     def check_rank(self, option: str, rank: int) -> None:
-        """Refuses a rank that does not exist.
-
-        Args:
-          option: Command-line option that asked for the rank.
-          rank: Index of the rank.
-
-        Raises:
-          ValueError: If the cluster has no such rank.
-        """
+        """Raises `ValueError` if the rank that a command-line option names does not exist."""
         if not 0 <= rank < self.size:
             raise ValueError(
                 f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}"
@@ -127,24 +98,14 @@ class Cluster:
 
 
 def burst_bytes(rate: float) -> int:
-    """Returns the bytes that a link lets through at once: those of one millisecond.
-
-    On the development machines smaller bursts lost rate under load, and larger ones made short
-    exchanges faster than the link.
-
-    Args:
-      rate: Rate of the link in bits per second.
-    """
+    """Returns the largest burst of a link, in bytes: those of one millisecond."""
+    # On the development machines, smaller bursts lost throughput under load, and larger ones made
+    # short exchanges faster than the link.
     return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
 
 
 def queue_bytes(rate: float) -> int:
-    """Returns the bytes that wait before a link until packets are dropped: 50 ms, at least 16 MiB.
-
-    Buffers are deep, as in some switches, so that benchmarks measure schemes and not how TCP of
-    this kernel recovers from losses.
-
-    Args:
-      rate: Rate of the link in bits per second.
-    """
+    """Returns the capacity of a link's queue in bytes: 50 ms, at least 16 MiB."""
+    # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
+    # kernel's TCP recovers from losses.
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)

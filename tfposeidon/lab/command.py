@@ -2,9 +2,10 @@
 
   python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python train.py
 
-Nodes are network namespaces on this machine, joined by a switch; ranks find the environment that
-horovodrun gives them. At the end a table shows what crossed each node's link, read from its queues.
-The exit status is that of the job. Needs Linux with iproute2, as root or with user namespaces.
+Nodes are network namespaces on this machine, joined by a switch. Ranks get the environment
+variables of horovodrun. At the end, a table shows the traffic over each node's link, read from its
+queues. The exit status is that of the job. Needs Linux with iproute2, as root or with user
+namespaces.
 """
 
 from __future__ import annotations
@@ -32,19 +33,15 @@ from tfposeidon.units import (
 )
 
 RANK_BYTES = 4e8
-"""Memory that TensorFlow takes by itself in each rank."""
+"""Memory that TensorFlow alone takes in each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Request of the command line, checked.
+    """Checked request of the command line.
 
-    Attributes:
-      cluster: The nodes and links to emulate.
-      command: The program that each rank runs, and its arguments.
-      faults: Faults to inject.
-      show: Ranks whose output is shown; `None` for all.
-      report: File for the report in JSON; `None` for none.
+    `show` is the ranks whose output is shown, `None` for all. `report` is the path of the JSON
+    report, `None` for none.
     """
 
     cluster: Cluster
@@ -55,13 +52,9 @@ class Request:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon lab`.
-
-    Args:
-      parser: Parser of the command.
-    """
+    """Adds the options of `python -m tfposeidon lab`."""
     rate, time = _type(parse_rate), _type(parse_duration)
-    # `inside` has the same arguments, as it is given the same command line to read again.
+    # `inside` has the same arguments, because it parses the same command line again.
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
@@ -149,16 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon lab`.
-
-    Args:
-      options: Parsed options, and in `options.arguments` the arguments they were parsed from.
-
-    Returns:
-      The job's exit status, or 2 if nothing was started.
-    """
+    """Runs the command; returns the job's exit status, or 2 if nothing was started."""
     try:
-        # All that can be refused is refused here, before anything is made.
+        # Check everything before anything is created. `inside` parses `options.arguments` again.
         request = read_request(options)
         _check_report(request.report)
         check_machine(request.cluster, options.rank_memory)
@@ -169,14 +155,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def read_request(options: argparse.Namespace) -> Request:
-    """Returns what the options ask for, once they are checked.
-
-    Args:
-      options: Parsed options.
-
-    Raises:
-      ValueError: If options contradict one another, or the command does not exist.
-    """
+    """Checks the options and returns the request."""
     cluster = Cluster(
         nodes=options.nodes,
         per_node=options.per_node,
@@ -208,15 +187,7 @@ def read_request(options: argparse.Namespace) -> Request:
 
 
 def check_machine(cluster: Cluster, rank_bytes: float) -> None:
-    """Refuses a machine that lacks Horovod, or memory for all ranks.
-
-    Args:
-      cluster: The nodes and their ranks.
-      rank_bytes: Bytes of memory that each rank will need.
-
-    Raises:
-      ValueError: If this machine lacks one of them.
-    """
+    """Raises `ValueError` if this machine lacks Horovod, or memory for all ranks."""
     _check_horovod()
     _check_memory(cluster, rank_bytes)
 
@@ -263,7 +234,7 @@ def _loss(text: str) -> float:
 
 
 def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a `type` for argparse that shows the message of `reader` when it refuses a value."""
+    """Returns a `type` for argparse that shows the error message of `reader`."""
 
     def read(text: str) -> Any:
         try:

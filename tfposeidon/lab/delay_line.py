@@ -1,9 +1,9 @@
-"""Holds packets back between nodes and switch, or drops them: delay, jitter and loss.
+"""Delays or drops packets between nodes and the switch: delay, jitter and loss.
 
-The kernels of many clouds and containers come without `netem`, so a process of our own stands in
-the links, between two TAP devices each: `eth0` in the node and the bridge's port. Segmentation
-offload is left on where nothing is dropped, so a frame is up to 64 kB and costs some 20 us of one
-core: good for links of a few Gb/s.
+Many kernels of clouds and containers lack `netem`, so a process forwards the frames of each link
+between two TAP devices: `eth0` in the node and the bridge's port. Without loss, segmentation
+offload stays on, so a frame has up to 64 kB and costs about 20 us of one core. This is enough for
+links of a few Gb/s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGEST_FRAME = 2**16 + 256
 
 @dataclass(order=True)
 class _HeldFrame:
-    # Frames that are due at one moment leave in the order in which they came.
+    # The number orders frames that are due at the same time by their arrival.
     due_s: float
     number: int
     target: int = field(compare=False)
@@ -51,12 +51,8 @@ class DelayLine:
     >>> line.due(1.0), line.until_next(1.0), line.due(1.5)
     ([], 0.5, [(5, b'frame')])
 
-    Args:
-      delay_s: Seconds that a frame takes.
-      jitter_s: Seconds by which the delay varies, up or down, uniformly; frames to one target never
-        overtake one another.
-      loss: Fraction of the frames that is dropped.
-      seed: Seed of jitter and loss.
+    The jitter is uniform, up or down, and frames to one target never overtake one another. `loss`
+    is the fraction of frames that is dropped.
     """
 
     delay_s: float
@@ -71,31 +67,18 @@ class DelayLine:
         self._count = 0
 
     def take(self, frame: bytes, target: int, now_s: float) -> None:
-        """Takes a frame, to drop it or to hold it until it is due.
-
-        Args:
-          frame: Bytes of the Ethernet frame.
-          target: Descriptor of the TAP device that it goes to.
-          now_s: Time of arrival, in seconds since some moment.
-        """
+        """Drops a frame, or holds it until it is due; `target` is a descriptor of a TAP device."""
         if self._random.random() < self.loss:
             return
         due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
-        # Frames that overtake one another would look like losses to TCP.
+        # TCP would take reordered frames for losses.
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
         self._count += 1
         heapq.heappush(self._held, _HeldFrame(due, self._count, target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Returns the frames whose time has come, and no longer holds them.
-
-        Args:
-          now_s: Present time, in seconds since the moment that `take` counts from.
-
-        Returns:
-          Pairs of a target and a frame, in the order in which they are due.
-        """
+        """Removes and returns the frames that are due: pairs of target and frame, in due order."""
         ready = []
         while self._held and self._held[0].due_s <= now_s:
             held = heapq.heappop(self._held)
@@ -103,31 +86,17 @@ class DelayLine:
         return ready
 
     def until_next(self, now_s: float) -> float | None:
-        """Returns the seconds until a frame is due, `None` if none is held.
-
-        Args:
-          now_s: Present time, in seconds since the moment that `take` counts from.
-        """
+        """Returns the seconds until a frame is due, or `None` if none is held."""
         return max(0.0, self._held[0].due_s - now_s) if self._held else None
 
 
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Makes TAP devices in this network namespace, and a process that passes frames between them.
+    """Creates TAP devices in this network namespace, and a process that forwards their frames.
 
-    The devices stay connected when they are moved to other namespaces.
-
-    Args:
-      node_devices: Names of the devices at the nodes' ends of the links.
-      switch_devices: Names of the devices at the switch's ends, in the same order.
-      line: Delays and losses of frames on their way to the switch.
-
-    Returns:
-      The process, which works until it is killed.
-
-    Raises:
-      UnavailableError: If the machine has no TAP devices, with the remedy.
+    The devices stay connected when they are moved to other namespaces. The process runs until it is
+    killed. `UnavailableError` reports that the machine has no TAP devices.
     """
     options = {
         "delay_s": line.delay_s,
@@ -139,7 +108,7 @@ def start(
     command = [sys.executable, "-m", "tfposeidon.lab.delay_line", argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    # Devices can be moved only once they exist, and only the process can say that they do.
+    # Devices can be moved only once they exist, which only the process knows.
     answer = process.stdout.readline().strip()
     if answer != "ready":
         process.wait()
@@ -152,7 +121,7 @@ def start(
 
 
 def _tap(name: str, offload: bool) -> int:
-    # Large frames need IFF_VNET_HDR: their header tells the other end how to cut them into packets.
+    # Large frames need IFF_VNET_HDR: its header describes how to segment them into packets.
     device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(
         device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
@@ -162,10 +131,10 @@ def _tap(name: str, offload: bool) -> int:
 
 
 def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: DelayLine) -> None:
-    """Passes frames until it is killed: to the switch through the line, to the nodes at once."""
+    """Forwards frames until the process is killed: to nodes at once, to the switch with delay."""
     devices = [*to_switch, *to_nodes]
     while True:
-        # select() waits for microseconds, epoll for whole milliseconds.
+        # select() has a resolution of microseconds, epoll one of milliseconds.
         readable, _, _ = select.select(devices, [], [], line.until_next(time.monotonic()))
         for device in readable:
             for frame in _read(device):
@@ -178,7 +147,7 @@ def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: Dela
 
 
 def _read(device: int) -> list[bytes]:
-    """Returns the frames that are there, but not so many that other devices starve."""
+    """Returns the available frames, at most 16 so that other devices do not starve."""
     frames = []
     for _ in range(16):
         try:
@@ -192,18 +161,19 @@ def _write(device: int, frame: bytes) -> None:
     try:
         os.write(device, frame)
     except OSError as error:
-        # The interface at the other end is down: not up yet, or its cable was cut.
+        # The interface at the other end is not up yet, or its link was cut.
         if error.errno != errno.EIO:
             raise
 
 
 def main() -> None:
-    """Makes the devices, writes "ready" or the error to standard output, and passes frames."""
+    """Creates the devices, prints "ready" or the error, and forwards frames."""
     request = json.loads(sys.argv[1])
     line = DelayLine(**request["line"])
-    # With offload one frame stands for up to 44 packets: loss would hit all of them together.
+    # With offload, one frame holds up to 44 packets, and a loss would drop all of them together.
     offload = line.loss == 0
-    # To be on time on a loaded machine; root of a user namespace may not.
+    # A high priority keeps delays accurate on a loaded machine. Root of a user namespace lacks the
+    # permission.
     with contextlib.suppress(PermissionError):
         os.nice(-20)
     try:

@@ -1,11 +1,11 @@
-"""Shows what schemes change on a slow network: a table, and a plot.
+"""Compares schemes on a slow network: a table and a plot.
 
   python -m tfposeidon demo
 
-Trains a model in the lab, on emulated nodes with slow links between them: by Horovod's all-reduce,
-by what `auto` finds, by a lossless scheme and by a sparse one. It takes two minutes, and needs
-Linux with
-iproute2, as root or with user namespaces; elsewhere it says so, and the exit status is 0 as well.
+Trains a model in the lab, on emulated nodes with slow links between them: with Horovod's
+all-reduce, with the choice of `auto`, with a lossless and with a sparse scheme. It takes two
+minutes. It needs Linux with iproute2, as root or with user namespaces; elsewhere it reports the
+reason, and the exit status is 0 as well.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LABELS = {
     "hybcomm": "tfposeidon hybcomm, exact",
     "hitopk": "tfposeidon hitopk, top 1 %",
 }
-"""Schemes that are compared, and how they are called; the others are compared to the first."""
-# Those of the plots in docs/results, which benchmarks/figures.py keeps.
+"""Compared schemes and their labels; the first is the baseline."""
+# The colors of the plots in docs/results, which benchmarks/figures.py defines.
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 SHRINK = 4
@@ -44,16 +44,15 @@ TIME_LIMIT_S = 600
 
 
 class DemoError(Exception):
-    """Raised if the job in the lab failed."""
+    """Error of the demo's job in the lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Time and traffic of a step by one scheme.
+    """Step time and traffic of a scheme.
 
-    Attributes:
-      step_s: Seconds of the slowest rank, median over the steps.
-      sent_bytes: Bytes without headers that a rank sends to other nodes.
+    `step_s` is the slowest rank's time, median over the steps. `sent_bytes` is the bytes per rank
+    that are sent to other nodes, without headers.
     """
 
     step_s: float
@@ -61,11 +60,7 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon demo`.
-
-    Args:
-      parser: Parser of the command.
-    """
+    """Adds the options of `python -m tfposeidon demo`."""
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="steps that are timed, per scheme (3)"
     )
@@ -79,15 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs `python -m tfposeidon demo`.
-
-    Args:
-      options: Parsed options.
-
-    Returns:
-      The exit status: 0, also where the lab cannot run; 1 if the job in the lab failed; 2 for
-      options that make no sense.
-    """
+    """Runs the demo; returns 0 (also without a lab), 1 for a failed job, 2 for invalid options."""
     try:
         ranges.check_integer("--steps", options.steps, 1)
     except ValueError as error:
@@ -112,17 +99,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(steps: int) -> dict[str, Measured]:
-    """Runs the demo's job in the lab.
-
-    Args:
-      steps: Number of steps that are timed, for each scheme.
-
-    Returns:
-      Time and traffic of a step, by scheme.
-
-    Raises:
-      DemoError: If the job fails or takes too long.
-    """
+    """Runs the demo's job in the lab; returns the measurements by scheme."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         worker = [sys.executable, "-m", "tfposeidon.lab.demo_worker"]
@@ -138,7 +115,7 @@ def measure(steps: int) -> dict[str, Measured]:
 
 
 def _lab() -> list[str]:
-    # Should this process be killed, the kernel ends the lab.
+    # If this process is killed, the kernel ends the lab.
     ends_with_us = ["setpriv", "--pdeathsig", "TERM"]
     cluster = f"--nodes {CLUSTER.nodes} --per-node {CLUSTER.per_node} --inter {CLUSTER.inter:.0f}"
     lab = [sys.executable, "-m", "tfposeidon", "lab", *cluster.split(), "--show", "first"]
@@ -146,7 +123,7 @@ def _lab() -> list[str]:
 
 
 def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
-    """Returns a header and a row for each scheme.
+    """Returns a header and a row for each scheme; the first scheme is the baseline.
 
     >>> found = {"allreduce": Measured(step_s=2.4, sent_bytes=27e6),
     ...          "hitopk": Measured(step_s=0.8, sent_bytes=1e6)}
@@ -155,9 +132,6 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     scheme | per step | sent per rank to other nodes | times faster
     Horovod's all-reduce | 2400 ms | 27.00 MB | 1.0
     tfposeidon hitopk, top 1 % | 800 ms | 1.00 MB | 3.0
-
-    Args:
-      found: Measurements by scheme; the first is the one to compare with.
     """
     slowest_s = next(iter(found.values())).step_s
     header = ("scheme", "per step", "sent per rank to other nodes", "times faster")
@@ -167,7 +141,7 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
             (
                 LABELS[scheme],
                 f"{1e3 * one.step_s:.0f} ms",
-                # One unit for all, so that people can compare.
+                # Use one unit for all rows, so that they are easy to compare.
                 f"{one.sent_bytes / 1e6:.2f} MB",
                 f"{slowest_s / one.step_s:.1f}",
             )
@@ -177,21 +151,13 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
 
 
 def plot(found: Mapping[str, Measured], path: Path) -> str:
-    """Draws a bar for each scheme.
-
-    Args:
-      found: Measurements by scheme.
-      path: The PNG file to write.
-
-    Returns:
-      A line that says where the plot is, or why there is none.
-    """
+    """Draws a bar for each scheme into a PNG file; returns a message for the user."""
     try:
-        # Optional, so not imported above.
+        # Matplotlib is optional, so it is not imported above.
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return "No plot, for Matplotlib is missing. Run: pip install matplotlib"
-    # The backend that needs no display.
+    # This backend needs no display.
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axis = pyplot.subplots(figsize=(8, 2.8))

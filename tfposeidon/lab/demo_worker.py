@@ -1,4 +1,4 @@
-"""Trains on each rank of `python -m tfposeidon demo`: steps by one scheme after the other."""
+"""Script of each rank of `python -m tfposeidon demo`: trains with one scheme after another."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ from tfposeidon.planning.plan import Plan
 from tfposeidon.training import choose_plan
 
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
-"""Steps of an epoch after which `auto` plans again by what they took."""
+"""Steps of an epoch after which `auto` plans again from their measured times."""
 
 
 def main(arguments: list[str]) -> None:
-    """Measures every scheme; rank 0 writes what all ranks have found.
-
-    Args:
-      arguments: Path of the JSON file to write, number of steps, and names of schemes.
-    """
+    """Measures every scheme; rank 0 writes the results of all ranks to a JSON file."""
     path, steps, *schemes = arguments
-    # Layers that wait for their accelerator must not hold up the threads that exchange.
+    # Layers that wait for their accelerator must not block the threads that communicate.
     tf.config.threading.set_inter_op_parallelism_threads(4)
     rank = tfposeidon.init().rank
     model = emulated_model(MODEL, seed=rank)
@@ -43,36 +39,31 @@ def main(arguments: list[str]) -> None:
 
 
 def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
-    """Trains a few steps by a scheme, on all ranks.
+    """Trains a few steps with a scheme; collective, with equal results on all ranks.
 
-    Args:
-      model: An emulated model; its weights are of no interest.
-      scheme: Scheme for `DistributedOptimizer`.
-      steps: Number of steps that are timed.
-
-    Returns:
-      "step_s", the median over the steps of the slowest rank's seconds, and "sent_bytes", what a
-      rank sent to other nodes per step, on average. The same on all ranks.
+    "step_s" is the slowest rank's time, median over the steps. "sent_bytes" is the average number
+    of bytes per rank and step that are sent to other nodes.
     """
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
-    # The plan shows the measured step beside the predicted one, also once `auto` has decided.
+    # The plan reports the measured step time next to the predicted one, even after `auto` has
+    # decided.
     optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")
     batch = model.inputs[0].shape[0]
-    # One that is traced, or that traces anew, and those that are timed.
+    # One step that is traced, or that traces again, and the timed steps.
     per_epoch = max(1 + steps, STEPS_OF_AUTO if scheme == "auto" else 0)
     data = np.ones((batch * per_epoch, 1), "float32")
     watch = Watch()
-    # As in a long training, of which two epochs are waited for: `auto` traces a step anew if that
-    # pays in those that are left.
+    # Pretend a long training, of which only two epochs run: `auto` retraces a step only if that
+    # pays off in the remaining epochs.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(watch.seen, axis=0)[-steps:].T
     wire = runtime.wire()
     steps_s = exchange_objects(own_steps_s.tolist(), wire, "demo.steps")
-    # Each rank counts what its whole node sends.
+    # Each rank counts the bytes of its whole node.
     node_bytes = float(np.mean(own_bytes)) / wire.topology.node.size
     sent_bytes = exchange_objects(node_bytes, wire, "demo.bytes")
-    # All ranks wait for the slowest; the median drops steps that the machine disturbed.
+    # All ranks wait for the slowest. The median ignores steps that the machine disturbed.
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)
@@ -81,10 +72,9 @@ def measure(model: keras.Model, scheme: str, steps: int) -> dict[str, float]:
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes when each step ends, and how many bytes its node has sent; stops after two epochs.
+    """Callback that records time and node traffic at the end of each step; stops after two epochs.
 
-    Attributes:
-      seen: Pairs of seconds and bytes.
+    `seen` holds pairs of seconds and bytes.
     """
 
     def __init__(self) -> None:
@@ -101,11 +91,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def show_choice(plan: Plan) -> None:
-    """Prints the schemes of a plan that predicted steps have chosen, and the predictions.
-
-    Args:
-      plan: Plan of an optimizer; nothing is printed where nothing was left open.
-    """
+    """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
     for forecast in plan.forecasts:
         if forecast.others:
             print(f"  it took: {forecast.chosen}")

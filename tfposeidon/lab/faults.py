@@ -1,4 +1,4 @@
-"""Faults on request: ranks are killed or stopped, links are cut."""
+"""Faults to inject into a job: killed or stopped ranks, and cut links."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Fault of a rank or a node while the job runs.
+    """Fault of a rank or a node, `at_s` seconds after the start of the ranks.
 
     >>> str(Fault(kind="cut", target=1, at_s=30.0))
     "cut node 1's link after 30 s"
 
-    Args:
-      kind: Kind of fault: "kill", "stop" or "continue" for a rank, "cut" for a node's link.
-      target: Index of the rank or the node.
-      at_s: Seconds after the start of the ranks.
+    `kind` is "kill", "stop" or "continue" for a rank, and "cut" for a node's link.
     """
 
     kind: str
@@ -29,35 +26,16 @@ class Fault:
 
 
 def kill(text: str) -> list[Fault]:
-    """Reads what `--kill` asks for.
-
-    Args:
-      text: Value of the option, `RANK@SECONDS`.
-
-    Returns:
-      One fault, in a list.
-
-    Raises:
-      ValueError: If `text` has another form.
-    """
+    """Parses the value of `--kill`, `RANK@SECONDS`."""
     rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, like 1@30")
     return [Fault(kind="kill", target=int(rank), at_s=at_s)]
 
 
 def stop(text: str) -> list[Fault]:
-    """Reads what `--stop` asks for.
+    """Parses the value of `--stop`, `RANK@SECONDS+SECONDS`, into its start and its end.
 
     >>> [str(fault) for fault in stop("1@30+5")]
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
-
-    Args:
-      text: Value of the option, `RANK@SECONDS+SECONDS`: when the rank is stopped, and for how long.
-
-    Returns:
-      Two faults: the stop, and the end of it.
-
-    Raises:
-      ValueError: If `text` has another form.
     """
     rank, at_s, for_s = _numbers(
         r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, like 1@30+5"
@@ -69,17 +47,7 @@ def stop(text: str) -> list[Fault]:
 
 
 def cut(text: str) -> list[Fault]:
-    """Reads what `--cut` asks for.
-
-    Args:
-      text: Value of the option, `NODE@SECONDS`.
-
-    Returns:
-      One fault, in a list.
-
-    Raises:
-      ValueError: If `text` has another form.
-    """
+    """Parses the value of `--cut`, `NODE@SECONDS`."""
     node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, like 1@30")
     return [Fault(kind="cut", target=int(node), at_s=at_s)]
 
@@ -89,5 +57,5 @@ def _numbers(pattern: str, text: str, form: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in found.groups())  # type: ignore[union-attr]
     except (AttributeError, ValueError):
-        # No match, or a number such as "1.2.3".
+        # The pattern did not match, or a number is malformed, such as "1.2.3".
         raise ValueError(f"A fault reads {form}. Received: {text!r}") from None

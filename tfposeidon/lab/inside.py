@@ -1,4 +1,4 @@
-"""The part of the lab that runs in namespaces of its own: `python -m tfposeidon.lab.inside`."""
+"""Part of the lab that runs inside private namespaces: `python -m tfposeidon.lab.inside`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,17 @@ from tfposeidon.lab.sandbox import ENDED, UnavailableError
 
 
 def main(arguments: list[str]) -> int:
-    """Builds the cluster, runs the job on it, and reports.
-
-    Args:
-      arguments: Arguments of `python -m tfposeidon lab`.
-
-    Returns:
-      The exit status: the job's, or 2 if there was no job.
-    """
+    """Builds the cluster, runs the job and reports; returns the job's exit status, or 2."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    # Ranks may write what this locale cannot encode; that must not end their job.
+    # Ranks may write characters that this locale cannot encode, which must not end the job.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     return asyncio.run(_run(command.read_request(parser.parse_args(arguments))))
 
 
 async def _run(request: command.Request) -> int:
-    # First, so that a request to end that comes while the network is built is not missed.
+    # Must come first, so that a request to end is not missed while the network is built.
     _cancel_at_end_of(sys.stdin.fileno())
     try:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
@@ -46,7 +39,7 @@ async def _run(request: command.Request) -> int:
             except asyncio.CancelledError:
                 say("interrupted; all ranks are ended")
                 return ENDED
-            # Counters end with the interfaces, so they are read before the context does.
+            # Read the counters inside the context: they disappear with the interfaces.
             found = report.Report.of(request.cluster, request.command, job, built.traffic())
     except subprocess.CalledProcessError as error:
         say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
@@ -61,7 +54,7 @@ async def _run(request: command.Request) -> int:
 
 
 def _cancel_at_end_of(descriptor: int) -> None:
-    """Cancels the current task when `descriptor` is at its end: so the sandbox asks for the end."""
+    """Cancels the current task at the end of the descriptor, by which the sandbox ends a lab."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -75,16 +68,9 @@ def _cancel_at_end_of(descriptor: int) -> None:
 
 @contextmanager
 def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
-    """Starts Horovod's key-value store at the switch, as `horovodrun` would.
-
-    Args:
-      cluster: The nodes and their ranks.
-
-    Yields:
-      The environment variables of each rank, by rank. The store ends with the context.
-    """
-    # Private parts of horovodrun: it has no way to be told that hosts are namespaces, not machines
-    # to reach by ssh.
+    """Runs Horovod's key-value store at the switch; yields the environment of each rank."""
+    # These are private parts of horovodrun, which only supports hosts that it reaches by ssh, not
+    # namespaces.
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -94,13 +80,13 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
-    # What the user has set precedes our defaults, and what Horovod needs precedes both.
+    # User settings override our defaults, and Horovod's variables override both.
     common = (
         quiet.DEFAULTS
         | os.environ
         | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
     )
-    # The lab shows lines as ranks write them.
+    # Unbuffered, so that the lab shows lines as soon as ranks write them.
     common |= {"PYTHONUNBUFFERED": "1"}
     try:
         yield [common | create_slot_env_vars(slot) for slot in slots]

@@ -1,4 +1,4 @@
-"""Models as the papers train them: layers, batch sizes and single-device speeds."""
+"""Models as the papers train them: layers, batch sizes and single-device throughput."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from tfposeidon.lab.architectures import Layer
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model as one of the papers trains it.
+    """Model as one of the papers trains it, named as in `MODELS`, plus "/factor" if it was shrunk.
 
-    Attributes:
-      name: Name of the model in `MODELS`, with "/factor" where it was shrunk.
-      layers: Layers with parameters, in the order of the forward pass.
-      batch: Samples per device and step.
-      throughput: Samples per second of one device that exchanges nothing.
-      source: Source of batch and throughput, and the device that they are of.
+    `layers` are those with parameters, in the order of the forward pass. `batch` is the samples per
+    device and step, and `throughput` the samples per second of one device without communication.
+    `source` names the source of both, and the device.
     """
 
     name: str
@@ -40,36 +37,28 @@ class Model:
 
     @property
     def step_s(self) -> float:
-        """Seconds that one device computes per step, forward and backward."""
+        """Seconds of computation per step on one device, forward and backward."""
         return self.batch / self.throughput
 
     def times(self) -> tuple[tuple[float, float], ...]:
-        """Returns the seconds of each layer's forward and backward pass, together `step_s`.
-
-        The time of a step is spread by FLOPs. The backward pass takes twice as long as the forward
-        pass, because it makes two products (for the gradients of kernel and input) where the
-        forward pass makes one.
-        """
+        """Returns the seconds of each layer's forward and backward pass; their sum is `step_s`."""
+        # The step time is distributed by FLOPs. A backward pass takes twice as long as a forward
+        # pass, because it computes two products (for the gradients of kernel and input) instead of
+        # one.
         flop_s = self.step_s / (3 * self.flops)
         return tuple((layer.flops * flop_s, 2 * layer.flops * flop_s) for layer in self.layers)
 
     def shrunk(self, factor: float) -> Model:
-        """Returns a model that stands for this one with less memory: M, N and K are divided.
+        """Returns a model that represents this one with less memory: M, N and K are divided.
 
-        Every dimension is divided by the same rule, rounded, and at least 1. Factors have K (M + N)
+        Each dimension is divided by `factor`, rounded, and at least 1. Factors have K (M + N)
         elements and matrices M N, so both shrink with the square of `factor` as long as the batch K
-        can shrink; rows per sample stay. The step and each layer take as long as before, so
-        throughput is divided as the batch is, and FLOPs stay.
+        can shrink; rows per sample do not change. Step and layer times do not change either, so
+        throughput shrinks with the batch, and FLOPs stay as they are.
 
         >>> full, quarter = model("vgg19"), model("vgg19").shrunk(4)
         >>> full.batch, quarter.batch, round(full.parameters / quarter.parameters)
         (256, 64, 16)
-
-        Args:
-          factor: Factor by which dimensions are divided, at least 1.
-
-        Raises:
-          ValueError: If `factor` is below 1.
         """
         ranges.check_number("factor", factor, ranges.AT_LEAST_1, "Use 1 for the full size.")
         batch = architectures.divided(self.batch, factor)
@@ -83,14 +72,7 @@ class Model:
 
 
 def model(name: str) -> Model:
-    """Returns the model of a name.
-
-    Args:
-      name: Name of the model, one of `MODELS`.
-
-    Raises:
-      ValueError: If there is none of that name.
-    """
+    """Returns the model of this name, one of `MODELS`."""
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}. Received: name={name!r}")
     return MODELS[name]

@@ -1,9 +1,9 @@
 """Nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
 
-A node is a process that holds a network, a host-name and a mount namespace, with a `/dev/shm` of
-its own. Its link is a pair of interfaces: `eth0` in the node, `portN` on the bridge, which lies in
-the lab's own namespace, where the rendezvous server listens. What a node sends queues at `eth0`,
-what it receives at its port.
+A node is a process that holds a network, a host-name and a mount namespace, with its own
+`/dev/shm`. Its link is a pair of interfaces: `eth0` in the node and `portN` on the bridge. The
+bridge lies in the lab's own namespace, where the rendezvous server listens. Packets that a node
+sends queue at `eth0`, and those that it receives at its port.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
-# Headers of every packet as the interface counts it: Ethernet, IP, and TCP with time stamps.
+# Headers of a packet as the interface counts them: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
 FLOW_CLASSES = 1024
-"""Classes of limited connections. Two that fall into one share its rate: of 8 busy connections of a
-node, some do in 3 of 100 networks. To make 4096 takes 3 s a node, these take 0.1 s."""
+"""Number of classes of limited connections. Two connections in one class share its rate: with 8
+busy connections per node, this happens in 3 of 100 networks. Creating 4096 classes takes 3 s per
+node, these take 0.1 s."""
 LONGEST_WITHOUT_DATA = 100
-"""Bytes of an IP packet without data, at most: headers with time stamps and three selective
+"""Largest size in bytes of an IP packet without data: headers with time stamps and three selective
 acknowledgements."""
-# Classic BPF, which every `tc` takes: source port xor destination port of an IPv4 packet without
-# options, its low bits, and 2: before them. Both ports, as PyTorch listens on one for all ranks,
-# and Gloo on one for each pair.
+# Classic BPF, which every version of `tc` accepts. It returns class 2:(1 + low bits of source port
+# xor destination port) for an IPv4 packet without options. It uses both ports, because PyTorch
+# listens on one port for all ranks, and Gloo on one for each pair.
 CLASS_OF_CONNECTION = ",".join(
     [
         "7",
@@ -46,7 +47,7 @@ CLASS_OF_CONNECTION = ",".join(
         "22 0 0 0",  # return A
     ]
 )
-# Packets without data, acknowledgements among them, go to the first class, all else to the second.
+# Packets without data, such as acknowledgements, go to the first class, all others to the second.
 CLASS_OF_PACKET = ",".join(
     [
         "4",
@@ -57,15 +58,16 @@ CLASS_OF_PACKET = ",".join(
     ]
 )
 # sysfs shows the interfaces of the namespace that mounted it, and `payload_bytes` reads them there.
-# Data caches share a pool in /dev/shm, which no other machine would see.
-# Reno is the one congestion control that every kernel allows in a namespace. The defaults of
-# kernels differ, and BBR, for one, leaves up to half of a link idle when both directions are full.
+# Each node has its own /dev/shm, because data caches share a store there that other machines would
+# not see. Reno is the only congestion control that every kernel allows in a namespace. The default
+# differs between kernels, and BBR, for example, leaves up to half of a link idle when both
+# directions are busy.
 HOLD_NODE = """
 hostname "$0" && ip link set dev lo up &&
 mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
-# By way of a tmpfs over /mnt in our mount namespace, so that no file is written outside.
+# Uses a tmpfs over /mnt in our mount namespace, so that no file outside is written.
 REPLACE_HOSTS = (
     "mount -t tmpfs none /mnt && cat > /mnt/hosts && "
     "mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"
@@ -74,16 +76,10 @@ REPLACE_HOSTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic over one node's link, headers included.
+    """Traffic over one node's link, headers included; sent is from the node to the switch.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
-
-    Attributes:
-      sent_bytes: Bytes from the node to the switch.
-      sent_packets: Packets from the node to the switch.
-      received_bytes: Bytes from the switch to the node.
-      received_packets: Packets from the switch to the node.
-      dropped_packets: Packets lost in full queues, in either direction.
+    `dropped_packets` counts those lost in full queues, in either direction.
     """
 
     sent_bytes: int
@@ -94,12 +90,10 @@ class Traffic:
 
 
 class Network:
-    """Nodes and links of a cluster, while they exist; made by `network()`.
+    """Nodes and links of a cluster while they exist; `network()` creates it.
 
-    Args:
-      cluster: The nodes and links that were asked for.
-      holders: Process ids of the processes that hold the namespaces of the nodes, by node.
-      line: The process that delays packets, if there is one.
+    `holders` are the ids of the processes that hold the nodes' namespaces, by node. `line` is the
+    process that delays packets, if any.
     """
 
     def __init__(
@@ -110,15 +104,9 @@ class Network:
         self._line = line
 
     def entering(self, node: int) -> list[str]:
-        """Returns the words to put before a command so that it runs on a node.
-
-        The command runs in the current directory.
-
-        Args:
-          node: Index of the node.
-        """
+        """Returns the prefix of a command that runs it on a node, in the current directory."""
         target = str(self._holders[node])
-        # Who enters a mount namespace finds itself at its root.
+        # A process that enters a mount namespace starts in its root directory.
         return [
             "nsenter",
             "--target",
@@ -132,11 +120,7 @@ class Network:
         ]
 
     def cut(self, node: int) -> None:
-        """Cuts a node's link for good, at the switch.
-
-        Args:
-          node: Index of the node.
-        """
+        """Cuts a node's link permanently, at the switch."""
         _call("ip", "link", "set", "dev", port(node), "down")
 
     def traffic(self) -> list[Traffic]:
@@ -156,13 +140,8 @@ class Network:
         )
 
     def byte_counts(self) -> list[int]:
-        """Returns the bytes that each node has sent so far.
-
-        Cheaper than `traffic`, but without the headers that segmentation adds later.
-
-        Raises:
-          UnavailableError: If the links are dead, because the delay line is.
-        """
+        """Returns the bytes that each node has sent; raises `UnavailableError` for dead links."""
+        # Cheaper than `traffic`, but without the headers that segmentation adds later.
         if self._line is not None and self._line.poll() is not None:
             raise UnavailableError(
                 f"the process that delays packets has ended, with status {self._line.returncode}"
@@ -172,46 +151,30 @@ class Network:
             for line in Path("/proc/self/net/dev").read_text().splitlines()
             if ":" in line
         )
-        # Received bytes come first: what a node sends is what its port receives.
+        # The first column is received bytes: a port receives what its node sends.
         counters = {name.strip(): int(values.split()[0]) for name, values in lines}
         return [counters[port(node)] for node in range(self.cluster.nodes)]
 
 
 def host_name(node: int) -> str:
-    """Returns the host name of a node.
-
-    Args:
-      node: Index of the node.
-    """
+    """Returns the host name of a node."""
     return f"node{node}"
 
 
 def address(node: int) -> str:
-    """Returns a node's address on the network of the lab.
-
-    Args:
-      node: Index of the node.
-    """
+    """Returns a node's address on the network of the lab."""
     return f"10.99.0.{node + 1}"
 
 
 def port(node: int) -> str:
-    """Returns the name of the interface at the bridge's end of a node's link.
-
-    Args:
-      node: Index of the node.
-    """
+    """Returns the name of the interface at the bridge's end of a node's link."""
     return f"port{node}"
 
 
 def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "tx") -> int:
-    """Returns what this node has carried over an interface so far, in bytes without headers.
+    """Returns the bytes without headers that this node has sent or received over an interface.
 
-    To be called on a rank. Where the interface is missing, as outside the lab, it is 0.
-
-    Args:
-      interface: Name of the interface; that of the node's link by default.
-      direction: "tx" for what was sent, "rx" for what was received.
+    Ranks call it. It returns 0 if the interface does not exist, as outside the lab.
     """
     folder = Path("/sys/class/net") / interface / "statistics"
     if not folder.exists():
@@ -224,22 +187,15 @@ def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[Network]:
-    """Builds the nodes and their links; to be called inside the sandbox.
+    """Builds the nodes and their links inside the sandbox; they exist as long as the context.
 
-    Args:
-      cluster: Cluster to build.
-
-    Yields:
-      The network, which ends with the context.
-
-    Raises:
-      subprocess.CalledProcessError: If the kernel refuses, with its message.
-      UnavailableError: If delays are asked for and the machine has no TAP devices.
+    `CalledProcessError` has the kernel's message, and `UnavailableError` reports that the machine
+    has no TAP devices for delays.
     """
     hosts = Path("/etc/hosts").read_text() + "".join(
         f"{address(node)} {host_name(node)}\n" for node in range(cluster.nodes)
     )
-    # Before the nodes are made, whose mount namespaces are copies of this one.
+    # Must precede the creation of the nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
@@ -247,8 +203,8 @@ def network(cluster: Cluster) -> Iterator[Network]:
     _call("ip", "link", "set", "dev", "switch", "up")
     holders = [_hold(host_name(node)) for node in range(cluster.nodes)]
     line = None
-    # Namespaces go with their last process, and interfaces with their namespace: nothing else has
-    # to be cleared away.
+    # The kernel removes namespaces with their last process, and interfaces with their namespace, so
+    # only processes need cleanup.
     try:
         if cluster.delays:
             line = _plug_delayed(cluster, holders)
@@ -279,7 +235,8 @@ def _hold(name: str) -> subprocess.Popen[str]:
 
 def _plug_delayed(cluster: Cluster, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     ends = [f"node{node}" for node in range(cluster.nodes)]
-    # What goes to the switch waits, what comes from there does not: half of a round trip each time.
+    # Only frames to the switch are delayed: each direction of a round trip has one such link, with
+    # half of the delay.
     line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
     process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
     for end, holder in zip(ends, holders, strict=True):
@@ -292,44 +249,41 @@ def _connect(built: Network, node: int) -> None:
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
     _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
-    # At both ends, as a queue shapes only what leaves an interface.
+    # Both ends need a queue, because it shapes only packets that leave an interface.
     rate = built.cluster.rate(node)
     _call("tc", "-batch", "-", text="\n".join(_shaped_link(port(node), rate)))
     flow = built.cluster.flow
     if flow is None:
         _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link(INTERFACE, rate)))
         if rate is not None:
-            # Smaller than what the link lets through at once; by default up to 64 kB go as one.
+            # Segments must be smaller than the burst of the link; the default is up to 64 kB.
             size = str(min(burst_bytes(rate), 65536))
             _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
-        # Where they leave their node is enough: connections share nothing before that.
+        # A limit at the sending node is enough: connections share nothing before it.
         _call(*inside, "tc", "-batch", "-", text="\n".join(_limited_connections(rate, flow)))
     if built.cluster.intra is not None:
-        # With its usual 64 kB, single packets would not fit into the bucket.
+        # With the usual MTU of 64 kB, single packets would not fit into the token bucket.
         _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
         _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link("lo", built.cluster.intra)))
 
 
 def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
-    """Yields commands for `tc`: a link on which acknowledgements need not wait behind data.
+    """Yields commands for `tc`: a link that serves acknowledgements before data.
 
-    In one queue they would wait for what the other direction has in it, and a link that is busy in
-    both directions would stand still at times, as no network with fair queues does.
-
-    Args:
-      device: Interface whose packets are shaped as they leave it.
-      rate: Bits per second; `None` for a plain queue that counts.
+    In one queue, acknowledgements would wait behind the data of the other direction. A link that is
+    busy in both directions would then stall at times, unlike a network with fair queues. `None` for
+    `rate` yields a plain queue that counts.
     """
     if rate is None:
         yield f"qdisc add dev {device} root pfifo limit 10000"
         return
     burst = burst_bytes(rate)
-    # The quantum only matters between classes of one priority; the default warns.
+    # The quantum only matters between classes of equal priority; the default causes a warning.
     both = f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum 60000"
     yield f"qdisc add dev {device} root handle 1: htb default 3"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate:.0f}bit {both}"
-    # Each may have all of the link; the shares only say what nobody takes from the other.
+    # Each class may use the whole link; the shares are guaranteed minimums.
     for number, share in ((2, 0.1), (3, 0.9)):
         yield (
             f"class add dev {device} parent 1:1 classid 1:{number} htb rate {share * rate:.0f}bit "
@@ -341,7 +295,7 @@ def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
 
 
 def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
-    """Yields commands for `tc`: a class per connection, below the token bucket of the link."""
+    """Yields commands for `tc`: one class per connection, below the token bucket of the link."""
     parent = "root"
     if rate is not None:
         bucket = f"rate {rate:.0f}bit burst {burst_bytes(rate)} limit {queue_bytes(rate)}"
@@ -349,7 +303,8 @@ def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
         parent = "parent 1:1"
     yield f"qdisc add dev {INTERFACE} {parent} handle 2: htb default 1"
     burst = burst_bytes(flow)
-    # The quantum only matters between classes that borrow, which these do not; the default warns.
+    # The quantum only matters between classes that borrow, which these do not; the default causes a
+    # warning.
     limits = f"rate {flow:.0f}bit ceil {flow:.0f}bit burst {burst} cburst {burst} quantum 60000"
     for number in range(1, FLOW_CLASSES + 1):
         yield f"class add dev {INTERFACE} parent 2: classid 2:{number:x} htb {limits}"

@@ -1,4 +1,4 @@
-"""Runs the ranks of a job: passes their output on, injects faults, ends all when one fails."""
+"""Runs the ranks of a job: forwards their output, injects faults, and ends all when one fails."""
 
 from __future__ import annotations
 
@@ -18,31 +18,26 @@ from tfposeidon.lab.network import Network
 from tfposeidon.quiet import is_startup_message
 
 GRACE_S = 10.0
-"""Time in which ranks may end by themselves after one has failed, and say why."""
+"""Time for the other ranks to end and report after one has failed."""
 TERMINATION_S = 3.0
 """Time between SIGTERM and SIGKILL."""
 SAMPLE_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
-"""Time to read on after a rank has ended: what it has started may keep the pipe open."""
+"""Time to read on after a rank has ended: its child processes may keep the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
-# Progress bars return to the start of their line. Not at the end of a chunk: "\n" may follow.
+# Progress bars end in "\r". One at the end of a chunk does not count: "\n" may follow.
 LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
 @dataclass(kw_only=True)
 class Rank:
-    """Process of a job.
+    """Process of a job, which leads a session of its own.
 
-    Attributes:
-      number: Index of the rank.
-      node: Index of its node.
-      process: The process, which leads a session of its own.
-      status: Exit status, negative for a signal; `None` while it runs.
-      wall_s: Seconds from the start of the job to the end of the rank.
-      last_lines: End of the rank's output.
+    `status` is negative for a signal and `None` while the rank runs. `wall_s` counts from the start
+    of the job to the end of the rank.
     """
 
     number: int
@@ -53,12 +48,8 @@ class Rank:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the rank and to what it has started.
-
-        Args:
-          number: Number of the signal.
-        """
-        # It may have ended, with all that belongs to it.
+        """Sends a signal to the rank and its child processes."""
+        # The whole process group may have ended.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -74,16 +65,9 @@ class Rank:
 class Job:
     """Job whose ranks run on the nodes of a network.
 
-    Args:
-      network: Network of the emulated nodes.
-      faults: Faults to inject while the job runs.
-      show: Ranks whose output is shown, `None` for all. The end of the output of the first to
-        fail is always shown.
-
-    Attributes:
-      ranks: The ranks that were started, in order.
-      first_failed: The rank that failed first, `None` if none has.
-      samples: Pairs of seconds since the start and the bytes that each node had sent by then.
+    Only the output of the ranks in `show` is printed, `None` for all, but the last lines of the
+    rank that fails first always are. `samples` holds pairs of the seconds since the start and the
+    bytes that each node had sent by then.
     """
 
     def __init__(self, network: Network, faults: list[Fault], show: set[int] | None) -> None:
@@ -104,25 +88,19 @@ class Job:
 
     @property
     def status(self) -> int:
-        """Exit status of the job: 0, or that of the rank that failed first, as a shell gives it."""
+        """Exit status of the job: 0, or that of the first failed rank in the form of a shell."""
         status = self.first_failed.status if self.first_failed else 0
         assert status is not None
         return status if status >= 0 else 128 - status
 
     async def run(self, command: list[str], environments: list[dict[str, str]]) -> None:
-        """Runs the job, and returns when every rank has ended.
+        """Runs one rank per environment, and returns when all have ended.
 
-        Args:
-          command: The program that each rank runs, and its arguments.
-          environments: Environment variables of each rank; there are as many ranks.
-
-        Raises:
-          asyncio.CancelledError: After all ranks were ended, when the task is cancelled or nobody
-            reads our output.
-          UnavailableError: After all ranks were ended, when the network has failed.
+        Raises `CancelledError` if the task is cancelled or standard output is closed, and
+        `UnavailableError` if the network fails, in both cases after ending all ranks.
         """
         self._begin = time.monotonic()
-        # For `_print`, which ends the job from another task.
+        # `_print` cancels it from another task.
         self._task = asyncio.current_task()
         watchers: list[asyncio.Task[None]] = []
         background: set[asyncio.Task[None]] = set()
@@ -134,7 +112,7 @@ class Job:
             background.add(asyncio.create_task(self._sample()))
             await _wait_for(watchers, background)
         finally:
-            # From here on ranks end because they are ended, which is no failure of theirs.
+            # Ranks that are terminated from here on have not failed.
             self._ended = True
             for task in background:
                 task.cancel()
@@ -151,7 +129,7 @@ class Job:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            # A group of its own, so that signals reach what the rank has started.
+            # A process group of its own, so that signals reach the rank's child processes.
             start_new_session=True,
         )
         return Rank(number=number, node=node, process=process)
@@ -165,15 +143,15 @@ class Job:
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decided now and told later: the last lines, which are shown, may still be in the pipe, and
-        # another rank may fail meanwhile.
+        # Decide now and report later: the pipe may still hold the last lines, which are shown, and
+        # another rank may fail in the meantime.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
         _, still_open = await asyncio.wait(output, timeout=DRAIN_S)
         for task in still_open:
             task.cancel()
-        # What it has started and left behind.
+        # End the child processes that the rank has left behind.
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)
@@ -200,8 +178,8 @@ class Job:
         try:
             print(f"[{rank.number}] {text}", file=sink, flush=True)
         except BrokenPipeError:
-            # Nobody reads any more, as in `lab ... | head`, so the job ends. What is still buffered
-            # must not fail again when Python flushes it.
+            # The output is closed, as in `lab ... | head`, so end the job. Redirect the stream, so
+            # that Python does not fail again when it flushes the buffer.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
             assert self._task is not None
             self._task.cancel()
@@ -211,12 +189,12 @@ class Job:
             for line in rank.last_lines:
                 print(f"[{rank.number}] {line}", file=sys.stderr)
         say(str(rank))
-        # Kept, as asyncio itself holds tasks by weak references.
+        # Hold a reference, because asyncio only has weak references to tasks.
         self._ending = asyncio.create_task(self._end(GRACE_S))
 
     async def _end(self, grace_s: float) -> None:
-        """Ends what still runs: after a time of grace by SIGTERM, then by SIGKILL."""
-        # A stopped rank does not act on SIGTERM, but SIGKILL ends it.
+        """Ends the running ranks: after a grace period by SIGTERM, then by SIGKILL."""
+        # A stopped rank does not react to SIGTERM, but SIGKILL ends it.
         for number, wait_s in (
             (None, grace_s),
             (signal.SIGTERM, TERMINATION_S),
@@ -233,7 +211,7 @@ class Job:
                 await asyncio.sleep(0.05)
 
     async def _inject(self, fault: Fault) -> None:
-        # From the job's start, not from this task's, which comes after that of all ranks.
+        # Seconds count from the job's start: this task starts later, after all ranks.
         await asyncio.sleep(self._begin + fault.at_s - time.monotonic())
         say(str(fault))
         if fault.kind == "cut":
@@ -253,7 +231,7 @@ class Job:
 async def _wait_for(
     watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
 ) -> None:
-    """Waits for all watchers; raises what a task of either kind raises, as soon as it does."""
+    """Waits for all watchers; raises the error of any task at once."""
     waiting = set(watchers)
     while waiting:
         done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)
@@ -263,9 +241,5 @@ async def _wait_for(
 
 
 def say(text: str) -> None:
-    """Writes a line of the lab's own to standard error, apart from the output of ranks.
-
-    Args:
-      text: Line to write.
-    """
+    """Writes a message of the lab to standard error, apart from the output of ranks."""
     print(f"tfposeidon lab: {text}", file=sys.stderr, flush=True)

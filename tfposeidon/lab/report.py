@@ -1,4 +1,4 @@
-"""Reports of the lab: a table for people, JSON for programs."""
+"""Reports of the lab: a table to read, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,11 @@ LONGEST_BARS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Report of a job.
+    """Report of a job that has ended.
 
-    Attributes:
-      cluster: The nodes and links on which it ran.
-      command: The program that each rank ran, and its arguments.
-      exit_status: Exit status of the job.
-      wall_s: Seconds from the start to the end of the slowest rank.
-      ranks: For each rank its number, node, exit status (negative for a signal) and seconds.
-      traffic: Traffic over each node's link, headers included.
-      sent_over_time: Pairs of seconds since the start and the bytes that each node had sent by
-        then.
+    `wall_s` is the seconds from the start of the job to the end of the slowest rank. The status in
+    `ranks` is negative for a signal. `sent_over_time` holds pairs of the seconds since the start
+    and the bytes that each node had sent by then.
     """
 
     cluster: Cluster
@@ -47,14 +41,7 @@ class Report:
     def of(
         cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]
     ) -> Report:
-        """Returns the report of a job that has ended.
-
-        Args:
-          cluster: The nodes and links on which it ran.
-          command: The program that each rank ran, and its arguments.
-          job: Job that has ended.
-          traffic: Traffic over each node's link at the end of the job.
-        """
+        """Returns the report of a job that has ended, with the traffic at its end."""
         return cls(
             cluster=cluster,
             command=command,
@@ -69,15 +56,7 @@ class Report:
         )
 
     def link_share(self, node: int, size_bytes: int) -> float | None:
-        """Returns bytes as a fraction of what a link could have carried one way during the job.
-
-        Args:
-          node: Index of the node whose link it is.
-          size_bytes: Bytes that the link has carried in one direction.
-
-        Returns:
-          The fraction, or `None` if the link has no limit.
-        """
+        """Returns bytes as a fraction of the link's capacity one way; `None` if it is unlimited."""
         rate = self.cluster.rate(node)
         return 8 * size_bytes / (rate * self.wall_s) if rate and self.wall_s else None
 
@@ -91,12 +70,9 @@ class Report:
         return content
 
     def write(self, path: Path) -> None:
-        """Writes the report as JSON.
-
-        Args:
-          path: Path of the file, which appears when it is complete.
-        """
-        # In the same folder, as a rename is atomic on one file system only.
+        """Writes the report as JSON; the file appears once it is complete."""
+        # The temporary file is in the same folder because a rename is atomic on one file system
+        # only.
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
         temporary.replace(path)
@@ -135,11 +111,11 @@ class Report:
         )
 
     def load(self, node: int) -> list[float]:
-        """Returns the load of a link over time: fractions of its rate, or of the busiest moment."""
-        # Stretches of even length, so that no more bars are drawn than fit on a line.
+        """Returns a link's load over time, as fractions of its rate, or else of the maximum."""
+        # Use intervals of equal length, so that the bars fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1
-        # The last point stays whatever the stride, or the end of the job would be missing.
+        # Keep the last point whatever the stride: it is the end of the job.
         points = [*points[:-1:stride], *points[-1:]]
         rates = [
             8 * (after - before) / (b - a)

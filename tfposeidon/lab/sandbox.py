@@ -1,7 +1,7 @@
 """Runs Python inside private namespaces, which the kernel removes with the last process in them.
 
-Nothing of the lab has a name outside: several labs run side by side, and whatever way one ends, no
-process, interface or file of it stays.
+Nothing of a lab is visible outside. Several labs can run at the same time, and however one ends, no
+process, interface or file of it remains.
 """
 
 from __future__ import annotations
@@ -25,35 +25,20 @@ TOOLS = {
 }
 NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
 AS_USER = ("--user", "--map-root-user")
-# The parts that a lab is made of, tried out before anything is started.
+# The components of a lab, tried out before anything is started.
 PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
-# Exit status of a module that was asked to end, and did.
+# Exit status of a module that ended on request.
 ENDED = 128 + signal.SIGTERM
 
 
 class UnavailableError(Exception):
-    """Raised where the machine cannot run a lab; the message says what is missing."""
+    """Error of a machine that cannot run a lab; the message names what is missing."""
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Runs a Python module in namespaces of its own.
-
-    At a signal that ends a job (Ctrl-C, SIGTERM, SIGHUP) the standard input of the module ends, and
-    the module takes the time it needs to end; at a second signal everything is killed. The signal
-    is not passed on, because it would also reach what the module has just started and is to end.
-
-    Args:
-      module: Name of the module, as for `python -m`.
-      arguments: Arguments of the module.
-
-    Returns:
-      The exit status of the module; 128 plus the number of the signal if one ended it.
-
-    Raises:
-      UnavailableError: If tools or rights are missing.
-    """
-    # setpriv: should this process be killed, the kernel kills what is inside with it.
+    """Runs a Python module in new namespaces; returns its status, 128 + number for a signal."""
+    # If this process is killed, setpriv makes the kernel kill the processes inside.
     command = [
         "setpriv",
         "--pdeathsig",
@@ -64,8 +49,11 @@ def run(module: str, arguments: list[str]) -> int:
         module,
         *arguments,
     ]
-    # The module reads one end as its standard input, and ends when this process closes the other.
-    # Python's pipes are not inherited, so no copy of the other end stays open inside.
+    # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe, so that the
+    # module's standard input ends and the module ends its ranks in order. A second signal kills
+    # everything. The signal is not passed on, because it would also reach processes that the module
+    # has just started and has to end. Python's pipes are not inherited, so no copy of the end
+    # remains open inside.
     standard_input, end_request = os.pipe()
     signals: list[int] = []
     inside: subprocess.Popen[bytes] | None = None
@@ -79,7 +67,7 @@ def run(module: str, arguments: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    # A session of its own: Ctrl-C in a terminal would reach it past this process.
+    # A session of its own, because Ctrl-C in a terminal would reach the module directly.
     inside = subprocess.Popen(command, start_new_session=True, stdin=standard_input)
     status = inside.wait()
     status = status if status >= 0 else 128 - status
@@ -87,13 +75,8 @@ def run(module: str, arguments: list[str]) -> int:
 
 
 def namespaces() -> tuple[str, ...]:
-    """Returns the command that makes the namespaces: as root, else through a user namespace.
-
-    It is tried out, in a tenth of a second.
-
-    Raises:
-      UnavailableError: If tools or rights are missing.
-    """
+    """Returns the command that creates the namespaces, as root or through a user namespace."""
+    # Each command is tried out, which takes a tenth of a second.
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
@@ -101,7 +84,7 @@ def namespaces() -> tuple[str, ...]:
             f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}"
         )
     errors = []
-    # Root in a container may lack the right that the first needs, and still make user namespaces.
+    # Root in a container may lack the privilege for the first, but may create user namespaces.
     for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
         command = (*NAMESPACES, *rights)
         probe = subprocess.run(

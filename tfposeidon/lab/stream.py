@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 class Stream:
-    """Queue of work that an emulated accelerator carries out in order.
+    """Queue of work that an emulated accelerator executes in order.
 
-    As on a real accelerator, the work of a step is queued ahead: a kernel starts when the one
-    before it ended, even if this machine noticed the end late. So the time of a step does not grow
-    with the load of the machine.
+    As on a real accelerator, the work of a step is queued ahead: a kernel starts when the previous
+    one ended, even if the host noticed its end late. The load of the machine therefore does not
+    increase the time of a step. Tests replace `clock` and `sleep`.
 
     >>> now_s = [0.0]
     >>> stream = Stream(clock=lambda: now_s[0], sleep=lambda s: now_s.append(now_s.pop() + s))
@@ -22,10 +22,6 @@ class Stream:
     >>> stream.run(0.5)
     >>> stream.busy_s, now_s
     (0.5, [0.5])
-
-    Args:
-      clock: Function that returns seconds, like `time.monotonic`; for tests.
-      sleep: Function that waits for some seconds, like `time.sleep`; for tests.
     """
 
     def __init__(
@@ -43,12 +39,8 @@ class Stream:
         self._free_s = self._clock()
 
     def run(self, seconds: float) -> None:
-        """Waits until a piece of work would be done.
-
-        Args:
-          seconds: Seconds that the accelerator works.
-        """
-        # Counted from the end of the work before, and not from now: a late call sleeps less.
+        """Waits until a piece of work of this many seconds would be done."""
+        # Work starts at the end of the previous work, not now: a late call sleeps less.
         self._free_s += seconds
         self.busy_s += seconds
         wait_s = self._free_s - self._clock()
@@ -60,12 +52,7 @@ SCALE = 1e-3
 
 
 def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    """Returns `[length]` float32: normal values, with a log-normal spread.
-
-    Args:
-      length: Number of values.
-      generator: Source of the random numbers.
-    """
+    """Returns `[length]` float32: normal values with log-normal scales."""
     values = generator.standard_normal(length, dtype=np.float32)
     values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
     return values
