@@ -70,7 +70,7 @@ _HOME = {
     "local_size": "communication.runtime",
     "rank": "communication.runtime",
     "size": "communication.runtime",
-    "unwrap": "wrapper",
+    "unwrap": "communicating",
     "workers": "communication.runtime",
 }
 
