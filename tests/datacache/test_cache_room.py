@@ -147,6 +147,7 @@ print("all read")
 """
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_full_or_taken_whole(tmp_path):
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     inside = f"mount -t tmpfs -o size=512k none {tmp_path} && exec {sys.executable} -"

@@ -146,6 +146,7 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_kills_at_any_moment(tmp_path):
     """Jobs die beside a steady one that fills the same pools, while they read and soon after.
 
@@ -208,6 +209,7 @@ def _check_what_was_read_again(folder):
         )
 
 
+@pytest.mark.slow
 def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
     jobs = [SPAWN.Process(target=_epochs, args=(tmp_path, 10 * job, range(2))) for job in range(3)]
     for job in jobs:
@@ -297,6 +299,7 @@ print(reader.levels.counts.now().unkept, reader.levels.memory.filled)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_level_less(tmp_path):
     """A tmpfs with room for the columns, and not for all that differs in size."""
     root, disk = os.getcwd(), tmp_path / "disk"

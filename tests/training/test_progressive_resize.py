@@ -53,6 +53,7 @@ LEAK_BYTES = 10 * 2**20
 """Memory that comes and goes between phases; one that is kept takes 7 MiB, eight of them 55."""
 
 
+@pytest.mark.slow
 def test_ten_phases_take_no_more_memory_than_two():
     """Neither in graphs nor in bytes, also where schemes change."""
     model, graphs, resident = compiled(), [], []
