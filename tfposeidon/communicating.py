@@ -234,7 +234,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
 
 def check_built(optimizer: Any) -> None:
-    """Refuses to plan for an optimizer that is not built, and has no variables yet."""
+    """Raises `RuntimeError` if the optimizer is not built, so that there is no plan."""
     if not optimizer.built:
         raise RuntimeError(
             "There is a plan once the optimizer knows its variables. Received: an optimizer "

@@ -119,7 +119,7 @@ class FileStatus(NamedTuple):
         return cls(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino % 2**63)
 
     def is_of(self, other: FileStatus) -> bool:
-        """Returns whether both statuses are of the same content."""
+        """Returns whether both statuses refer to the same version of a content."""
         # A file that was replaced by a rename has another inode; a file that was only moved has
         # another change time. Some file systems change inodes at any time.
         same_inode = self.inode == other.inode or self.inode_ns == other.inode_ns

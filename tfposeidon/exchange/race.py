@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 class Race:
-    """Times the exchanges of plans alone; all ranks call it together.
+    """Timed trial: measures the exchange of each plan without computation, on all ranks together.
 
     `known` has the seconds of timed plans by their digest. A plan is timed only once, so that equal
     plans have equal times, also in a run that resumes with the times of an earlier run.

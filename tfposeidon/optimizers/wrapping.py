@@ -46,7 +46,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def accumulated_steps(optimizer: Any) -> int | None:
-    """Returns the calls per update, or `None` if optimizers inside have different numbers.
+    """Returns the gradient accumulation steps, or `None` if optimizers inside differ in them.
 
     >>> import keras
     >>> accumulated_steps(keras.optimizers.SGD(gradient_accumulation_steps=4))

@@ -118,7 +118,7 @@ def _seconds_of_bytes(
 def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
     """Returns the seconds per element of Horovod's float16 sums, which run in software."""
     link_s = probe.bytes_on(topology)[0] / bytes_per_s
-    # Of network and sums, the longer hides part of the shorter; see `EXPOSED`.
+    # Transfers and local sums overlap: a fraction `EXPOSED` of the shorter one adds to the total.
     sums_s = seconds - EXPOSED * link_s
     if sums_s < link_s:
         sums_s = max(0.0, seconds - link_s) / EXPOSED
