@@ -97,7 +97,7 @@ FULL = COMMON | {"seeds": list(range(10))}
 SHORT = COMMON | {"seeds": [0, 1, 2], "data": ["digits"], "kinds": [EACH_STEP, "local SGD"]}
 SMALLEST = COMMON | {
     "parts": ["accuracy"],
-    "seeds": [0],
+    "seeds": [0, 1],
     "data": ["digits"],
     "shares": ["own classes"],
     "kinds": [EACH_STEP],

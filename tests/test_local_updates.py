@@ -50,6 +50,7 @@ def test_it_is_saved_with_the_model(rule, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.optimizer.get_config() == optimizer.get_config()
+    assert loaded.optimizer.agreed_settings() == optimizer.agreed_settings()
     assert type(loaded.optimizer) is tp.LocalUpdates
 
 

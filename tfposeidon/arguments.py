@@ -38,15 +38,15 @@ CALLBACKS = {
 """Arguments of Horovod's learning rate callbacks, and their replacements."""
 
 
-def check_inner(owner: str, inner: Any, wrapper: type) -> None:
+def check_inner(owner: str, inner: Any, base: type) -> None:
     """Refuses inner optimizers that are not Keras optimizers, or already wrapped or scaled."""
-    # `wrapper` is `CommunicatingOptimizer`, which this module must not import: imports point down.
+    # `base` is `CommunicatingOptimizer`, which this module must not import: imports point down.
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
             f"{type(inner).__name__}. Pass for example keras.optimizers.SGD(0.1)."
         )
-    if isinstance(inner, wrapper) or isinstance(innermost(inner), wrapper):
+    if isinstance(inner, base) or isinstance(innermost(inner), base):
         raise ValueError(
             "An optimizer must be wrapped once, in DistributedOptimizer, LocalUpdates or "
             "ElasticAveraging. Received: one that is already. Use it as it is, or wrap its "

@@ -31,9 +31,11 @@ class CommunicatingOptimizer(OptimizerWrapper):
     """Base class of optimizers that communicate, and let a Keras optimizer inside apply updates.
 
     Under `mixed_float16`, `compile` wraps it in Keras's `LossScaleOptimizer`, as any optimizer; see
-    `apply_under`. Subclasses document the arguments of the constructor.
+    `apply_under`. Subclasses document the arguments of the constructor, and end `build` with
+    `_exchange.build()` and `_adopt(variables)`.
     """
 
+    _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
     has_own_inner: ClassVar[bool] = False
     """True if the state of the inner optimizer and of a loss scale differs between ranks."""
 

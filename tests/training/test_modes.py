@@ -118,7 +118,7 @@ def test_modes_train_alike(wire, mode):
 
 @pytest.mark.ranks("2", environment=CLUSTERS)
 def test_automatic_clusters_of_xla(wire):
-    # One scheme for each kind of op: XLA compiles for seconds what surrounds each of them.
+    # All-reduce, all-to-all, sufficient factors, and native selection: XLA compiles for seconds.
     _weights(next(_optimizers()), wire, ("allreduce", "alltoall16", "factors", "mstopk"))
 
 

@@ -147,7 +147,12 @@ def _variable(slot: Slot, bucket: int) -> tf.Variable:
 
 
 class EffectiveRate:
-    """Effective rate of the last step that changed the schemes' state; 0 before the first."""
+    """Effective learning rate of the last step that changed the schemes' state; 0 before the first.
+
+    It is how far weights move for a gradient of 1: the learning rate over the loss scale. Residuals
+    are rescaled when it changes, because one that is computed at one rate and sent at another would
+    count by their ratio.
+    """
 
     def __init__(self) -> None:
         with tf.init_scope():

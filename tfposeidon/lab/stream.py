@@ -49,6 +49,7 @@ class Stream:
 
 
 SCALE = 1e-3
+"""Scale of the values of a gradient."""
 
 
 def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:

@@ -40,7 +40,7 @@ class Node:
             runtime.node_wire,
             # Nodes of one rank run no exchange that would use up a number.
             prefix=lambda: f"{rounds.exchangers[-1].prefix}.node",
-            settings=optimizer.settings,
+            settings=optimizer.agreed_settings,
         )
         # The exchange within the node detects an absent rank first.
         self.exchange.absence = rounds.absence

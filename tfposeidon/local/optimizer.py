@@ -131,7 +131,7 @@ class LocalUpdates(CommunicatingOptimizer):
         self._rule_settings = settings(self._rule, "outer_optimizer")
         # Differences are added, so their plans do not depend on the inner optimizer.
         self._exchange = Step(
-            exchanges.Adding(), policy, bucket_bytes, sample_count, settings=self.settings
+            exchanges.Adding(), policy, bucket_bytes, sample_count, settings=self.agreed_settings
         )
         self._node = (
             exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
@@ -363,8 +363,8 @@ class LocalUpdates(CommunicatingOptimizer):
             "tfposeidon.broadcast_variables(model.variables) before the first step.",
         )
 
-    def settings(self) -> dict[str, Any]:
-        """Returns what must be equal on all ranks, besides what each exchange compares."""
+    def agreed_settings(self) -> dict[str, Any]:
+        """Returns the settings that must be equal on all ranks, for both exchanges."""
         schedule, is_hierarchical = dataclasses.asdict(self._schedule), self._node is not None
         inner = settings(self.inner_optimizer, "inner optimizer")
         return {**inner, **schedule, "hierarchical": is_hierarchical, **self._rule_settings}

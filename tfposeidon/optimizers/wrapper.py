@@ -1,7 +1,7 @@
 """Base class of optimizers that contain another one, as Keras sees them.
 
-Think of it as the half of a wrapper that knows nothing of communication: Keras reads and sets the
-counter, the learning rate and the state of the optimizer inside.
+Think of it as the half of a wrapper that exchanges nothing: Keras reads and sets the counter and
+the learning rate of the optimizer inside, and saves that one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tfposeidon.optimizers.wrapping import innermost, leaves
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
-    """Keras optimizer whose counter, learning rate and state are those of an inner optimizer."""
+    """Keras optimizer whose counter, learning rate and saving are those of an inner optimizer."""
 
     built: bool
-    _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
+    _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer",)
     """Arguments in `get_config` that are objects serialized by Keras."""
 
     def __init__(
@@ -116,19 +116,19 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Loads nothing: Keras loads the inner optimizer as a part of this one."""
 
     @override
-    def apply_gradients(self, grads_and_vars: Iterable[Any], **others: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[Any], sample_count: Any = None) -> Any:
         """Performs one step as `apply` does, with pairs of gradients and variables.
 
         Args:
           grads_and_vars: Pairs of a gradient and its variable.
-          **others: Further arguments of `apply`, such as `sample_count`.
+          sample_count: Number of samples of the gradients on this rank; see `apply`.
 
         Returns:
           Number of updates so far.
         """
         pairs = list(grads_and_vars)
         grads, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        self.apply(grads, variables, **others)
+        self.apply(grads, variables, sample_count)
         return self.iterations
 
     @override
