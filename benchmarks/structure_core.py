@@ -20,7 +20,7 @@ from pathlib import Path
 import keras
 
 BASE, WRAPPER = "CommunicatingOptimizer", "OptimizerWrapper"
-"""Base class of optimizers that communicate, and what it extends; once both were one class."""
+"""Base class of communicating optimizers, and the class that it extends; one class at first."""
 REPLACED = """
 import keras
 import tfposeidon as tp

@@ -35,7 +35,11 @@ class CommunicatingOptimizer(OptimizerWrapper):
     `_exchange.build()` and `_adopt(variables)`.
     """
 
-    _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer", "scheme", "sample_count")
+    _serialized: ClassVar[tuple[str, ...]] = (
+        *OptimizerWrapper._serialized,
+        "scheme",
+        "sample_count",
+    )
     has_own_inner: ClassVar[bool] = False
     """True if the state of the inner optimizer and of a loss scale differs between ranks."""
 
