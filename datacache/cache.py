@@ -225,9 +225,9 @@ class Cache:
         if arguments.get("use_multiprocessing"):
             raise ValueError(
                 "Batches of a cache must be read in threads: forked processes have neither "
-                "TensorFlow nor the cache's threads, and would send each batch once more. "
-                "Received: use_multiprocessing=True. Leave it out; `workers` threads copy batches "
-                "at the same time."
+                "TensorFlow nor the cache's threads, and would copy each batch once more. "
+                "Received: use_multiprocessing=True. Omit `use_multiprocessing`; `workers` threads "
+                "copy batches concurrently."
             )
         _keep_order()
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
@@ -404,8 +404,8 @@ class Cache:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A cache must be opened in the process that reads it. Received: a cache to pickle, for "
-            "another process. Open it there: processes of a node share its samples."
+            "A cache must be opened in the process that reads it. Received: a cache to pickle for "
+            "another process. Open the cache there: processes of a node share its samples."
         )
 
     def __str__(self) -> str:
@@ -413,11 +413,11 @@ class Cache:
             return "datacache: closed"
         memory = self._levels.memory
         kept = (
-            f"{memory.slots} of {len(self)} samples in {memory.folder}"
+            f"the store {memory.folder} holds up to {memory.slots} of {len(self)} samples"
             if memory
-            else "nothing in memory"
+            else "no store in memory"
         )
-        return f"datacache: {kept}, {memory.filled if memory else 0} ready"
+        return f"datacache: {kept}; {memory.filled if memory else 0} samples are ready"
 
     def _new_epochs(
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
@@ -440,12 +440,12 @@ def _check_source(source: Any) -> None:
         missing.append("read")
     if missing:
         raise SourceError(
-            "A source must have what datacache.sources.source.Source says. Received: "
-            f"{type(source).__name__} without {', '.join(missing)}. Use from_folder, from_tfds or "
-            "from_dataset, or add it."
+            "A source must implement the protocol datacache.sources.source.Source. Received: "
+            f"{type(source).__name__} without {', '.join(missing)}. Use from_folder, "
+            "from_tfrecords, from_tfds or from_dataset, or add these attributes."
         )
     if len(source) == 0:
-        raise SourceError(f"A source must have samples. Received: {source}, with none.")
+        raise SourceError(f"A source must have samples. Received: {source} with 0 samples.")
 
 
 class RandomAccess:

@@ -15,12 +15,12 @@ import numpy as np
 from datacache.order import Order, Position
 
 REMEDY = (
-    "Give fit the callback keras_callbacks.CachePosition(cache, data), or iterate over "
-    "cache.counted(data); data to validate on takes shuffle=False."
+    "Pass the callback keras_callbacks.CachePosition(cache, data) to fit, or iterate over "
+    "cache.counted(data). Create validation data with shuffle=False."
 )
 NAME = (
-    "It must be said what fit is given, with its repeat() and take(), and nobody else may read it "
-    "within an epoch: CachePosition(cache, data)."
+    "fit and CachePosition(cache, data) must receive the same `data`, including repeat() and "
+    "take(), and no other code may iterate over `data` within an epoch."
 )
 MOST_AHEAD = 32
 """Largest number of prefetched steps; an iteration that starts further ahead is another
@@ -80,7 +80,8 @@ class EpochIterator:
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._told:
             raise RuntimeError(
-                f"On several ranks, or within an epoch, it must be said which pass begins. {REMEDY}"
+                "On several ranks, or within an epoch, training must report the start of each "
+                f"epoch of shuffled data. Received: an iteration without a report. {REMEDY}"
             )
         self._handed_out = True
         self._chained = None if self._trains_to_an_end else begin
@@ -112,18 +113,20 @@ class EpochIterator:
         """
         if not self.all_whole:
             raise RuntimeError(
-                f"In fit, epochs are whole. Received: {self._next.samples} samples done of epoch "
-                f"{self._next.epoch}. Let keras_callbacks.Checkpoint resume the job: it passes "
-                "over those; or iterate over cache.counted(data)."
+                "In fit, data must start at the beginning of an epoch. Received: a state after "
+                f"{self._next.samples} samples of epoch {self._next.epoch}. Resume the job with "
+                "keras_callbacks.Checkpoint, which skips them, or iterate over cache.counted(data)."
             )
         if length is None and steps not in (None, self._epoch_steps):
             raise RuntimeError(
-                f"{NAME} Received: {steps} steps per epoch of fit, {self._epoch_steps} of the data."
+                f"{NAME} Received: {steps} steps per epoch in fit, {self._epoch_steps} steps per "
+                "epoch of the cache. Pass the data of fit to CachePosition."
             )
         length = self._checked(length)
         if length == math.inf and not steps:
             raise RuntimeError(
-                "Data that repeat have no epochs. Received: no steps_per_epoch. Say it in fit."
+                "Data that repeat without end require `steps_per_epoch`. Received: no "
+                "steps_per_epoch. Pass it to fit."
             )
         # Keras trains on whole executions until the data end.
         executions = -(-steps // steps_per_execution) if steps else math.inf
@@ -134,9 +137,9 @@ class EpochIterator:
         passes, within = divmod(epoch, epochs)
         if is_first and within and length < math.inf and length % steps:
             raise RuntimeError(
-                "Epochs of fit must divide the data to be resumed there. Received: "
-                f"initial_epoch={epoch}, {steps} steps per epoch of {length}. Repeat the data: "
-                "cache.dataset(...).repeat()."
+                "To resume within the data, the steps per epoch of fit must divide the steps of "
+                f"the data. Received: initial_epoch={epoch}, {steps} steps per epoch, data of "
+                f"{length} steps. Repeat the data: cache.dataset(...).repeat()."
             )
         if is_first or epochs == 1:
             more, rest = divmod(int(within) * steps, self._epoch_steps)
@@ -150,8 +153,8 @@ class EpochIterator:
         position = self._position()
         if self.all_whole and position.samples:
             raise RuntimeError(
-                "A loop that was left within an epoch goes on with a new dataset. Received: the "
-                "old one. Make it: cache.dataset(..., state=cache.state_dict(data))."
+                "A loop that stopped within an epoch must resume with a new dataset. Received: the "
+                "old dataset. Create a new one: cache.dataset(..., state=cache.state_dict(data))."
             )
         self._begin_at(position, max(self._checked(length), self._steps(position)))
 
@@ -168,7 +171,8 @@ class EpochIterator:
         """Returns the progress of training, as values for JSON."""
         if self._handed_out and not self._told:
             raise RuntimeError(
-                f"Batches are read ahead, so steps must be counted where they are trained. {REMEDY}"
+                "Training must count its steps, because batches are prefetched. Received: a "
+                f"dataset that was read without counting. {REMEDY}"
             )
         return self.order.state_dict(self._position())
 
@@ -176,8 +180,8 @@ class EpochIterator:
         """Returns the number of steps of the data, by default those of an epoch."""
         if length not in (None, math.inf) and length > self._epoch_steps:
             raise RuntimeError(
-                "Data must be an epoch, or repeat without end. Received: data of "
-                f"{length} steps, for epochs of {self._epoch_steps}. Say repeat()."
+                "Data must be at most one epoch, or repeat without end. Received: data of "
+                f"{length} steps, for epochs of {self._epoch_steps} steps. Use repeat()."
             )
         return self._epoch_steps if length is None else length
 
@@ -194,14 +198,15 @@ class EpochIterator:
         """Raises an error for an iteration that training does not need yet."""
         if self._trains_to_an_end and self._passes and self._trained != self._length:
             raise RuntimeError(
-                f"{NAME} Received: data that are begun anew after {self._trained} of "
-                f"{self._length} steps."
+                f"{NAME} Received: another iteration over the data after {self._trained} of "
+                f"{self._length} steps. Use a separate dataset for other iterations."
             )
         reach = self._trained + self._epoch_steps + MOST_AHEAD
         if self._length == math.inf and (self._passes + 1) * self._epoch_steps > reach:
             raise RuntimeError(
-                f"{NAME} Received: pass {self._passes + 1} of data that repeat after "
-                f"{self._trained} steps, of {self._epoch_steps} in each."
+                f"{NAME} Received: iteration {self._passes + 1} over repeated data after "
+                f"{self._trained} steps, with {self._epoch_steps} steps in each iteration. Use a "
+                "separate dataset for other iterations."
             )
 
     def _steps(self, begin: Position) -> int:

@@ -21,7 +21,7 @@ class DamagedError(CacheError):
     """
 
     def __init__(self, what: str, folder: Path) -> None:
-        super().__init__(f"{what} Remove it: python -m datacache rm {folder}")
+        super().__init__(f"{what} Remove the store: python -m datacache rm {folder}")
         self.what = what
 
 
@@ -30,8 +30,8 @@ class Closed:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CacheError(
-            "A cache is read before it is closed. Received: a call after close(). Open it again, "
-            "datacache.Cache(...); a `with` block closes it at its end."
+            "A closed cache cannot be used. Received: a call after close(). Open the cache again: "
+            "datacache.Cache(...). A `with` block closes the cache at its end."
         )
 
     def __len__(self) -> int:

@@ -49,9 +49,9 @@ def job_wire() -> Wire | None:
 
     if runtime.server_rank() is not None:
         raise ValueError(
-            "The data cache shares samples among all ranks of a job. Received: a job in which rank "
-            f"{runtime.server_rank()} serves and trains nothing. Give workers their data by "
-            "tf.data or arrays: tfposeidon.workers() tells whose share is which."
+            "The data cache requires a job in which all ranks train. Received: a job in which rank "
+            f"{runtime.server_rank()} is a server. Pass tf.data datasets or arrays to the workers: "
+            "`tfposeidon.workers().index(rank)` is the shard of a rank."
         )
     return runtime.wire()
 

@@ -91,11 +91,14 @@ def _shuffling_itself(one: Any) -> str | None:
     if hasattr(one, "_seed"):
         again = getattr(one, "_reshuffle_each_iteration", bool(getattr(one, "_rerandomize", 0)))
         if again or again is None or not (one._seed or one._seed2):
-            return "shuffle, list_files or random. Leave it out: the cache shuffles"
+            return (
+                "shuffle, list_files or random. Remove it, because the cache shuffles, or pass "
+                "shuffle=False to list_files"
+            )
     if getattr(one, "_deterministic", None) == "false":
-        return f"{kind} with deterministic=False. Leave that out"
+        return f"{kind} with deterministic=False. Omit that argument"
     if kind not in _IN_ORDER and any(drawing_ops(ops(graph)) for graph in functions(one)):
-        return f"elements that {kind} chooses at random. Draw after the cache"
+        return f"elements that {kind} selects at random. Use random ops after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):
         return next(filter(None, map(_unsteady_node, _serialized(one))), None)
     return None
@@ -103,9 +106,9 @@ def _shuffling_itself(one: Any) -> str | None:
 
 def _unsteady_node(node: Any) -> str | None:
     if node.op.startswith(("Shuffle", "RandomDataset")):
-        return f"{node.op} within a dataset. Leave it out: the cache shuffles"
+        return f"{node.op} within a dataset. Remove it: the cache shuffles"
     if node.attr["deterministic"].s == b"false":
-        return f"{node.op.rstrip('V0123456789')} with deterministic=False. Leave that out"
+        return f"{node.op.rstrip('V0123456789')} with deterministic=False. Omit that argument"
     return None
 
 
@@ -121,8 +124,8 @@ def warn_of_draws(what: str, ops: set[str]) -> None:
     """Warns of random ops before the cache."""
     if ops:
         log.warning(
-            "datacache: %s draws at random (%s): each sample is drawn once and kept. Augment after "
-            "the cache: cache.dataset(...).map(augment)",
+            "datacache: %s uses random ops (%s), whose results are computed once per sample and "
+            "cached. Augment after the cache: cache.dataset(...).map(augment)",
             what,
             ", ".join(sorted(ops)),
         )

@@ -192,9 +192,9 @@ class Order:
         for name, what in (("of", "number of samples"), ("seed", "seed"), ("shuffle", "`shuffle`")):
             if state[name] != here[name]:
                 raise ValueError(
-                    "A job must go on with the samples that it began with. Received: a "
-                    f"{what} of {here[name]}, and {state[name]} in the saved state. Use those, or "
-                    "begin a new job."
+                    "A resumed job must use the samples and the order of its saved state. "
+                    f"Received: {what} {here[name]}, and {state[name]} in the saved state. Use the "
+                    "saved value, or start a new job."
                 )
         return Position(epoch=state["epoch"], samples=state["samples"])
 
@@ -208,7 +208,7 @@ class Order:
             raise ValueError(
                 "Every rank must get a sample at each step. Received: "
                 f"global_batch={self.global_batch}, {self.samples} samples, {ranks} ranks. Use "
-                "larger batches or fewer ranks."
+                "larger batches, more samples or fewer ranks."
             )
         bounds = [*range(done, self.samples, self.global_batch), self.samples]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] < ranks:

@@ -36,23 +36,23 @@ class Positions:
         """Returns the epoch iterator of a dataset."""
         if not self._made:
             raise RuntimeError(
-                "Positions are those of a dataset. Received: a cache without one. Call dataset() "
-                "first."
+                "A position belongs to a dataset of the cache. Received: a cache without a "
+                "dataset. Call cache.dataset() or cache.pydataset() first."
             )
         made_of = [data] if isinstance(data, keras.utils.PyDataset) else datasets(data)
         found = [self._of[made] for made in made_of if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
             which = (
-                f"data made of {len(found)} of them"
+                f"data derived from {len(found)} of them"
                 if found
-                else f"data={data!r:.100}, which is of none of them"
+                else f"data={data!r:.100}, which is derived from none of them"
             )
             raise RuntimeError(
-                "It must be said which dataset is trained on, where a cache has made several. "
-                f"Received: a cache with {len(self._made)}, and {which}. Pass that one, or what "
-                "`map` made of it: CachePosition(cache, data), cache.counted(data), "
-                "cache.state_dict(data)."
+                "`data` must identify the dataset in training if a cache has created several. "
+                f"Received: a cache with {len(self._made)} datasets, and {which}. Pass the dataset "
+                "in training, or the result of its `map`: CachePosition(cache, data), "
+                "cache.counted(data), cache.state_dict(data)."
             )
         return candidates[0]
 
@@ -65,8 +65,8 @@ def length(data: Any) -> float | None:
         return None
     if others := {kind_of(one) for one in datasets(data)} - SAME_STEPS:
         raise RuntimeError(
-            "Steps must be those of the cache, in its order, to be counted. Received: data with "
-            f"{min(others)}. Leave out what shuffles, leaves out, or makes other batches."
+            "`data` must have the steps of the cache's dataset in the same order. Received: data "
+            f"with {min(others)}. Remove operations that shuffle, skip, filter or rebatch."
         )
     steps = int(data.cardinality())
     # TensorFlow's constants are negative.

@@ -206,11 +206,11 @@ def test_forked_processes_read_what_memory_holds_and_make_nothing(images, opened
     assert sample_numbers(epoch()) == list(range(SAMPLES))
     with pytest.raises(
         ValueError,
-        match=r"must be read in threads.* Received: use_multiprocessing=True. Leave it out",
+        match=r"must be read in threads.* Received: use_multiprocessing=True. Omit `use_multi",
     ):
         cache.pydataset(8, workers=2, use_multiprocessing=True)
     with pytest.raises(
-        TypeError, match=r"A cache must be opened in the process that reads it. Received: .*Open it"
+        TypeError, match=r"A cache must be opened in the process that reads it. Received: .*Open th"
     ):
         pickle.dumps(cache.random_access())
 

@@ -24,7 +24,7 @@ def test_goes_on_where_training_was(images, opened):
     text = json.dumps(cache.state_dict())
     assert len(text) < 100
     with pytest.raises(
-        RuntimeError, match="A loop that was left within an epoch goes on with a new dataset"
+        RuntimeError, match="A loop that stopped within an epoch must resume with a new dataset"
     ):
         next(cache.counted(data))
     for again in (cache, opened(images)):
@@ -34,30 +34,31 @@ def test_goes_on_where_training_was(images, opened):
     assert cache.state_dict(data) == json.loads(text), (
         "the position of another dataset is another one"
     )
-    with pytest.raises(Exception, match="it must be said which pass begins"):
+    with pytest.raises(Exception, match="training must report the start of each epoch"):
         next(iter(again.dataset(BATCH, seed=2, state=json.loads(text))))
     with pytest.raises(
         ValueError,
-        match=r"the samples that it began with. Received: a seed of 3, and 2 in the saved",
+        match=r"the samples and the order of its .* Received: seed 3, and 2 in the saved",
     ):
         again.dataset(BATCH, seed=3, state=json.loads(text))
 
 
 def test_positions_must_be_counted(images, opened):
     cache = opened(images)
-    with pytest.raises(RuntimeError, match="Positions are those of a dataset"):
+    with pytest.raises(RuntimeError, match="A position belongs to a dataset"):
         cache.state_dict()
     data = cache.dataset(BATCH)
     assert cache.state_dict()["samples"] == 0
     next(iter(data))
-    with pytest.raises(RuntimeError, match="steps must be counted where they are trained"):
+    with pytest.raises(RuntimeError, match="Training must count its steps, because batches"):
         cache.state_dict()
 
 
 def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
     cache = opened(images)
     with pytest.raises(
-        RuntimeError, match=r"Positions are those of a dataset. Received: a cache without one"
+        RuntimeError,
+        match=r"A position belongs to a dataset .* Received: a cache without a dataset",
     ):
         cache.begin_epoch(1)
     one = cache.dataset(8, seed=1)
@@ -76,11 +77,11 @@ def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
     for data, received in (
         (None, "data=None"),
         ([1], r"data=\[1\]"),
-        (both, "data made of 2 of them"),
+        (both, "data derived from 2 of them"),
     ):
         with pytest.raises(
             RuntimeError,
-            match=rf"It must be said which dataset .* a cache with 3, and {received}.*Pass",
+            match=rf"must identify the dataset .* a cache with 3 datasets, and {received}.*Pass",
         ):
             cache.state_dict(data)
 
@@ -150,7 +151,8 @@ def test_fit_and_its_callbacks(images, tmp_path, opened):
         8, seed=1, state=order.state_dict(datacache.Position(epoch=1, samples=16))
     ).map(_as_float)
     with pytest.raises(
-        RuntimeError, match=r"In fit, epochs are whole. Received: 16 samples done of epoch 1. Let"
+        RuntimeError,
+        match=r"In fit, data must start .* Received: a state after 16 samples of epoch 1. Res",
     ):
         _fitted(
             again,
@@ -209,6 +211,6 @@ def test_validation_leaves_the_position_of_training_alone(images, opened, kind, 
     assert states == [order.state_dict(datacache.Position(epoch=epoch)) for epoch in (4, 5)]
     with pytest.raises(
         RuntimeError,
-        match=r"It must be said which dataset is trained on.*CachePosition\(cache, data\)",
+        match=r"must identify the dataset in training if.*CachePosition\(cache, data\)",
     ):
         _fitted(cache, data=training, callbacks=[keras_callbacks.CachePosition(cache)])

@@ -57,7 +57,7 @@ def test_without_room_there_is_one_level_less(images, opened, caplog):
         "for samples of 208" in caplog.text
     )
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
-    assert "nothing in memory" in str(cache)
+    assert "no store in memory" in str(cache)
 
 
 def test_cleared_again_and_again_with_many_sizes(images, opened):

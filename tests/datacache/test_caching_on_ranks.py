@@ -226,7 +226,8 @@ def test_passes_must_be_told_apart(wire):
         data = cache.dataset(BATCH)
         assert len(list(data))
         with Raises(
-            Exception, "On several ranks, or within an epoch, it must be said which pass begins"
+            Exception,
+            "On several ranks, or within an epoch, training must report the start of each epoch",
         ):
             list(data)
         plain = cache.dataset(BATCH, shuffle=False)

@@ -132,13 +132,15 @@ def test_positions_that_do_not_follow(numbers):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     for named, given, steps, received in (
-        (None, repeated, 4, "4 steps per epoch of fit, 6 of the data"),
-        (None, repeated, 6, r"data that are begun anew after \d of 6 steps"),
-        (plain, repeated, 6, r"data that are begun anew after \d of 6 steps"),
-        (plain, plain.take(3), None, r"data that are begun anew after 3 of 6 steps"),
+        (None, repeated, 4, "4 steps per epoch in fit, 6 steps per epoch of the cache"),
+        (None, repeated, 6, r"another iteration over the data after \d of 6 steps"),
+        (plain, repeated, 6, r"another iteration over the data after \d of 6 steps"),
+        (plain, plain.take(3), None, r"another iteration over the data after 3 of 6 steps"),
     ):
         position = keras_callbacks.CachePosition(cache, named)
-        with pytest.raises(Exception, match=rf"CachePosition\(cache, data\). Received: {received}"):
+        with pytest.raises(
+            Exception, match=rf"CachePosition\(cache, data\) must .*. Received: {received}"
+        ):
             model.fit(
                 given,
                 # Data that are read ahead mostly begin before the epoch of fit, not always.
@@ -149,15 +151,19 @@ def test_positions_that_do_not_follow(numbers):
                 shuffle=False,
             )
     for other in (plain.shuffle(3), plain.unbatch().batch(2), plain.skip(1)):
-        with pytest.raises(RuntimeError, match=r"Steps must be those of the cache.*Received: data"):
+        with pytest.raises(RuntimeError, match=r"must have the steps of the cache.*Received: data"):
             cache.begin_epoch(0, other)
-    with pytest.raises(RuntimeError, match=r"initial_epoch=1, 4 steps per epoch of 6. Repeat"):
+    with pytest.raises(
+        RuntimeError, match=r"initial_epoch=1, 4 steps per epoch, data of 6 steps. Rep"
+    ):
         _trained(cache, cache.dataset(BATCH), epochs=2, initial_epoch=1, steps_per_epoch=4)
-    with pytest.raises(RuntimeError, match=r"Data that repeat have no epochs.*Say it in fit"):
+    with pytest.raises(RuntimeError, match=r"Data that repeat without end require.*Pass it to fit"):
         cache.begin_epoch(0, repeated)
     twice = cache.dataset(BATCH).repeat(2)
     for count in (lambda: next(cache.counted(twice)), lambda: _trained(cache, twice, epochs=1)):
-        with pytest.raises(RuntimeError, match=r"Data must be an epoch.*12 steps, for epochs of 6"):
+        with pytest.raises(
+            RuntimeError, match=r"Data must be at most one epoch.*12 steps, for epochs of 6"
+        ):
             count()
 
 
@@ -189,7 +195,7 @@ def test_data_that_repeat_are_read_by_nobody_else(numbers):
     data = cache.dataset(BATCH).repeat()
     peek = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter(data)))
     with pytest.raises(
-        Exception, match=r"nobody else may read it.*Received: pass \d+ of data that"
+        Exception, match=r"no other code may iterate.*Received: iteration \d+ over repeated"
     ):
         _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
 

@@ -99,14 +99,12 @@ def test_bad_orders():
         Order(samples=1, global_batch=1, seed=-1)
     state = Order(samples=10, global_batch=2).state_dict(Position())
     with pytest.raises(
-        ValueError, match=r"Received: a number of samples of 11, and 10 in the saved state"
+        ValueError, match=r"Received: number of samples 11, and 10 in the saved state"
     ):
         Order(samples=11, global_batch=2).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"Received: a seed of 5, and 0 in the saved state"):
+    with pytest.raises(ValueError, match=r"Received: seed 5, and 0 in the saved state"):
         Order(samples=10, global_batch=2, seed=5).load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"Received: a `shuffle` of False, and True in the saved state"
-    ):
+    with pytest.raises(ValueError, match=r"Received: `shuffle` False, and True in the saved state"):
         Order(samples=10, global_batch=2, shuffle=False).load_state_dict(state)
 
 

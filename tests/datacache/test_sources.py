@@ -263,5 +263,5 @@ def test_sources_by_hand(tmp_path, disk):
     assert other.random_access()[3]["number"] == 27
     for one in (cache, other):
         one.close()
-    with pytest.raises(SourceError, match=r"A source must have samples. Received: .*none"):
+    with pytest.raises(SourceError, match=r"A source must have samples. Received: .*0 samples"):
         datacache.Cache(Squares(0), **places)

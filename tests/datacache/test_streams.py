@@ -33,7 +33,7 @@ def _within(name, **arguments):
         (lambda folder: _within("shuffle", buffer_size=5), "ShuffleDatasetV3 within a dataset"),
         (
             lambda folder: RANGE.map(abs, num_parallel_calls=2, deterministic=False),
-            "ParallelMapDataset with deterministic=False. Leave that out",
+            "ParallelMapDataset with deterministic=False. Omit that argument",
         ),
         (
             lambda folder: RANGE.interleave(
@@ -46,7 +46,7 @@ def _within(name, **arguments):
             lambda folder: RANGE.flat_map(
                 lambda n: tf.data.Dataset.from_tensors(n + tf.random.uniform([], 0, 9, tf.int64))
             ),
-            "elements that FlatMapDataset chooses at random",
+            "elements that FlatMapDataset selects at random",
         ),
         (
             lambda folder: tf.data.Dataset.choose_from_datasets(
@@ -56,7 +56,7 @@ def _within(name, **arguments):
         ),
         (
             lambda folder: RANGE.filter(lambda n: tf.random.uniform([]) < 0.5),
-            "elements that FilterDataset chooses at random",
+            "elements that FilterDataset selects at random",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_what_a_dataset_draws_is_said_and_kept(opened, caplog):
         cache = opened(datacache.from_dataset(data, key="drawn"), None)
         epochs = [np.concatenate([*cache.dataset(5, shuffle=False)]) for _ in range(2)]
     np.testing.assert_array_equal(*epochs)
-    assert caplog.text.count("draws at random (RandomUniform)") == 1
+    assert caplog.text.count("uses random ops (RandomUniform)") == 1
     others = [
         tf.data.Dataset.range(first, first + 6).map(lambda n: (n, tf.random.uniform([])))
         for first in (0, 0, 9)
