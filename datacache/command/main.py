@@ -20,34 +20,34 @@ from datacache.sources.source import SourceError
 from datacache.system.access import Access, Directory
 
 DONE, CORRUPT, NO_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
-HEADINGS = ("FOLDER", "SOURCE", "READY", "KEPT", "OF", "TAKES", "OPENED", "STATE")
+HEADINGS = ("FOLDER", "SOURCE", "READY", "CAPACITY", "SAMPLES", "SIZE", "LAST OPENED", "STATE")
 MINUTE = "%Y-%m-%d %H:%M"
 SAMPLES_PER_CHECK = 256
 """Samples that `verify` reads between two updates of the progress bar."""
-DESCRIPTION = """Pools keep the samples of caches: in /dev/shm and on local disks, one folder each.
+DESCRIPTION = """Manages stores: folders of cached samples, in /dev/shm or on local disks.
 
-  python -m datacache ls                               what this user has in shared memory
-  python -m datacache ls /local/cache                  what is on a disk
-  python -m datacache warm /data/train --disk /local/cache
-  python -m datacache rm --all /local/cache            what no job has open
+  python -m datacache ls                                    list your stores in shared memory
+  python -m datacache ls /local/cache                       list the stores on a disk
+  python -m datacache warm /data/train --disk /local/cache  copy files to a local disk
+  python -m datacache rm --all /local/cache                 remove all stores that are not in use
 
-All are safe while jobs run, and all but `warm` do without TensorFlow. The exit status is 2 if
-something could not be done."""
-LS = """Lists pools: what they keep, which of it is ready, and whether a process has them open.
+All commands are safe while jobs run. Only `warm` needs TensorFlow. The exit status is 2 if an
+operation failed."""
+LS = """Lists stores, their sizes and ready samples, and whether a process has them open.
 
-Pools are only read. Those that cannot be used are listed with the reason, and `rm` removes them."""
-VERIFY = """Compares all samples that are ready with their checksums.
+The command only reads stores. Unusable stores are listed with the reason; `rm` removes them."""
+VERIFY = """Compares all ready samples with their checksums.
 
-Corrupt samples are marked, and jobs make them again. The exit status is 1 if there were any."""
-WARM = """Copies the files of a folder to a local disk, so that jobs begin with a warm one.
+Corrupted samples are marked, and jobs regenerate them. The exit status is 1 if there are any."""
+WARM = """Copies the files of a folder to a local disk before jobs start.
 
-Jobs find them with `datacache.Cache(datacache.from_folder(SOURCE), disk=DISK)`, if they name the
-same endings and group, and both have labels or both have none. Files that are there already are not
-read again, so the command can be interrupted and repeated, also while jobs run. The exit status is
-1 if the disk has no room for all files."""
-RM = """Removes pools that no process has open, and what is left of pools that were never finished.
+Jobs read the copies with `datacache.Cache(datacache.from_folder(SOURCE), disk=FOLDER)`, if they use
+the same extensions and group, and both have labels or both have none. Files that are already on the
+disk are not read again, so the command can be interrupted and repeated, also while jobs run. The
+exit status is 1 if the disk has too little free space for all files."""
+RM = """Removes stores that no process has open, and the remains of incomplete stores.
 
-A folder that holds anything else is left alone."""
+A folder with any other content is not removed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,38 +85,40 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
 
     ls = command("ls", _ls, LS)
-    folders(ls, "*", f"a pool, or a folder of pools ({default_memory()})")
+    folders(ls, "*", f"a store, or a folder of stores (default: {default_memory()})")
     ls.add_argument("--json", action="store_true", help="print JSON")
-    stats = command("stats", _stats, "Shows everything that is known about a pool.")
-    stats.add_argument("folder", type=Path, metavar="FOLDER", help="a pool")
-    folders(command("verify", _verify, VERIFY), "+", "a pool, or a folder of pools")
+    stats = command("stats", _stats, "Prints the contents, size and state of a store.")
+    stats.add_argument("folder", type=Path, metavar="FOLDER", help="a store")
+    folders(command("verify", _verify, VERIFY), "+", "a store, or a folder of stores")
     _add_warm(command("warm", _warm, WARM))
     rm = command("rm", _rm, RM)
-    folders(rm, "*", "a pool; with --all a folder of pools")
+    folders(rm, "*", "a store; with --all a folder of stores")
     rm.add_argument(
-        "--all", action="store_true", help=f"all pools in these folders ({default_memory()})"
+        "--all",
+        action="store_true",
+        help=f"remove all stores in these folders (default: {default_memory()})",
     )
     return parser
 
 
 def _add_warm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder with a folder of files for each class"
+        "source", type=Path, metavar="SOURCE", help="folder with one folder of files per class"
     )
     parser.add_argument(
-        "--disk", type=Path, required=True, metavar="FOLDER", help="on a local disk"
+        "--disk", type=Path, required=True, metavar="FOLDER", help="folder on a local disk"
     )
     parser.add_argument(
         "--extensions",
         nargs="*",
-        metavar="END",
-        help="endings of the files to take, all if none is named (of images)",
+        metavar="EXTENSION",
+        help="extensions of the files to copy; without values all files (default: images)",
     )
     parser.add_argument(
-        "--no-labels", action="store_true", help="for from_folder(..., labels=False)"
+        "--no-labels", action="store_true", help="copy files for from_folder(..., labels=False)"
     )
     parser.add_argument(
-        "--group", metavar="NAME", help="for Cache(..., group=NAME), whose members share the files"
+        "--group", metavar="NAME", help="group that shares the files, as in Cache(..., group=NAME)"
     )
 
 
@@ -130,7 +132,7 @@ def _ls(options: argparse.Namespace) -> int:
         reasons = [f"{one.folder} cannot be used. {one.trouble}" for one in reports if one.trouble]
         print("\n".join([*table([HEADINGS, *map(_row, reports)]), *reasons]))
     else:
-        print(f"No pools in {', '.join(map(str, roots or [default_memory()]))}.")
+        print(f"No stores in {', '.join(map(str, roots or [default_memory()]))}.")
     return DONE
 
 
@@ -160,7 +162,7 @@ def _row(report: PoolReport) -> tuple[str, ...]:
         *samples,
         readable_size(report.bytes),
         f"{report.opened:{MINUTE}}",
-        state if of else f"broken, {state}",
+        state if of else f"unusable, {state}",
     )
 
 
@@ -168,13 +170,14 @@ def _stats(options: argparse.Namespace) -> int:
     of, report = read_contents(options.folder), inspect_pool(options.folder)
     if report is None:
         raise CacheError(
-            f"A pool must stay to be looked at. Received: {options.folder}, which has gone."
+            f"A store must exist while it is read. Received: {options.folder}, which was removed. "
+            "List the existing stores: python -m datacache ls"
         )
     facts = {
         "folder": str(report.folder),
         **_facts(of),
-        "takes": readable_size(report.bytes),
-        "made": f"{report.made:{MINUTE}}",
+        "size": readable_size(report.bytes),
+        "created": f"{report.made:{MINUTE}}",
         "opened": f"{report.opened:{MINUTE}}, {'in use' if report.in_use else 'idle'}",
     }
     print("\n".join(table(list(facts.items()))))
@@ -183,22 +186,22 @@ def _stats(options: argparse.Namespace) -> int:
 
 def _facts(of: Contents) -> dict[str, str]:
     part, layout = of.spec.shard, of.spec.layout
-    whose = f"of node {part.node}, which is one of {part.nodes}" if part.nodes > 1 else "of all"
+    whose = f"node {part.node} of {part.nodes} nodes" if part.nodes > 1 else "whole source"
     room = (
-        "all"
+        "all samples"
         if of.slots == part.assigned_samples
-        else f"{of.slots} that have room, chosen by seed {part.seed},"
+        else f"{of.slots} samples that fit, selected with seed {part.seed}"
     )
-    heap = "none, as all samples are of one size"
+    heap = "none, because all samples have the same size"
     if of.heap_used is not None and of.heap_capacity is not None:
         heap = f"{readable_size(of.heap_used)} used of at most {readable_size(of.heap_capacity)}"
     return {
         "source": of.spec.source,
-        "samples": f"{of.ready} ready of {of.slots} kept of {part.samples}",
-        "part": f"{room} {whose}",
+        "samples": f"{of.ready} ready, capacity {of.slots}, {part.samples} in the source",
+        "shard": f"{whose}: {room}",
         "sample": ", ".join(map(str, layout.components)),
         "columns": (
-            f"{layout.bytes} B for each sample, {readable_size(layout.offsets(of.slots)[-1])}"
+            f"{layout.bytes} B per sample, {readable_size(layout.offsets(of.slots)[-1])} in total"
         ),
         "heap": heap,
     }
@@ -228,8 +231,8 @@ def _verify_one(folder: Path) -> int:
         progress.close()
     finally:
         pool.close()
-    again = ", which jobs make again" if corrupt else ""
-    print(f"{folder}: {len(samples) - corrupt} whole, {corrupt} corrupt{again}")
+    again = ", which jobs regenerate" if corrupt else ""
+    print(f"{folder}: {len(samples) - corrupt} samples intact, {corrupt} corrupted{again}")
     return CORRUPT if corrupt else DONE
 
 
@@ -259,7 +262,8 @@ def _warm(options: argparse.Namespace) -> int:
     if warmed.ready == warmed.samples:
         return DONE
     print(
-        f"{warmed.samples - warmed.ready} files have no room. Make room, or name another disk.",
+        f"{warmed.samples - warmed.ready} files do not fit on the disk. Free space and remove the "
+        "store, or pass another disk.",
         file=sys.stderr,
     )
     return NO_ROOM
@@ -275,7 +279,7 @@ def _access(group: str | None) -> Access:
 def _rm(options: argparse.Namespace) -> int:
     if not options.folders and not options.all:
         raise CacheError(
-            "What to remove must be named. Received: nothing. Name pools, or say --all."
+            "`rm` requires the stores to remove. Received: none. Pass their folders, or --all."
         )
     roots = options.folders or _own_memory(closed=False)
     return max(

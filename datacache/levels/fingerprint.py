@@ -55,7 +55,7 @@ def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPrepro
         decoded = _without_lists(decoded)
         if not tf.nest.flatten(decoded):
             raise ValueError(
-                f"A sample must have a tensor. Received: {decoded!r} from `preprocess`."
+                f"A sample must have at least one tensor. Received: {decoded!r} from `preprocess`."
             )
         structure = tf.nest.map_structure(_component_spec, decoded)
         return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
@@ -81,8 +81,8 @@ def _without_lists(part: Any) -> Any:
             return tf.convert_to_tensor(part)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                "A list in a sample must be one tensor, as in tf.data. Received: "
-                f"{part!r:.200} from `preprocess`. Return a tuple or a dictionary of its parts."
+                "A list in a sample must convert to one tensor, as in tf.data. Received: "
+                f"{part!r:.200} from `preprocess`. Return its parts as a tuple or a dictionary."
             ) from error
     if isinstance(part, dict):
         kind = collections.OrderedDict if isinstance(part, collections.OrderedDict) else dict
@@ -96,13 +96,13 @@ def _without_lists(part: Any) -> Any:
 def _component_spec(part: Any) -> tf.TensorSpec:
     if part is None:
         raise ValueError(
-            "A sample must be made of tensors. Received: None from `preprocess`. Leave it out."
+            "A sample must consist of tensors. Received: None from `preprocess`. Remove the None."
         )
     if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
-            "A sample must be made of dense tensors. Received: "
-            f"{type(part).__name__} from `preprocess`. Return part.to_tensor(), and say "
-            "variable_shapes=True."
+            "A sample must consist of dense tensors. Received: "
+            f"{type(part).__name__} from `preprocess`. Return ragged.to_tensor() or "
+            "tf.sparse.to_dense(sparse), and pass variable_shapes=True."
         )
     part = tf.convert_to_tensor(part)
     return tf.TensorSpec(part.shape, part.dtype)
@@ -194,8 +194,8 @@ def _capture_digest(captured: Any, variables: Any) -> str:
         variable = next((variable for variable in variables if variable.handle is captured), None)
         if variable is None:
             log.warning(
-                "datacache: `preprocess` uses a table or another resource, whose contents the "
-                "cache cannot see: pass another `version` when they change"
+                "datacache: `preprocess` uses a lookup table or another resource, which the "
+                "fingerprint does not cover: change `version` when its contents change"
             )
             return "resource"
         captured = variable.read_value()
@@ -206,13 +206,13 @@ def _warn_of_unseen(graph: Any) -> None:
     used = ops(graph)
     if used & PYTHON_OPS:
         log.warning(
-            "datacache: `preprocess` calls Python code, which the cache cannot see: pass another "
-            "`version` when it changes"
+            "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
+            "change `version` when the code changes"
         )
     if files := file_ops(used):
         log.warning(
-            "datacache: `preprocess` reads files by itself (%s), which the cache cannot see: pass "
-            "another `version` when they change",
+            "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
+            "change `version` when the files change",
             ", ".join(sorted(files)),
         )
     warn_of_draws("`preprocess`", drawing_ops(used))

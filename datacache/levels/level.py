@@ -56,9 +56,9 @@ class Opener:
         """Raises `CacheError` if a forked child would have to produce samples."""
         if indices.size and os.getpid() != self._process:
             raise CacheError(
-                "Samples must be made by the process that opened the cache: neither threads nor "
-                f"TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
+                "Samples must be produced by the process that opened the cache: neither threads "
+                f"nor TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
                 f"memory, in process {os.getpid()}, forked from {self._process}. Call cache.warm() "
-                "before, or read in threads, as cache.pydataset(..., workers=4) does: copying lets "
-                "others run."
+                "before the fork, or read in threads, as cache.pydataset(..., workers=4) does: "
+                "other threads run during a copy."
             )

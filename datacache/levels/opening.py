@@ -112,8 +112,8 @@ def open_stored_pool(
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
             "Samples on a disk must have a known rank. Received: "
-            f"{source} with {source.signature}. Say it: dataset.map(lambda x: tf.ensure_shape(x, "
-            "[None])), or leave `disk` out."
+            f"{source} with {source.signature}. Set the rank with dataset.map(lambda x: "
+            "tf.ensure_shape(x, [None])), or omit `disk`."
         )
     samples = [
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
@@ -221,7 +221,7 @@ def _keep_index(source: Source, access: Access, pools: list[Pool | None]) -> Non
     """Stores the index of a source's records next to the first existing store."""
     pool = next(filter(None, pools), None)
     if pool is not None and hasattr(source, "keep_index"):
-        with _warned_without_room("each process looks for records by itself"):
+        with _warned_without_room("each process searches the files for records"):
             source.keep_index(Index(pool.folder, len(source), access))
 
 
@@ -238,8 +238,8 @@ def _pool_spec(
     slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:
         raise NoRoomError(
-            f"A pool needs room before it begins. Received: {room_bytes} bytes, for samples of "
-            f"{sample_bytes}."
+            f"A store needs space for at least one sample. Received: {room_bytes} bytes, for "
+            f"samples of {sample_bytes} bytes. Free space, or increase `budget`."
         )
     shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
     return PoolSpec(
@@ -266,7 +266,7 @@ def _layout(sample: Arrays, traced: TracedPreprocess, variable_shapes: bool) -> 
 
 
 def _open_if_room(open_pool: Callable[[], Pool]) -> Pool | None:
-    with _warned_without_room("one level less"):
+    with _warned_without_room("the cache skips a tier"):
         return open_pool()
     return None
 

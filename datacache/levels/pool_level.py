@@ -137,8 +137,8 @@ class PoolLevel(Level):
         if refused and not self._reported_full:
             self._reported_full = True
             log.warning(
-                "datacache: no more room in %s: what it does not hold is read through. Make room "
-                "(python -m datacache ls), or give a larger `budget` to a new one.",
+                "datacache: the store %s is full, so other samples are read from slower tiers. "
+                "Free space (python -m datacache ls), or create a store with a larger `budget`.",
                 self.pool.folder,
             )
         return refused
@@ -170,7 +170,7 @@ class PoolLevel(Level):
         if corrupt.size:
             self._counts.add(healed=len(corrupt))
             log.warning(
-                "datacache: corrupt in %s, and made again: samples %s",
+                "datacache: the store %s has corrupted samples, which are regenerated: %s",
                 self.pool.folder,
                 corrupt.tolist(),
             )

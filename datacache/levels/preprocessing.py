@@ -49,8 +49,8 @@ class Preprocessing:
             # The last paragraph has the cause; those before locate each op's trace in the script.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
-                f"`preprocess` must take every sample. Received: {cause} for {self._name(sample)}. "
-                "Mend it, or leave it out."
+                "`preprocess` must accept every sample. Received: "
+                f"{cause} for {self._name(sample)}. Correct `preprocess`, or remove the sample."
             ) from error
 
 

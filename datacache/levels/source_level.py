@@ -66,8 +66,8 @@ class SourceLevel(Level):
         if sample + 1 != len(self._source):
             how_many = "more" if sample == len(self._source) else str(sample + 1)
             raise SourceError(
-                "A source must have as many samples as it says. Received: "
-                f"{how_many} from {self._source}, not {len(self._source)}."
+                "A source must have as many samples as its length. Received: "
+                f"{how_many} from {self._source}, expected {len(self._source)}. Correct the length."
             )
 
     def _read_some(self, indices: np.ndarray) -> list[Arrays]:
@@ -79,7 +79,7 @@ class SourceLevel(Level):
         if self._read_one is None:
             raise SourceError(
                 "Samples of a dataset that do not fit in memory must fit on a disk. Received: no "
-                f"room for {self._source.name(sample)}. Pass `disk`, or a larger `budget`."
+                f"space for {self._source.name(sample)}. Pass `disk`, or a larger `budget`."
             )
         for attempt in range(TRIES):
             try:
@@ -89,7 +89,7 @@ class SourceLevel(Level):
                     raise SourceError(
                         f"A sample must be readable. Received: {error} for "
                         f"{self._source.name(sample)}, {TRIES} times. Check the file and the "
-                        "mount; what is cached so far stays."
+                        "mount. Cached samples are retained."
                     ) from error
                 self._counts.add(retries=1)
                 time.sleep(FIRST_PAUSE_S * 2**attempt)

@@ -119,7 +119,7 @@ def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
     assert len(calls) == 2, "once for the shapes, once for all samples"
     few = opened(datacache.from_dataset(data, key="few"), None, budget=1000)
     with pytest.raises(
-        Exception, match=r"must fit on a disk. Received: no room for element \d+ of the dataset"
+        Exception, match=r"must fit on a disk. Received: no space for element \d+ of the dataset"
     ):
         few.warm(progress=False) and sample_numbers(few.dataset(BATCH))
 
@@ -198,7 +198,7 @@ def test_forked_processes_read_what_memory_holds_and_make_nothing(images, opened
 
     with pytest.raises(
         CacheError,
-        match=r"Samples must be made by the process that opened .* Received: sample \d+, .*"
+        match=r"Samples must be produced by the process that opened .* Received: sample \d+, .*"
         "Call cache.warm",
     ):
         list(epoch())

@@ -64,7 +64,7 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
     (folder / "class1" / "00011.png").write_bytes(b"no image")
     with pytest.raises(
         datacache.SourceError,
-        match=r"`preprocess` must take every sample. .* for .*00011.png. Mend it",
+        match=r"`preprocess` must accept every sample. .* for .*00011.png. Correct `pre",
     ):
         opened(folder).warm(progress=False)
 
@@ -114,6 +114,6 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     with pytest.raises(CacheError, match=r"A cache must have a folder of its own"):
         opened(images)
     with pytest.raises(
-        ValueError, match=r"A sample must be made of dense tensors. Received: RaggedTensor"
+        ValueError, match=r"A sample must consist of dense tensors. Received: RaggedTensor"
     ):
         opened(images, lambda contents, label: tf.strings.bytes_split([contents]))

@@ -109,7 +109,7 @@ def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
         trace(datacache.from_folder(images), reads)
     assert "uses random ops (RandomUniform" in caplog.text
     assert "calls Python code" in caplog.text
-    assert "reads files by itself (ReadFile)" in caplog.text
+    assert "reads files (ReadFile), which" in caplog.text
 
 
 FLIP, CROP = (

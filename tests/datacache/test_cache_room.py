@@ -53,8 +53,8 @@ def test_without_room_there_is_one_level_less(images, opened, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         cache = opened(images, budget=100)
     assert (
-        "one level less. A pool needs room before it begins. Received: 100 bytes, "
-        "for samples of 208" in caplog.text
+        "the cache skips a tier. A store needs space for at least one sample. "
+        "Received: 100 bytes, for samples of 208" in caplog.text
     )
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
     assert "no store in memory" in str(cache)
@@ -86,7 +86,7 @@ def test_what_has_no_room_is_said(images, opened, caplog):
         cache.warm(progress=False)
     assert (
         caplog.text.count(
-            f"no more room in {cache._levels.memory.folder}: what it does not hold is read through"
+            f"the store {cache._levels.memory.folder} is full, so other samples are read from"
         )
         == 1
     )

@@ -114,7 +114,7 @@ def test_ls_for_machines(pools, capsys):
 def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("datacache.command.main.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
-    assert capsys.readouterr().out == f"No pools in {tmp_path}/shm.\n"
+    assert capsys.readouterr().out == f"No stores in {tmp_path}/shm.\n"
     _filled(tmp_path / "shm" / "one")
     assert main(["ls"]) == 0
     assert f"{tmp_path}/shm/one" in capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_broken_pools_are_said_and_removed(pools, capsys, damage):
     assert re.search(text, found["a"]["trouble"])
     assert main(["ls", str(pools)]) == 0
     said = capsys.readouterr().out
-    assert "broken, idle" in said
+    assert "unusable, idle" in said
     assert f"{pools}/a cannot be used. {found['a']['trouble']}\n" in said
     for command in ("stats", "verify"):
         assert main([command, str(pools / "a")]) == 2
@@ -228,17 +228,17 @@ def test_stats(pools, capsys):
     assert main(["stats", str(pools / "b")]) == 0
     facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert facts["source"] == "images in /data"
-    assert facts["samples"] == "5 ready of 5 kept of 12"
-    assert facts["part"] == "5 that have room, chosen by seed 0, of all"
+    assert facts["samples"] == "5 ready, capacity 5, 12 in the source"
+    assert facts["shard"] == "whole source: 5 samples that fit, selected with seed 0"
     assert facts["sample"] == "string[], float32[]"
-    assert facts["columns"] == "20 B for each sample, 192 B"
+    assert facts["columns"] == "20 B per sample, 192 B in total"
     assert facts["heap"].endswith("used of at most 10.00 kB")
     assert facts["opened"].endswith("in use")
     user.close()
     assert main(["stats", str(pools / "c")]) == 0
     said = capsys.readouterr().out
-    assert "all of node 1, which is one of 2" in said
-    assert "none, as all samples are of one size" in said
+    assert "node 1 of 2 nodes: all samples" in said
+    assert "none, because all samples have the same size" in said
     assert main(["stats", str(pools)]) == 2
     assert capsys.readouterr().err.startswith(
         "datacache: A cache must have a header.json. Received: "
@@ -249,7 +249,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert main(["verify", str(pools)]) == 0
     assert capsys.readouterr().out == (
         "".join(
-            f"{pools}/{name}: {whole} whole, 0 corrupt\n"
+            f"{pools}/{name}: {whole} samples intact, 0 corrupted\n"
             for name, whole in zip("abc", (12, 5, 2), strict=True)
         )
     )
@@ -257,7 +257,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
-    assert out == f"{pools}/a: 10 whole, 2 corrupt, which jobs make again\n"
+    assert out == f"{pools}/a: 10 samples intact, 2 corrupted, which jobs regenerate\n"
     assert err.startswith(f"datacache: A cache must have a header.json. Received: {pools}/nowhere")
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
@@ -265,7 +265,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     user._columns.arrays[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
-    assert "a: 10 whole, 1 corrupt" in capsys.readouterr().out
+    assert "a: 10 samples intact, 1 corrupted" in capsys.readouterr().out
 
 
 def test_rm_leaves_what_is_in_use(pools, capsys):
@@ -320,7 +320,8 @@ def test_rm_removes_nothing_of_others(pools, capsys):
 def test_errors_are_one_line(tmp_path, capsys):
     assert main(["rm"]) == 2
     assert capsys.readouterr().err == (
-        "datacache: What to remove must be named. Received: nothing. Name pools, or say --all.\n"
+        "datacache: `rm` requires the stores to remove. Received: none. "
+        "Pass their folders, or --all.\n"
     )
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert "Pools are in folders. Received: " in capsys.readouterr().err

@@ -71,11 +71,15 @@ def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
-    assert err.endswith(" files have no room. Make room, or name another disk.\n")
+    assert err.endswith(
+        " files do not fit on the disk. Free space and remove the store, or pass another disk.\n"
+    )
     assert 0 < int(out.split()[-2]) < SAMPLES
     monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
-    assert "A pool needs room before it begins. Received: 9 bytes" in capsys.readouterr().err
+    assert (
+        "A store needs space for at least one sample. Received: 9 bytes" in capsys.readouterr().err
+    )
     monkeypatch.undo()
     monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)

@@ -75,9 +75,12 @@ def test_a_list_is_a_tensor_in_each_way_of_reading(opened):
 @pytest.mark.parametrize(
     ("preprocess", "received"),
     [
-        (lambda n: (n, None), "Received: None from `preprocess`. Leave it out"),
-        (lambda n: [n, "text"], r"A list in a sample must be one tensor.* Return a tuple"),
-        (lambda n: (), r"must have a tensor. Received: \(\) from"),
+        (lambda n: (n, None), "Received: None from `preprocess`. Remove the None"),
+        (
+            lambda n: [n, "text"],
+            r"A list in a sample must convert to one tensor.* Return its parts",
+        ),
+        (lambda n: (), r"must have at least one tensor. Received: \(\) from"),
         (lambda n: tf.ragged.constant([[1], [2, 3]]), "Received: RaggedTensor"),
     ],
 )

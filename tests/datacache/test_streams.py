@@ -157,7 +157,7 @@ def test_a_stream_of_another_length(opened, count, received):
             yield from ([np.array(number)] for number in range(count))
 
     cache = opened(Stream(), None)
-    with pytest.raises(Exception, match=f"as many samples as it says. Received: {received}"):
+    with pytest.raises(Exception, match=f"as many samples as its length. Received: {received}"):
         list(cache.dataset(5))
 
 
