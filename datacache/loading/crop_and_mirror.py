@@ -46,7 +46,7 @@ class CropAndMirror:
                 "`mean` must be of shape [h, w, c] or [c]. Received: mean of shape "
                 f"{list(np.shape(self.mean))}. Use [0.0] * c to subtract nothing."
             )
-        check_integer("size", self.size, 1, "Give the model's input size.")
+        check_integer("size", self.size, 1, "Pass the model's input size.")
         check_integer("seed", self.seed, 0)
 
     def __call__(self, images: np.ndarray, mode: str, number: int) -> np.ndarray:
@@ -98,12 +98,12 @@ class CropAndMirror:
         if images.ndim != 4 or min(images.shape[1:3]) < self.size:
             raise ValueError(
                 "Images must be of shape [n, h, w, c], with h and w at least `size`. Received: "
-                f"images of shape {list(images.shape)}, size={self.size}. Give a smaller `size`, "
+                f"images of shape {list(images.shape)}, size={self.size}. Pass a smaller `size`, "
                 "or larger images."
             )
         if mean.shape not in (images.shape[1:], images.shape[3:]):
             raise ValueError(
-                "`mean` must be of the images' shape, [h, w, c] or [c]. Received: mean of shape "
-                f"{list(mean.shape)}, images of shape {list(images.shape)}. Take the mean of "
-                "images of this size, or of their channels."
+                "`mean` must have the shape of an image, [h, w, c], or of its channels, [c]. "
+                f"Received: mean of shape {list(mean.shape)}, images of shape "
+                f"{list(images.shape)}. Pass the mean of images of this size, or of their channels."
             )

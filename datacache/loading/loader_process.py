@@ -140,8 +140,8 @@ class LoaderProcess:
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"Items must be picklable. Received: item={item!r:.200} ({error}). Send a file's "
-                "name or a number."
+                f"Items must be picklable. Received: item={item!r:.200} ({error}). Pass a file "
+                "name or a number instead."
             ) from error
         # `reply` raises an error for a process that has ended.
         with contextlib.suppress(OSError):
@@ -274,8 +274,8 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
                 else type(array).__name__
             )
             raise TypeError(
-                "A batch is an array, or a list or tuple of arrays, without objects. Received: "
-                f"{kind}."
+                "A batch must be an array, or a list or tuple of arrays, without objects. "
+                f"Received: {kind}"
             )
     # It must be picklable, because the reply contains it.
     rebuild: Any = (

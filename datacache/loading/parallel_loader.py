@@ -12,10 +12,10 @@ from datacache.from_tfposeidon import check_integer
 from datacache.loading.loader_process import END_S, FAILED, Load, LoaderProcess, shared_arrays
 
 REMEDIES = {
-    1: "What it printed says why; it imports the main script, which must begin its work under "
-    '`if __name__ == "__main__":`, and `load` from its module.',
-    -signal.SIGKILL: "Without anybody who killed it, memory was short: load smaller batches or "
-    "give fewer `buffers`.",
+    1: "Its output shows the cause. The process imports `load` from its module, and the main "
+    'script, which must start its work under `if __name__ == "__main__":`.',
+    -signal.SIGKILL: "If no user killed the process, memory ran out: load smaller batches, or use "
+    "fewer `buffers`.",
 }
 """Remedies by exit code of the loader process."""
 
@@ -72,8 +72,8 @@ class ParallelLoader:
             "buffers",
             buffers,
             2,
-            "One batch is trained on while another is loaded. Call `load` itself to load without "
-            "reading ahead.",
+            "One buffer holds the batch in training, and another the next batch. Call `load` "
+            "directly to load without prefetching.",
         )
         self._load, self._views = load, views
         self._child: LoaderProcess | None = None
@@ -150,8 +150,8 @@ class ParallelLoader:
     def _current_child(self, turn: int) -> LoaderProcess:
         if self._child is None or turn != self._turn:
             raise RuntimeError(
-                "Batches must be those of the last pass. Received: a call for one of a pass that "
-                "`stop` or another pass has ended. Call `batches` again, or use a second "
+                "A batch must belong to the current pass. Received: a request for a batch of a "
+                "pass that `stop` or another pass has ended. Call `batches` again, or use a second "
                 "ParallelLoader."
             )
         return self._child
@@ -163,10 +163,10 @@ class ParallelLoader:
             reply = child.reply(turn)
         except (EOFError, OSError):
             code, self._child = child.stop(END_S), None
-            remedy = REMEDIES.get(code, "What it printed may say why.")
+            remedy = REMEDIES.get(code, "Check its output for the cause.")
             raise LoaderError(
                 f"The loader process must run until `stop`. Received: exit code {code}, before the "
-                f"batch of {what}. {remedy} `batches` starts another."
+                f"batch of {what}. {remedy} `batches` starts a new process."
             ) from None
         if reply.rebuild is not None:
             arrays = shared_arrays(child.buffers[buffer], reply.specs)
@@ -179,8 +179,8 @@ class ParallelLoader:
                 'before `if __name__ == "__main__":`.'
             )
         error = LoaderError(
-            f"`load` must return a batch. Received: {reply.error} for {what}. Correct it, or leave "
-            "the item out; the loader goes on with the next pass."
+            f"`load` must return a batch. Received: {reply.error} for {what}. Correct `load`, or "
+            "omit the item. The loader continues with the next pass."
         )
         error.add_note(f"In the loader process:\n{reply.trace}")
         raise error

@@ -174,12 +174,12 @@ def checksum_lanes() -> int:
 def _compiled() -> Any:
     """Returns the compiled library, or `None` with a warning."""
     if not LIBRARY.exists():
-        _warn_slow(f"no {LIBRARY}")
+        _warn_slow(f"{LIBRARY} is missing")
         return None
     library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
     # Check its newest function: an older library would be called with wrong arguments.
     if not hasattr(library, "crc32c"):
-        _warn_slow(f"{LIBRARY} is old")
+        _warn_slow(f"{LIBRARY} is outdated")
         return None
     _declare(library)
     return library
@@ -187,7 +187,8 @@ def _compiled() -> Any:
 
 def _warn_slow(cause: str) -> None:
     log.warning(
-        "datacache: copying and reading are Python's, which is slower: %s. Build: pip install .",
+        "datacache: copies and reads run in Python, which is slower: %s. Build the library: "
+        "pip install .",
         cause,
     )
 

@@ -39,8 +39,8 @@ def choose_shard(
     require_equal(
         [theirs for theirs, _ in answers],
         "All ranks must open the same cache",
-        "Fingerprints follow from the source, `preprocess` and `version`: see that nodes see the "
-        "same files, with the same times, and run one script.",
+        "The fingerprint is computed from the source, `preprocess` and `version`. Check that all "
+        "nodes have the same files with the same times, and run the same script.",
         lambda first, other: (f"fingerprint {first}", other),
         ValueError,
     )

@@ -104,7 +104,7 @@ class SampleExchange:
             for request in [*requests, *self._requests]:
                 if not request.future.done():
                     request.future.set_exception(
-                        self._error or RuntimeError("All ranks had closed the cache.")
+                        self._error or RuntimeError("All ranks have closed the cache.")
                     )
 
     def _next_requests(self) -> list[_Request]:

@@ -20,7 +20,7 @@ def budget_bytes(budget: int | str, free: int) -> int:
     if not share and not size_bytes:
         raise ValueError(
             '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" '
-            f'(powers of two) or a share of what is free ("80%"). Received: budget={budget!r}'
+            f'(powers of two) or a share of the free space ("80%"). Received: budget={budget!r}'
         )
     # Rounded, because 0.29 * 100 is slightly less than 29.
     return min(round(share * free + size_bytes), free)

@@ -66,8 +66,8 @@ def own_memory(access: Access = PRIVATE) -> Path:
     """Returns the folder of `default_memory`, after creating it if necessary."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
-            f"The pool in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
-            "there (with Docker: --shm-size), or pass `memory`, a folder, or None to go without."
+            f"The store in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
+            "there (with Docker: --shm-size), or pass a folder as `memory`, or None to disable it."
         )
     path = Path(default_memory(access))
     Directory.create(path, access).close()
@@ -154,10 +154,11 @@ def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, A
         if not is_only_user:
             # Other processes have its files mapped, and would be killed if these were rebuilt.
             raise CacheError(
-                f"{error.what} A process has it open: end it, and the next makes the pool anew."
+                f"{error.what} A process has the store open. End that process, and open the store "
+                "again to rebuild it."
             ) from error
         _refuse_strangers(directory, names)
-        log.warning("datacache: %s It is made anew.", error.what)
+        log.warning("datacache: %s The store is rebuilt.", error.what)
         return None
 
 
@@ -202,8 +203,8 @@ def _remove(directory: Directory) -> None:
     try:
         if not _has_no_users(users):
             raise CacheError(
-                f"A cache must not be in use to be removed. Received: {directory.path}, which a "
-                "job has open. Wait, or end it."
+                f"A store in use cannot be removed. Received: {directory.path}, which a process "
+                "has open. Wait for the process, or end it."
             )
         _clear(directory, FILES)
         directory.path.rmdir()
@@ -233,8 +234,8 @@ def _allocate(
         if not means_full(error):
             raise
         raise NoRoomError(
-            f"A pool needs room before it begins. Received: {directory.path}, without {size} "
-            "bytes. Give it a smaller budget, or remove others: python -m datacache ls"
+            f"A store needs free space for its files. Received: {directory.path}, without {size} "
+            "bytes. Reduce the budget, or remove other stores: python -m datacache ls"
         ) from error
     finally:
         os.close(handle)
@@ -292,8 +293,8 @@ def _lock_file(handle: int, wait: bool) -> bool:
 def _refuse_strangers(directory: Directory, names: set[str]) -> None:
     if strangers := names - FILES:
         raise CacheError(
-            f"A cache must have a folder of its own. Received: {directory.path}, which holds "
-            f"{min(strangers)!r}. Name another, or empty it."
+            f"A store must have a folder of its own. Received: {directory.path}, which contains "
+            f"{min(strangers)!r}. Pass another folder, or empty this one."
         )
 
 
@@ -306,6 +307,6 @@ def _refuse_to_remove(directory: Directory) -> None:
         name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
     }:
         raise CacheError(
-            f"A cache must hold nothing else to be removed. Received: {directory.path}, which "
-            f"holds {min(strangers)!r}. Look at it, and remove it by hand."
+            f"A folder to remove must contain only a store. Received: {directory.path}, which "
+            f"contains {min(strangers)!r}. Inspect the folder, and remove it manually."
         )

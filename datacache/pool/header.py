@@ -40,7 +40,7 @@ def read_checked_header(directory: Directory) -> dict[str, Any]:
     if header["name"] != directory.path.resolve().name:
         # The name is the fingerprint: a different name would serve samples of a different source.
         raise DamagedError(
-            f"A cache must stay under its name. Received: {directory.path}, made as "
+            f"A store must not be renamed. Received: {directory.path}, created as "
             f"{header['name']}.",
             directory.path,
         )
@@ -59,18 +59,23 @@ def _read_header(directory: Directory) -> dict[str, Any]:
         raise not_a_pool(path) from error
     except ValueError as error:
         raise DamagedError(
-            f"A cache must be whole. Received: {path / HEADER}, which is no JSON.", path
+            f"The header of a store must be JSON. Received: {path / HEADER}, which is not JSON.",
+            path,
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("format"), int):
         raise DamagedError(
-            f"A cache must say what it holds. Received: {path / HEADER}, which does not.", path
+            "The header of a store must state its format. Received: "
+            f"{path / HEADER}, without a format.",
+            path,
         )
     # Must precede the digest: a newer format may compute it differently, and such a store must not
     # be rebuilt.
     _check_format(header["format"], path)
     if header.pop("digest", None) != _digest(header):
         raise DamagedError(
-            f"A cache must be as it was made. Received: {path / HEADER}, which was changed.", path
+            "The header of a store must not be modified. Received: "
+            f"{path / HEADER}, which was modified.",
+            path,
         )
     return header
 
@@ -79,13 +84,13 @@ def _check_format(found: int, path: Path) -> None:
     """Raises an error for other formats: older stores may be rebuilt, newer ones may not."""
     if found > FORMAT:
         raise CacheError(
-            f"A cache must be of a format up to {FORMAT}. Received: format {found} in {path}. Use "
-            "a newer tfposeidon, or another folder."
+            f"The format of a store must be at most {FORMAT}. Received: format {found} in {path}. "
+            "Use a newer tfposeidon, or another folder."
         )
     if found < FORMAT:
         raise DamagedError(
-            f"A cache must be of format {FORMAT}. Received: format {found} in {path}, which an "
-            "older tfposeidon has made.",
+            f"The format of a store must be {FORMAT}. Received: format {found} in {path}, created "
+            "by an older tfposeidon.",
             path,
         )
 
@@ -97,19 +102,19 @@ def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None
         handle = directory.open(name, os.O_RDONLY)
     except FileNotFoundError as error:
         raise DamagedError(
-            f"A pool's files must be there. Received: no {path}.", directory.path
+            f"All files of a store must exist. Received: no {path}.", directory.path
         ) from error
     try:
         found = os.fstat(handle).st_size
         if found != size + TAIL_BYTES:
             raise DamagedError(
-                f"A pool's files must be whole. Received: {path} of {found} bytes, not "
-                f"{size + TAIL_BYTES}.",
+                f"Files of a store must be complete. Received: {path} of {found} bytes, expected "
+                f"{size + TAIL_BYTES} bytes.",
                 directory.path,
             )
         if os.pread(handle, TAIL_BYTES, size) != tail:
             raise DamagedError(
-                f"A pool's files must be its own. Received: {path}, of another pool.",
+                f"Files of a store must belong to it. Received: {path} of another store.",
                 directory.path,
             )
     finally:
@@ -128,7 +133,7 @@ def file_tail(header: dict[str, Any]) -> bytes:
 def not_a_pool(path: Path) -> CacheError:
     """Returns the error for a folder without a store."""
     return CacheError(
-        f"A cache must have a {HEADER}. Received: {path}, without one. Name another folder."
+        f"A store must have a {HEADER}. Received: {path}, without one. Pass another folder."
     )
 
 

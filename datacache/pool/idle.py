@@ -48,7 +48,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         if left >= enough:
             return
         if left <= before and report.bytes >= NOTICEABLE_BYTES:
-            log.warning("datacache: that made no room, so that other pools are kept.")
+            log.warning("datacache: the removal freed no space, so other stores are retained.")
             return
 
 
@@ -57,10 +57,10 @@ def _try_remove(report: PoolReport) -> bool:
         remove(report.folder)
     except (CacheError, OSError) as error:
         # Another process has opened it by now, or it belongs to another user.
-        log.info("datacache: kept. %s", error)
+        log.info("datacache: a store was not removed. %s", error)
         return False
     log.warning(
-        "datacache: removed %s for room: %s, which no process had open since %s",
+        "datacache: removed the unused store %s to free %s: it was last opened at %s",
         report.folder,
         readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",

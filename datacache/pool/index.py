@@ -43,7 +43,7 @@ class Index:
                 if not means_full(error):
                     raise
                 raise NoRoomError(
-                    f"An index needs {size} bytes. Received: {folder}, without them."
+                    f"A record index needs {size} bytes. Received: {folder}, without this space."
                 ) from error
             self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle, size))
 

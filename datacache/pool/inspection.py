@@ -75,7 +75,9 @@ class PoolReport:
 def find_pools(root: Path) -> list[Path]:
     """Returns the folder if it is a store or the remains of one, otherwise the stores in it."""
     if not root.is_dir():
-        raise CacheError(f"Pools are in folders. Received: {root}, which is none. Check the path.")
+        raise CacheError(
+            f"A store must be a folder. Received: {root}, which is not a folder. Check the path."
+        )
     if _looks_like_a_pool(root):
         return [root]
     return [root / name for name in sorted(_names(root)) if _looks_like_a_pool(root / name)]
@@ -128,8 +130,8 @@ def _report_refused(folder: Path, error: CacheError) -> PoolReport:
 def _contents(directory: Directory) -> Contents:
     if HEADER not in directory.names():
         raise CacheError(
-            f"A pool must be finished. Received: {directory.path}, which is being made, or was "
-            "left by a kill."
+            f"A store must be complete. Received: {directory.path}, which is being created, or "
+            "was left by a killed process. Wait, or remove it with `python -m datacache rm`."
         )
     header = read_checked_header(directory)
     spec = PoolSpec.from_dict(header)

@@ -25,7 +25,7 @@ def as_array(value: Any) -> np.ndarray:
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
         raise ValueError(
-            f"Texts must be Python's bytes. Received: an array of {array.dtype}. Use dtype=object."
+            f"Texts must be Python bytes. Received: an array of {array.dtype}. Use dtype=object."
         )
     # Stores and messages use the byte order of this machine.
     return array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -128,7 +128,7 @@ class Layout:
         for i, (array, free) in enumerate(zip(arrays, axes, strict=True)):
             if array.dtype.kind not in "biufcO" and not hasattr(ml_dtypes, array.dtype.name):
                 raise ValueError(
-                    f"Samples are numbers or bytes. Received: {array.dtype} for component {i}."
+                    f"Samples must be numbers or bytes. Received: {array.dtype} for component {i}."
                 )
             shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
             dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
@@ -172,16 +172,17 @@ class Layout:
         arrays = [as_array(array) for array in sample]
         if len(arrays) != len(self.components):
             raise ValueError(
-                f"All samples must have as many components. Received: {len(arrays)} for "
-                f"{name(number)}, where the first sample has {len(self.components)}."
+                "All samples must have the same number of components. Received: "
+                f"{len(arrays)} for {name(number)}, while the first sample has "
+                f"{len(self.components)}."
             )
         for i, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
             if not wanted.matches(array):
                 received = Layout.of([array]).components[0]
                 raise ValueError(
                     "All samples must have the same shapes and types. Received: "
-                    f"{received} for component {i} of {name(number)}, where the first sample has "
-                    f"{wanted}. Make `preprocess` resize or pad to one shape, or say "
+                    f"{received} for component {i} of {name(number)}, while the first sample has "
+                    f"{wanted}. Resize or pad to one shape in `preprocess`, or pass "
                     "variable_shapes=True."
                 )
         return arrays

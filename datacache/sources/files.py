@@ -32,10 +32,10 @@ def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
     """Raises `SourceError` for a file that has changed since it was listed."""
     if not now.is_of(listed):
         raise SourceError(
-            "Files must stay as they are while a cache reads them. Received: "
+            "Files must not change while a cache reads them. Received: "
             f"{path}, changed or replaced since it was listed ({listed.size} bytes then, "
-            f"{now.size} now). Open the cache again: samples of the files as they are now are "
-            "kept apart."
+            f"{now.size} bytes now). Open the cache again: samples of changed files are stored "
+            "separately."
         )
 
 

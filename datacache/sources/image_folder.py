@@ -39,15 +39,15 @@ class FolderSource(RandomSource):
         if not found:
             raise SourceError(
                 f"A source must have samples. Received: {path}, with no file ending in "
-                f"{', '.join(extensions) if extensions else 'anything'}. Name another folder, or "
-                "pass `extensions`."
+                f"{', '.join(extensions) if extensions else 'any extension'}. Pass another folder, "
+                "or other `extensions`."
             )
         self._names, self._listed = list(found), np.array(list(found.values()))
         classes = [name.partition(os.sep)[0] if os.sep in name else "" for name in self._names]
         if labels and "" in classes:
             raise SourceError(
-                "With labels, files must lie in one folder per class. Received: "
-                f"{self._names[classes.index('')]!r} directly in {path}. Move it, or pass "
+                "With labels, files must be in one folder per class. Received: "
+                f"{self._names[classes.index('')]!r} directly in {path}. Move the file, or pass "
                 "labels=False."
             )
         # Use folders, not files: a class without a validation file keeps its number.
@@ -56,7 +56,7 @@ class FolderSource(RandomSource):
         if labels and (others := sorted(set(classes) - set(numbers))):
             raise SourceError(
                 f"Each folder must be a class of `class_names`. Received: {others[0]!r} in {path}, "
-                f"which is none of the {len(numbers)}. Add it, or move the folder."
+                f"which is none of the {len(numbers)} names. Add the name, or move the folder."
             )
         self._classes = np.array([numbers.get(name, 0) for name in classes], np.int64)
         self.identity = {
@@ -141,15 +141,15 @@ def from_folder(
     folder = Path(path).expanduser()
     if isinstance(extensions, str):
         raise ValueError(
-            f"`extensions` must be several. Received: extensions={extensions!r}. Say "
+            f"`extensions` must be a list. Received: extensions={extensions!r}. Pass "
             f"[{extensions!r}]."
         )
     if class_names is not None:
         _check_class_names(class_names, labels)
     if not folder.is_dir():
         raise SourceError(
-            f"A source must exist. Received: {folder}, which is no folder. Check the path and the "
-            "mount."
+            f"The folder of a source must exist. Received: {folder}, which is not a folder. Check "
+            "the path and the mount."
         )
     return FolderSource(folder, extensions, labels, class_names)
 
@@ -158,8 +158,8 @@ def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
     is_list = not isinstance(class_names, str) and len(set(class_names)) == len(class_names) > 0
     if not is_list or not labels:
         raise ValueError(
-            "`class_names` must be a list that has the name of each class once, for samples with "
-            f"labels. Received: class_names={class_names!r}, labels={labels}."
+            "`class_names` must be a non-empty list without duplicates, and requires labels=True. "
+            f"Received: class_names={class_names!r}, labels={labels}. Correct or omit it."
         )
 
 
@@ -175,13 +175,13 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             found = [entry for entry in entries if entry.name[0] != "."]
     except OSError as error:
         raise SourceError(
-            f"Folders of data must be readable. Received: {error}. Let this user read it, or move "
-            "it elsewhere."
+            f"Folders of a source must be readable. Received: {error}. Grant this user read "
+            "permission, or move the folder elsewhere."
         ) from error
     # The root of a file system contains one, which is not data.
     taken = [entry for entry in found if entry.name != "lost+found"]
     if len(taken) < len(found):
-        log.info("datacache: left out %s", path / "lost+found")
+        log.info("datacache: from_folder ignores %s", path / "lost+found")
     return taken
 
 
@@ -198,8 +198,8 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
                 below = Path(entry.path)
                 if (real := below.resolve()) in above:
                     raise SourceError(
-                        f"A folder must not be in itself. Received: {below}, a link to {real}. "
-                        "Remove it."
+                        f"A folder must not contain itself. Received: {below}, a link to {real}. "
+                        "Remove the link."
                     )
                 folders.append((below, above | {real}))
             elif entry.name.lower().endswith(endings):
@@ -215,5 +215,5 @@ def _asked(ask: Callable[[], _Answer]) -> _Answer:
         return ask()
     except OSError as error:
         raise SourceError(
-            f"A file must be there. Received: {error}. Remove it if it is a link."
+            f"A file must exist. Received: {error}. Remove it if it is a broken link."
         ) from error

@@ -38,8 +38,8 @@ class RecordFilesSource(RandomSource, IndexedSource):
         self._ends = np.cumsum([len(entries) for entries, _ in found])
         if not len(self):
             raise SourceError(
-                f"A source must have samples. Received: {len(paths)} TFRecord file(s) without any "
-                f"record, {self._names[0]} first. Name other files."
+                f"A source must have samples. Received: {len(paths)} TFRecord file(s) without "
+                f"records, the first of them {self._names[0]}. Pass other files."
             )
         files = [(name, *listed[:2]) for name, (_, listed) in zip(self._names, found, strict=True)]
         self.identity = {
@@ -121,7 +121,8 @@ def from_tfrecords(
         paths = [os.path.expanduser(path) for path in files]
     if not paths:
         raise SourceError(
-            f"There must be files. Received: files={files!r}, which matches none. Name others."
+            f"`files` must match at least one file. Received: files={files!r}, which matches none. "
+            "Correct the pattern or the path."
         )
     return RecordFilesSource(paths, features)
 
@@ -134,7 +135,7 @@ def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
         return find_all_records(path), listed
     except OSError as error:
         raise SourceError(
-            f"TFRecord files must be whole. Received: {error}. Copy or write {path} anew."
+            f"TFRecord files must be complete. Received: {error}. Copy or write {path} again."
         ) from error
 
 
@@ -145,6 +146,6 @@ def _check_form(path: str) -> None:
             pass
     except (tf.errors.DataLossError, tf.errors.OpError) as error:
         raise SourceError(
-            f"Files must be TFRecord files, without compression. Received: {path} ({error.message})"
-            ". Name other files, or write them without compression."
+            f"Files must be uncompressed TFRecord files. Received: {path} ({error.message}). "
+            "Pass other files, or write them without compression."
         ) from error

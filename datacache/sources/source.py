@@ -71,8 +71,9 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
     """Returns the components of a sample in the form of its source's signature."""
     if len(read) != len(source.signature):
         raise SourceError(
-            "A sample must have the components of its source's signature. Received: "
-            f"{len(read)} for {source.name(sample)}, not {len(source.signature)}."
+            "A sample must have as many components as its source's signature. Received: "
+            f"{len(read)} for {source.name(sample)}, expected {len(source.signature)}. Correct the "
+            "sample or the signature."
         )
     return [
         _stored(value, spec, source, sample)
@@ -98,9 +99,9 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
             if np.can_cast(array.dtype, wanted, "same_kind") or (converted == array).all():
                 return converted
     raise SourceError(
-        f"A component must be what the signature of its source says. Received: {value!r:.100} for "
-        f"{source.name(sample)}, not {spec.dtype.name}. Convert it where it is read, or leave it "
-        "out."
+        f"A component must match the signature of its source. Received: {value!r:.100} for "
+        f"{source.name(sample)}, expected {spec.dtype.name}. Convert the value in the source, or "
+        "remove the sample."
     )
 
 

@@ -38,20 +38,23 @@ class DatasetSource(StreamSource):
         # TensorFlow's constants for infinite and unknown cardinalities are negative.
         if self._samples <= 0:
             what, remedy = {
-                tf.data.INFINITE_CARDINALITY: ("infinitely many", "Use take(n)."),
-                0: ("no", "Name other data."),
+                tf.data.INFINITE_CARDINALITY: ("infinitely many samples", "Use take(n)."),
+                0: ("no samples", "Pass other data."),
             }.get(
                 self._samples,
-                ("unknown many", "Use apply(tf.data.experimental.assert_cardinality(n))."),
+                (
+                    "an unknown number of samples",
+                    "Use apply(tf.data.experimental.assert_cardinality(n)).",
+                ),
             )
             raise SourceError(
-                f"A dataset must have a known number of samples. Received: one with {what}. "
-                f"{remedy}"
+                "A dataset must have a known, finite number of samples. Received: a dataset with "
+                f"{what}. {remedy}"
             )
         if unsteady := shuffling(dataset):
             raise SourceError(
-                "A dataset must have the same elements in the same order each time. Received: one "
-                f"with {unsteady}."
+                "A dataset must have the same elements in the same order each time. Received: a "
+                f"dataset with {unsteady}."
             )
         draws = {op for graph in functions(dataset) for op in drawing_ops(ops(graph))}
         warn_of_draws("the dataset", draws)
@@ -96,7 +99,8 @@ class DatasetSource(StreamSource):
             if looked_at and self._digest(components) != self.identity["first"][count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
-                    f"another element {count} than before. Draw and shuffle after the cache."
+                    f"a different element {count} than in the first reading. Shuffle and use "
+                    "random ops only after the cache."
                 )
             if count or self._first is None:
                 yield components
@@ -114,7 +118,7 @@ class DatasetSource(StreamSource):
                 cause = next(filter(None, map(find_damage, self._record_files())), cause)
             raise SourceError(
                 f"A dataset must be readable to its end. Received: {cause}, after {number} "
-                "elements. Mend that, or leave it out; what is cached stays."
+                "elements. Correct the data, or remove the element. Cached samples are retained."
             ) from error
 
     def _record_files(self) -> list[str]:

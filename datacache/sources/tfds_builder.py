@@ -118,8 +118,9 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
         builder = tfds.builder(builder, **arguments)
     elif arguments:
         raise ValueError(
-            f"A builder's arguments go with its name. Received: {', '.join(arguments)} for "
-            f"{builder.info.full_name}, which is a builder. Give them to it."
+            "Arguments of a builder require its name. Received: "
+            f"{', '.join(arguments)} for {builder.info.full_name}, which is a builder object. Pass "
+            "the arguments when you create the builder."
         )
     if not builder.is_prepared():
         raise SourceError(
@@ -147,13 +148,13 @@ def _file_instructions(builder: Any, split: Any) -> Sequence[Any]:
         parts = splits[split].file_instructions
     except (AssertionError, KeyError, ValueError) as error:
         raise SourceError(
-            f"A split must be one of {', '.join(splits)}, or a slice as 'train[:80%]'. Received: "
-            f"split={split!r} for {builder.info.full_name}."
+            f"A split must be one of {', '.join(splits)}, or a slice such as 'train[:80%]'. "
+            f"Received: split={split!r} for {builder.info.full_name}."
         ) from error
     if not parts:
         raise SourceError(
-            f"A source must have samples. Received: none for split={split!r} of "
-            f"{builder.info.full_name}. Take a larger slice."
+            f"A source must have samples. Received: 0 samples for split={split!r} of "
+            f"{builder.info.full_name}. Use a larger slice."
         )
     return parts
 
@@ -162,8 +163,8 @@ def _shard_type(builder: Any) -> Any:
     form = builder.info.file_format.value
     if form not in _SHARDS:
         raise SourceError(
-            f"Splits must be in {' or '.join(_SHARDS)} files. Received: {form} for "
-            f"{builder.info.full_name}. Prepare it with one of those as `file_format`."
+            f"The files of a split must be {' or '.join(_SHARDS)} files. Received: {form} for "
+            f"{builder.info.full_name}. Prepare the split with such a `file_format`."
         )
     return _SHARDS[form]
 
@@ -173,7 +174,7 @@ def _status(path: str) -> FileStatus:
         return FileStatus.of(os.stat(path))
     except OSError as error:
         raise SourceError(
-            f"A split's files must be there. Received: {error}. Prepare it anew."
+            f"The files of a split must exist. Received: {error}. Prepare the split again."
         ) from error
 
 
@@ -194,7 +195,7 @@ class _ArrayRecords:
             # A file that is missing or cut at a block has no records, which the reader does not
             # report as an error.
             if record >= reader.num_records():
-                raise IndexError(f"it has {reader.num_records()} records")
+                raise IndexError(f"the file has {reader.num_records()} records")
             return reader.read([record])[0]
         except SourceError:
             raise

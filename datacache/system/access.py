@@ -58,7 +58,7 @@ class Access:
         # Root may assign files to any group.
         if os.geteuid() and found.gr_gid not in (os.getegid(), *os.getgroups()):
             raise ValueError(
-                f"`group` must be one that this user is in. Received: group={group!r}. See: id"
+                f"`group` must be a group of this user. Received: group={group!r}. List them: id"
             )
         return cls(group=found.gr_gid)
 
@@ -280,8 +280,8 @@ def _open(
         # The error for a link is ENOTDIR if a folder was requested, and ELOOP otherwise.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise CacheError(
-                f"A cache must not lie behind links. Received: {path}, a link to "
-                f"{os.readlink(path)}. Look who made it, and remove it or name another folder."
+                f"A store must not be or contain a link. Received: {path}, a link to "
+                f"{os.readlink(path)}. Check who created it, and remove it or pass another folder."
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS):
             raise _unwritable(path, error) from error
@@ -290,21 +290,21 @@ def _open(
 
 def _unwritable(path: Path, error: OSError) -> CacheError:
     return CacheError(
-        f"A cache must have a folder that it can write to. Received: {path} ({error.strerror}). "
-        "Name another, or pass `group` to share one."
+        f"The folder of a store must be writable. Received: {path} ({error.strerror}). "
+        "Pass another folder, or pass `group` to share one."
     )
 
 
 def _refuse_others(path: Path, status: os.stat_result, access: Access, kind: int) -> None:
     if stat.S_IFMT(status.st_mode) != kind:
         raise CacheError(
-            f"A cache must consist of folders and files. Received: {path}, which is something "
-            "else. Remove it."
+            f"A store must consist of a folder and regular files. Received: {path}, which has "
+            "another file type. Remove it."
         )
     if not access.includes(status.st_uid):
         raise CacheError(
-            f"A cache must be made by who uses it. Received: {path}, made by user {status.st_uid}, "
-            f"for {access.users}. Look who made it, and remove it or name another folder."
+            f"A store must be owned by its users. Received: {path}, owned by user {status.st_uid}, "
+            f"expected {access.users}. Check who created it, and remove it or pass another folder."
         )
 
 
@@ -320,7 +320,7 @@ def _tighten(handle: int, path: Path, status: os.stat_result, access: Access, mo
         return False
     os.fchmod(handle, found & mode)
     log.warning(
-        "datacache: closed %s to others, who could read it: mode %o, not %o",
+        "datacache: removed permissions of other users, who could read %s: mode is %o, was %o",
         path,
         found & mode,
         found,
@@ -340,8 +340,8 @@ def _refuse_open(
                 f"chgrp -R {access.group} {name} && chmod -R g+rwX,o-rwx {name} && chmod g+s {name}"
             )
         raise CacheError(
-            f"A cache must be open to {access.users} only. Received: {path} with mode {found:o} "
-            f"and group {status.st_gid}, not mode {mode:o}. If nobody else has written there, "
-            f"correct it: {mend}; otherwise remove it: python -m datacache rm --all {name}. To "
-            "share with a group, pass `group`."
+            f"A store must be accessible to {access.users} only. Received: {path} with mode "
+            f"{found:o} and group {status.st_gid}, expected mode {mode:o}. If no other user has "
+            f"written there, correct it: {mend}; otherwise remove it: python -m datacache rm --all "
+            f"{name}. To share with a group, pass `group`."
         )

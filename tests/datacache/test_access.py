@@ -131,21 +131,21 @@ def test_what_another_user_made_is_refused(shared):
     before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
     with pytest.raises(
         CacheError,
-        match=rf"made by who uses it. Received: .*{ours}, made by user {NOBODY}, for user 0",
+        match=rf"owned by its users. Received: .*{ours}, owned by user {NOBODY}, expected user 0",
     ):
         own_memory()
     for name in ("theirs", "free"):
         with pytest.raises(
             CacheError,
-            match=rf"Received: .*{name}, made by user {NOBODY}, for user 0. Look who made",
+            match=rf"Received: .*{name}, owned by user {NOBODY}, expected user 0. Check who crea",
         ):
             pool(shared / name)
-        with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
+        with pytest.raises(CacheError, match=rf"owned by user {NOBODY}"):
             remove(shared / name)
-    with pytest.raises(CacheError, match=rf"made by user {NOBODY}"):
+    with pytest.raises(CacheError, match=rf"owned by user {NOBODY}"):
         open_existing(shared / "theirs")
     assert shared / "theirs" in find_pools(shared)
-    assert f"made by user {NOBODY}" in inspect_pool(shared / "theirs").trouble
+    assert f"owned by user {NOBODY}" in inspect_pool(shared / "theirs").trouble
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before
 
 
@@ -157,7 +157,7 @@ def test_links_are_not_followed(shared):
     for opened in (pool, open_existing, remove):
         with pytest.raises(
             CacheError,
-            match=r"must not lie behind links. Received: .*link, a link to .*elsewhere. Look",
+            match=r"must not be or contain a link. Received: .*link, a link to .*elsewhere. Check",
         ):
             opened(shared / "link")
     names = sorted(path.name for path in elsewhere.iterdir())
@@ -192,8 +192,8 @@ def test_folders_and_files_that_others_can_write_to(shared):
         path.chmod(mode)
         with pytest.raises(
             CacheError,
-            match=rf"open to user \d+ only. Received: {path} with mode {mode:o} .*"
-            rf"not mode {before:o}. If nob",
+            match=rf"accessible to user \d+ only. Received: {path} with mode {mode:o} .*"
+            rf"expected mode {before:o}. If no ",
         ) as refused:
             pool(made.folder)
         (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
@@ -207,7 +207,7 @@ def test_folders_and_files_that_others_can_write_to(shared):
     os.mkfifo(made.folder / "claims")
     with pytest.raises(
         CacheError,
-        match=r"consist of folders and files. Received: .*claims, which is something else",
+        match=r"consist of a folder and .* files. Received: .*claims, which has another file type",
     ):
         pool(made.folder)
 
@@ -218,14 +218,14 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
         paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
     for path, mode in paths.items():
         path.chmod(mode)
-    assert "must be open to" in inspect_pool(made.folder).trouble
-    with pytest.raises(CacheError, match=r"open to user \d+ only"):
+    assert "must be accessible to" in inspect_pool(made.folder).trouble
+    with pytest.raises(CacheError, match=r"accessible to user \d+ only"):
         open_existing(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
     with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
     assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
-    assert caplog.text.count("to others, who could read it") == 3
+    assert caplog.text.count("permissions of other users, who could read") == 3
     remaining = own_memory()
     remaining.chmod(0o755)
     assert own_memory().stat().st_mode & 0o7777 == 0o700
@@ -285,7 +285,9 @@ def test_an_index_is_opened_as_its_pool(shared):
     Index(folder, SAMPLES).entries[:] = 7
     assert path.stat().st_mode & 0o7777 == 0o600
     path.chmod(0o602)
-    with pytest.raises(CacheError, match=rf"open to user \d+ only. Received: {path} with mode 602"):
+    with pytest.raises(
+        CacheError, match=rf"accessible to user \d+ only. Received: {path} with mode 602"
+    ):
         Index(folder, SAMPLES)
     path.chmod(0o600)
     for left in (0, 2, SAMPLES, 100):
@@ -337,13 +339,13 @@ print(json.dumps([path.name for path in found if not inspect_pool(path).trouble]
     for opened, asked in ((root / "ours", PRIVATE), (filled(shared / "own").folder, access)):
         with pytest.raises(
             CacheError,
-            match=r"must be open to .* only. Received: .*To share with a group, pass `group`",
+            match=r"must be accessible to .* only. Received: .*To share with a group, pass `group`",
         ):
             pool(opened, asked)
     # One that the group may use, made by somebody who is not in it.
     (root / "ours").chmod(0o2770)
     os.chown(root / "ours", 1, NOBODY)
-    with pytest.raises(CacheError, match=r"ours, made by user 1, for members of group 65534"):
+    with pytest.raises(CacheError, match=r"ours, owned by user 1, expected members of group 65534"):
         pool(root / "ours", access)
 
 
@@ -356,6 +358,6 @@ def test_groups_that_are_none(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(os, "getgroups", lambda: [])
     with pytest.raises(
-        ValueError, match=r"`group` must be one that this user is in. Received: group=65534"
+        ValueError, match=r"`group` must be a group of this user. Received: group=65534. List"
     ):
         Access.of(65534)

@@ -86,7 +86,7 @@ def test_nested_samples_of_many_sizes(images, opened):
     assert cache.stats().source_reads == SAMPLES
     with pytest.raises(
         Exception,
-        match=r"All samples must have the same shapes and types.* or say variable_shapes=True",
+        match=r"All samples must have the same shapes and types.* or pass variable_shapes=True",
     ):
         opened(images, lambda c, y: preprocess(c, y)["pixels"]).warm(progress=False)
 
@@ -104,7 +104,7 @@ def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
     data = tf.data.Dataset.from_generator(elements, output_signature=spec)
     with pytest.raises(
         datacache.SourceError,
-        match=r"A dataset must have a known number of samples. Received: one with unknown many",
+        match=r"A dataset must have a known, finite number of samples. Received: a .* an unknown",
     ):
         datacache.from_dataset(data, key="drawn")
     data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))

@@ -71,7 +71,8 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
 
 def test_bad_caches(images, tmp_path, opened, monkeypatch):
     with pytest.raises(
-        datacache.SourceError, match=r"A source must exist. Received: .*nowhere, which is no folder"
+        datacache.SourceError,
+        match=r"source must exist. Received: .*nowhere, which is not a folder",
     ):
         datacache.from_folder(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
@@ -99,19 +100,19 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(
         CacheError,
-        match=r"that it can write to. Received: .*file/.* \(Not a directory\). Name another",
+        match=r"must be writable. Received: .*file/.* \(Not a directory\). Pass another",
     ):
         opened(images, memory=tmp_path / "file")
     monkeypatch.setattr("datacache.pool.folder.SHARED_MEMORY", "/nowhere")
     with pytest.raises(
         CacheError,
-        match=r"The pool in memory needs shared memory. Received: no /nowhere. Mount a tmpfs",
+        match=r"The store in memory needs shared memory. Received: no /nowhere. Mount a tmpfs",
     ):
         datacache.Cache(datacache.from_folder(images))
     folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]
     folder.mkdir(mode=0o700, parents=True)
     (folder / "thesis.tex").write_text("x")
-    with pytest.raises(CacheError, match=r"A cache must have a folder of its own"):
+    with pytest.raises(CacheError, match=r"A store must have a folder of its own"):
         opened(images)
     with pytest.raises(
         ValueError, match=r"A sample must consist of dense tensors. Received: RaggedTensor"

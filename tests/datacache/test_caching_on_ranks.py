@@ -211,7 +211,7 @@ def test_ranks_with_other_functions(wire):
         Raises(
             ValueError,
             r"All ranks must open the same cache. Received: .* on rank 1\. "
-            r".* from the source, `pre",
+            r".* computed from the source, `pre",
         ),
     ):
         factor = tf.constant(wire.topology.rank, tf.int64)

@@ -133,7 +133,7 @@ def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     (tmp_path / "shm").symlink_to(disk.parent)
     for command in (["ls"], ["rm", "--all"]):
         assert main(command) == 2
-        assert "A cache must not lie behind links. Received: " in capsys.readouterr().err
+        assert "A store must not be or contain a link. Received: " in capsys.readouterr().err
     assert disk.exists()
 
 
@@ -147,26 +147,26 @@ def _cut(name):
 
 
 DAMAGE = {
-    "newer": (_newer, r"A cache must be of a format up to 2. Received: format 99"),
+    "newer": (_newer, r"The format of a store must be at most 2. Received: format 99"),
     "no JSON": (
         _cut("header.json"),
-        r"A cache must be whole. Received: .*which is no JSON. Remove",
+        r"The header of a store must be JSON. Received: .*which is not JSON. Remove",
     ),
     "list": (
         lambda f: (f / "header.json").write_text("{}"),
-        r"must say what it holds. Received: .*which does not",
+        r"must state its format. Received: .*without a format",
     ),
     "made": (
         lambda f: (f / "header.json").unlink(),
-        r"must be finished. Received: .*being made, or was left by a kill",
+        r"must be complete. Received: .*being created, or was left by a kill",
     ),
     "short": (
         _cut("samples"),
-        r"files must be whole. Received: .*samples of 3 bytes, not 320. Remove",
+        r"Files .* must be complete. Received: .*samples of 3 bytes, expected 320 bytes. Remove",
     ),
     "words": (
         lambda f: (f / "words").unlink(),
-        r"files must be there. Received: no .*words. Remove",
+        r"All files of a store must exist. Received: no .*words. Remove",
     ),
 }
 
@@ -241,7 +241,7 @@ def test_stats(pools, capsys):
     assert "none, because all samples have the same size" in said
     assert main(["stats", str(pools)]) == 2
     assert capsys.readouterr().err.startswith(
-        "datacache: A cache must have a header.json. Received: "
+        "datacache: A store must have a header.json. Received: "
     )
 
 
@@ -258,7 +258,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: 10 samples intact, 2 corrupted, which jobs regenerate\n"
-    assert err.startswith(f"datacache: A cache must have a header.json. Received: {pools}/nowhere")
+    assert err.startswith(f"datacache: A store must have a header.json. Received: {pools}/nowhere")
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
     user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
@@ -276,9 +276,7 @@ def test_rm_leaves_what_is_in_use(pools, capsys):
         f"{pools}/a",
         f"{pools}/c",
     ]
-    assert err.startswith(
-        f"datacache: A cache must not be in use to be removed. Received: {pools}/b"
-    )
+    assert err.startswith(f"datacache: A store in use cannot be removed. Received: {pools}/b")
     assert sorted(path.name for path in pools.iterdir()) == ["b"]
     user.close()
     bytes_ = _listed(capsys, pools)["b"]["bytes"]
@@ -299,13 +297,16 @@ def test_rm_removes_nothing_of_others(pools, capsys):
     for folder, text in (
         (
             "a",
-            "A cache must hold nothing else to be removed. "
-            "Received: .*holds 'thesis.tex'. Look at it",
+            "A folder to remove must contain only a store. "
+            "Received: .*contains 'thesis.tex'. Inspect the",
         ),
-        ("mine", "A cache must hold nothing else to be removed. Received: .*holds 'notes'"),
-        ("empty", "A cache must have a header.json"),
-        ("nowhere", "A cache must have a header.json"),
-        (".", "A cache must hold nothing else to be removed. Received: .*pools, which holds 'a'"),
+        ("mine", "A folder to remove must contain only a store. Received: .*contains 'notes'"),
+        ("empty", "A store must have a header.json"),
+        ("nowhere", "A store must have a header.json"),
+        (
+            ".",
+            "A folder to remove must contain only a store. Received: .*pools, which contains 'a'",
+        ),
     ):
         assert main(["rm", str(pools / folder)]) == 2
         out, err = capsys.readouterr()
@@ -324,7 +325,7 @@ def test_errors_are_one_line(tmp_path, capsys):
         "Pass their folders, or --all.\n"
     )
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
-    assert "Pools are in folders. Received: " in capsys.readouterr().err
+    assert "A store must be a folder. Received: " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["list"])
 

@@ -67,7 +67,7 @@ def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
-    assert "datacache: A source must exist. Received: " in capsys.readouterr().err
+    assert "datacache: The folder of a source must exist. Received: " in capsys.readouterr().err
     monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()

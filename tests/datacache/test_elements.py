@@ -137,14 +137,18 @@ def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
 @pytest.mark.parametrize(
     ("read", "spec", "received"),
     [
-        (lambda n: [None], tf.string, "None for value 0, not string. Convert it where it is read"),
-        (lambda n: [np.array([b"a", None], object)], tf.string, "None.* for value 0, not string"),
-        (lambda n: [np.array([1], object)], tf.string, r"1.* for value 0, not string"),
-        (lambda n: [np.array([b"a\0"])], tf.string, "for value 0, not string"),
-        (lambda n: [None], tf.int64, "None for value 0, not int64"),
-        (lambda n: [1.5], tf.int64, r"1.5 for value 0, not int64"),
-        (lambda n: [300], tf.uint8, "300 for value 0, not uint8"),
-        (lambda n: [1, 2], tf.int64, "2 for value 0, not 1"),
+        (lambda n: [None], tf.string, "None for value 0, expected string. Convert the value in"),
+        (
+            lambda n: [np.array([b"a", None], object)],
+            tf.string,
+            "None.* for value 0, expected string",
+        ),
+        (lambda n: [np.array([1], object)], tf.string, r"1.* for value 0, expected string"),
+        (lambda n: [np.array([b"a\0"])], tf.string, "for value 0, expected string"),
+        (lambda n: [None], tf.int64, "None for value 0, expected int64"),
+        (lambda n: [1.5], tf.int64, r"1.5 for value 0, expected int64"),
+        (lambda n: [300], tf.uint8, "300 for value 0, expected uint8"),
+        (lambda n: [1, 2], tf.int64, "2 for value 0, expected 1"),
     ],
 )
 def test_values_that_are_others_than_the_signature(opened, read, spec, received):

@@ -126,7 +126,7 @@ def test_the_first_of_two_passes_is_over(loader):
     next(training)
     next(validation)
     with pytest.raises(
-        RuntimeError, match=r"Batches must be those of the last pass. Received: .*second Parallel"
+        RuntimeError, match=r"A batch must belong to the current pass. Received: .*second Parallel"
     ):
         next(training)
     _assert_same(next(validation), load("validate", 1))
@@ -208,7 +208,7 @@ def test_errors_come_over_and_the_loader_goes_on():
         batches = loader.batches("train", [10, 0, 20])
         assert next(batches) == 10
         with pytest.raises(
-            LoaderError, match=r"Received: ZeroDivisionError.* for mode='train', item=0. .*leave"
+            LoaderError, match=r"Received: ZeroDivisionError.* for mode='train', item=0. .*omit"
         ) as got:
             next(batches)
         assert "in fails" in got.value.__notes__[0]
@@ -292,7 +292,7 @@ def test_a_killed_loader_is_an_error_and_another_begins():
         os.kill(pid, signal.SIGKILL)
         _until(lambda: not loader._child.alive)
         with pytest.raises(
-            LoaderError, match=r"exit code -9, before .*item=2. .*memory was short.*starts another"
+            LoaderError, match=r"exit code -9, before .*item=2. .*memory ran out.*starts a new"
         ):
             next(batches)
     loader.start()
@@ -377,10 +377,10 @@ def test_a_script_without_a_guard_is_told(tmp_path):
     )
     assert done.returncode == 1
     assert (
-        "exit code 1, before the batch of mode='train', item=0. What it printed says why"
+        "exit code 1, before the batch of mode='train', item=0. Its output shows the cause"
         in done.stderr
     )
-    assert 'must begin its work under `if __name__ == "__main__":`' in done.stderr
+    assert 'must start its work under `if __name__ == "__main__":`' in done.stderr
 
 
 def _ended(pid):

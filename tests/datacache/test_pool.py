@@ -65,7 +65,7 @@ def test_a_choice_that_fits_is_kept(tmp_path, slots):
 def test_no_room(tmp_path):
     huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
     with pytest.raises(
-        NoRoomError, match=r"A pool needs room before it begins.*Give it a smaller budget"
+        NoRoomError, match=r"A store needs free space for its files.*Reduce the budget"
     ):
         Pool(tmp_path, lambda: PoolSpec(layout=huge, shard=SampleShard(samples=2**10, slots=2**10)))
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
@@ -77,7 +77,7 @@ def test_it_is_removed_once_nobody_has_it_open(tmp_path):
     one, other = new_pool(folder), new_pool(folder)
     one.close()
     with pytest.raises(
-        CacheError, match=r"A cache must not be in use to be removed. Received: .*Wait, or end it"
+        CacheError, match=r"A store in use cannot be removed. Received: .*Wait for the process, or"
     ):
         remove(folder)
     other.put(1, drawn_sample(1))
@@ -127,14 +127,15 @@ def test_samples_of_another_layout(tmp_path, changed, text):
     ):
         new_pool(tmp_path).put(3, arrays)
     with pytest.raises(
-        ValueError, match=r"as many components. Received: 1 for sample 3, where .* has 4"
+        ValueError, match=r"same number of components. Received: 1 for sample 3, while .* has 4"
     ):
         new_pool(tmp_path).put(3, drawn_sample(3)[:1])
 
 
 def test_dates_are_not_for_pools():
     with pytest.raises(
-        ValueError, match=r"Samples are numbers or bytes. Received: datetime64.* for component 0"
+        ValueError,
+        match=r"Samples must be numbers or bytes. Received: datetime64.* for component 0",
     ):
         Layout.of([np.datetime64("2026-11-22")])
 

@@ -42,45 +42,54 @@ def _of_another(name):
 DAMAGE = {
     "half a header": (
         _resized("header.json", -9),
-        "must be whole. Received: .*header.json, which is no JSON",
+        "must be JSON. Received: .*header.json, which is not JSON",
     ),
     "no text": (
         lambda folder, other: (folder / "header.json").write_bytes(b"\xff"),
-        "header.json, which is no JSON",
+        "header.json, which is not JSON",
     ),
     "another JSON": (
         lambda folder, other: (folder / "header.json").write_text("[]"),
-        "must say what it holds",
+        "must state its format",
     ),
     "changed": (
         _header(source="other"),
-        "must be as it was made. Received: .*header.json, which was changed",
+        "must not be modified. Received: .*header.json, which was modified",
     ),
     "older": (
         _header(format=1),
-        "must be of format 2. Received: format 1 in .*an older tfposeidon has made",
+        "format of a store must be 2. Received: format 1 in .*created by an older tfposeidon",
     ),
     "moved": (
         lambda folder, other: (shutil.rmtree(folder), shutil.copytree(other, folder)),
-        "made as other",
+        "created as other",
     ),
     "gone": (
         lambda folder, other: (folder / "words").unlink(),
-        "must be there. Received: no .*words",
+        "must exist. Received: no .*words",
     ),
-    "empty": (lambda folder, other: os.truncate(folder / "samples", 0), "samples of 0 bytes, not"),
+    "empty": (
+        lambda folder, other: os.truncate(folder / "samples", 0),
+        "samples of 0 bytes, expected",
+    ),
     **{
-        f"short {name}": (_resized(name, -1), f"must be whole. Received: .*{name} of .* bytes, not")
+        f"short {name}": (
+            _resized(name, -1),
+            f"must be complete. Received: .*{name} of .* bytes, expected",
+        )
         for name in MAPPED
     },
     **{
-        f"long {name}": (_resized(name, 64), f"must be whole. Received: .*{name} of .* bytes, not")
+        f"long {name}": (
+            _resized(name, 64),
+            f"must be complete. Received: .*{name} of .* bytes, expected",
+        )
         for name in MAPPED
     },
     **{
         f"swapped {name}": (
             _of_another(name),
-            f"must be its own. Received: .*{name}, of another pool",
+            f"must belong to it. Received: .*{name} of another store",
         )
         for name in MAPPED
     },
@@ -90,7 +99,8 @@ DAMAGE = {
 def test_folders_that_are_no_cache(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(
-        CacheError, match=r"A cache must have a folder of its own. Received: .*holds 'thesis.tex'"
+        CacheError,
+        match=r"A store must have a folder of its own. Received: .*contains 'thesis.tex'",
     ):
         new_pool(tmp_path)
     folder = tmp_path / "pool"
@@ -98,12 +108,12 @@ def test_folders_that_are_no_cache(tmp_path):
     header = json.loads((folder / "header.json").read_text())
     assert new_pool(folder, slots=7).slots == SAMPLES, "a pool is taken as it was made"
     with pytest.raises(
-        CacheError, match=r"A cache must have a header.json. Received: .*without one"
+        CacheError, match=r"A store must have a header.json. Received: .*without one"
     ):
         open_existing(tmp_path)
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(
-        CacheError, match=r"A cache must be of a format up to 2. Received: format 99 in .*newer"
+        CacheError, match=r"The format of a store must be at most 2. Received: format 99 in .*newer"
     ):
         new_pool(folder)
 
@@ -117,13 +127,15 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
             for index in range(SAMPLES):
                 pool.put(index, varying_sample(index))
     apply(folder, other)
-    with pytest.raises(CacheError, match=rf"{text}.* Remove it: python -m datacache rm {folder}$"):
+    with pytest.raises(
+        CacheError, match=rf"{text}.* Remove the store: python -m datacache rm {folder}$"
+    ):
         open_existing(folder)
     users = os.open(folder / "users", os.O_RDONLY)
     fcntl.flock(users, fcntl.LOCK_SH)
     with pytest.raises(
         CacheError,
-        match=rf"{text}.* A process has it open: end it, and the next makes the pool anew",
+        match=rf"{text}.* A process has the store open. End that process, and open the store",
     ):
         varying_pool(folder)
     os.close(users)
@@ -131,7 +143,7 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
         caplog.at_level(logging.WARNING, "datacache"),
         contextlib.closing(varying_pool(folder)) as pool,
     ):
-        assert re.search(rf"datacache: .*{text}.* It is made anew", caplog.text)
+        assert re.search(rf"datacache: .*{text}.* The store is rebuilt", caplog.text)
         assert pool.filled == 0
         for index in range(SAMPLES):
             assert pool.put(index, varying_sample(index))

@@ -95,7 +95,9 @@ def test_a_file_that_there_is_is_no_pattern(tmp_path, monkeypatch):
 
 
 def test_no_files(tmp_path):
-    with pytest.raises(SourceError, match=r"must be files. Received: files=.*which matches none"):
+    with pytest.raises(
+        SourceError, match=r"at least one file. Received: files=.*which matches none"
+    ):
         datacache.from_tfrecords(tmp_path / "train-*")
 
 
@@ -108,7 +110,7 @@ def test_files_without_records(files):
 def test_a_file_that_is_cut_off(files, cut):
     path = files.parent / "train-00002-of-00003"
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(SourceError, match=r"must be whole. Received: .*ends within record 7"):
+    with pytest.raises(SourceError, match=r"must be complete. Received: .*ends within record 7"):
         datacache.from_tfrecords(files)
 
 
@@ -136,7 +138,7 @@ def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, compiled, at):
 def test_a_file_that_ends_in_zeros(files):
     path = files.parent / "train-00000-of-00003"
     path.write_bytes(path.read_bytes() + bytes(64))
-    with pytest.raises(SourceError, match=r"must be whole. Received: .*zeros where record 5"):
+    with pytest.raises(SourceError, match=r"must be complete. Received: .*zeros where record 5"):
         datacache.from_tfrecords(files)
 
 
@@ -146,5 +148,5 @@ def test_files_of_another_form(files, tmp_path):
         writer.write(_example(0))
     (tmp_path / "text").write_text("no records, but some words\n" * 10)
     for other in (path, tmp_path / "text"):
-        with pytest.raises(SourceError, match="must be TFRecord files, without compression"):
+        with pytest.raises(SourceError, match=r"must be uncompressed TFRecord files. Received"):
             datacache.from_tfrecords([other])

@@ -128,7 +128,8 @@ def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     left = iter([10**7] * 3 + [0])
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(
-        NoRoomError, match=r"A pool needs room before it begins. Received: .*without 50000000 bytes"
+        NoRoomError,
+        match=r"A store needs free space for its files. Received: .*without 50000000 bytes",
     ):
         Pool(
             tmp_path / "pool",
@@ -172,7 +173,7 @@ def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         make_room(memory, memory / "new", lambda: 1000, 10**9)
     assert (old.exists(), recent.exists()) == (False, True)
-    assert "that made no room, so that other pools are kept" in caplog.text
+    assert "the removal freed no space, so other stores are retained" in caplog.text
 
 
 def test_only_pools_are_removed_for_room(memory):
@@ -199,7 +200,7 @@ def test_only_pools_are_removed_for_room(memory):
     assert not pool.exists()
     with pytest.raises(
         CacheError,
-        match=r"must hold nothing else to be removed. Received: .*deep, which holds 'heap'",
+        match=r"remove must contain only a store. Received: .*deep, which contains 'heap'",
     ):
         remove(memory / "deep")
 

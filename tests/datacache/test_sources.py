@@ -161,7 +161,7 @@ def test_a_class_keeps_its_number_where_it_has_no_file(tmp_path):
     with pytest.raises(SourceError, match=r"must be a class of `class_names`. Received: 'cat'"):
         datacache.from_folder(root, class_names=["ant"])
     for wrong in ("cat", ["cat", "cat"], []):
-        with pytest.raises(ValueError, match="`class_names` must be a list that has the name of"):
+        with pytest.raises(ValueError, match="`class_names` must be a non-empty list without dup"):
             datacache.from_folder(root, class_names=wrong)
 
 
@@ -169,7 +169,7 @@ def test_folders_that_mislead(tmp_path):
     root = _written(tmp_path / "images", "a/b.png")
     with pytest.raises(
         ValueError,
-        match=r"`extensions` must be several. Received: extensions='.png'. Say \['.png'\]",
+        match=r"`extensions` must be a list. Received: extensions='.png'. Pass \['.png'\]",
     ):
         datacache.from_folder(root, ".png")
     (tmp_path / "linked").symlink_to(root)
@@ -178,23 +178,26 @@ def test_folders_that_mislead(tmp_path):
     assert datacache.from_folder(root).class_names == ["a", "c"]
     (root / "a" / "up").symlink_to(root)
     with pytest.raises(
-        SourceError, match=r"must not be in itself. Received: .*a/up, a link to .*images. Remove"
+        SourceError, match=r"must not contain itself. Received: .*a/up, a link to .*images. Remove"
     ):
         datacache.from_folder(root)
     (root / "a" / "up").unlink()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "back").symlink_to(root)
     (root / "a" / "there").symlink_to(tmp_path / "other")
-    with pytest.raises(SourceError, match=r"in itself. Received: .*there/back, a link to .*images"):
+    with pytest.raises(
+        SourceError, match=r"contain itself. Received: .*there/back, a link to .*images"
+    ):
         datacache.from_folder(root)
     (root / "a" / "there").unlink()
     (root / "itself").symlink_to(root / "itself")
-    with pytest.raises(SourceError, match=r"must be there. Received: .*symbolic links.*itself'"):
+    with pytest.raises(SourceError, match=r"must exist. Received: .*symbolic links.*itself'"):
         datacache.from_folder(root)
     (root / "itself").unlink()
     (root / "a" / "gone.png").symlink_to(root / "nothing")
     with pytest.raises(
-        SourceError, match=r"A file must be there. Received: .*gone.png'. Remove it if it is a link"
+        SourceError,
+        match=r"A file must exist. Received: .*gone.png'. Remove it if it is a broken link",
     ):
         datacache.from_folder(root)
 
@@ -218,7 +221,9 @@ def test_folders_of_the_file_system_and_of_others(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(SourceError, match=r"must be readable. Received: .*denied.*dog'. Let this"):
+    with pytest.raises(
+        SourceError, match=r"must be readable. Received: .*denied.*dog'. Grant this"
+    ):
         datacache.from_folder(root)
 
 

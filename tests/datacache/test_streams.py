@@ -66,7 +66,8 @@ def test_another_order_each_time_is_refused(tmp_path, make, received):
     data = make(tmp_path).apply(tf.data.experimental.assert_cardinality(SAMPLES))
     with pytest.raises(
         SourceError,
-        match=rf"the same elements in the same order each time. Received: one with .*{received}",
+        match=r"the same elements in the same order each time. Received: a dataset with "
+        rf".*{received}",
     ):
         datacache.from_dataset(data, key="unsteady")
 
@@ -79,7 +80,7 @@ def test_an_order_that_python_draws_is_refused(opened):
     data = tf.data.Dataset.from_generator(_drawn, output_signature=tf.TensorSpec([], tf.int64))
     data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
     cache = opened(datacache.from_dataset(data, key="drawn by Python"), None)
-    with pytest.raises(Exception, match=r"Received: another element \d than before"):
+    with pytest.raises(Exception, match=r"Received: a different element \d than in the first"):
         list(cache.dataset(5, shuffle=False))
     assert cache._levels.memory.filled <= 4
 

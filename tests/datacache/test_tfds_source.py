@@ -333,24 +333,25 @@ def test_splits_that_are_not_there(own, tmp_path, monkeypatch):
         ):
             datacache.from_tfds(own, split)
     with pytest.raises(
-        SourceError, match=r"must have samples. Received: none for split='train\[3:3\]' of drawn"
+        SourceError,
+        match=r"must have samples. Received: 0 samples for split='train\[3:3\]' of drawn",
     ):
         datacache.from_tfds(own, "train[3:3]")
     with pytest.raises(
         ValueError,
-        match=r"go with its name. Received: data_dir for drawn/1.0.0, which is a builder",
+        match=r"require its name. Received: data_dir for drawn/1.0.0, which is a builder",
     ):
         datacache.from_tfds(own, "train", data_dir=tmp_path)
     monkeypatch.setattr("datacache.sources.tfds_builder._SHARDS", {"riegeli": None})
     with pytest.raises(
         SourceError,
-        match=r"must be in riegeli files. Received: .*record for drawn/1.0.0. Prepare it",
+        match=r"must be riegeli files. Received: .*record for drawn/1.0.0. Prepare the",
     ):
         datacache.from_tfds(own, "train")
     monkeypatch.undo()
     _shard(own).unlink()
     with pytest.raises(
-        SourceError, match=r"files must be there. Received: .*No such file.*00001-of-00003"
+        SourceError, match=r"files of a split must exist. Received: .*No such file.*00001-of-00003"
     ):
         datacache.from_tfds(own, "train")
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
