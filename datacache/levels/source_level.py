@@ -67,7 +67,8 @@ class SourceLevel(Level):
             how_many = "more" if sample == len(self._source) else str(sample + 1)
             raise SourceError(
                 "A source must have as many samples as its length. Received: "
-                f"{how_many} from {self._source}, expected {len(self._source)}. Correct the length."
+                f"{how_many} samples from {self._source}, expected {len(self._source)}. "
+                "Correct the length."
             )
 
     def _read_some(self, indices: np.ndarray) -> list[Arrays]:

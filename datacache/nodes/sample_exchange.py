@@ -104,7 +104,11 @@ class SampleExchange:
             for request in [*requests, *self._requests]:
                 if not request.future.done():
                     request.future.set_exception(
-                        self._error or RuntimeError("All ranks have closed the cache.")
+                        self._error
+                        or RuntimeError(
+                            "Samples must be requested before all ranks close the cache. Received: "
+                            "a request after that. Open the cache again."
+                        )
                     )
 
     def _next_requests(self) -> list[_Request]:

@@ -131,7 +131,7 @@ def _contents(directory: Directory) -> Contents:
     if HEADER not in directory.names():
         raise CacheError(
             f"A store must be complete. Received: {directory.path}, which is being created, or "
-            "was left by a killed process. Wait, or remove it with `python -m datacache rm`."
+            "is left of a killed process. Wait, or remove it with `python -m datacache rm`."
         )
     header = read_checked_header(directory)
     spec = PoolSpec.from_dict(header)

@@ -72,8 +72,8 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
     if len(read) != len(source.signature):
         raise SourceError(
             "A sample must have as many components as its source's signature. Received: "
-            f"{len(read)} for {source.name(sample)}, expected {len(source.signature)}. Correct the "
-            "sample or the signature."
+            f"{len(read)} components for {source.name(sample)}, expected {len(source.signature)}. "
+            "Correct the sample or the signature."
         )
     return [
         _stored(value, spec, source, sample)

@@ -158,7 +158,7 @@ DAMAGE = {
     ),
     "made": (
         lambda f: (f / "header.json").unlink(),
-        r"must be complete. Received: .*being created, or was left by a kill",
+        r"must be complete. Received: .*being created, or is left of a kill",
     ),
     "short": (
         _cut("samples"),

@@ -148,7 +148,7 @@ def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
         (lambda n: [None], tf.int64, "None for value 0, expected int64"),
         (lambda n: [1.5], tf.int64, r"1.5 for value 0, expected int64"),
         (lambda n: [300], tf.uint8, "300 for value 0, expected uint8"),
-        (lambda n: [1, 2], tf.int64, "2 for value 0, expected 1"),
+        (lambda n: [1, 2], tf.int64, "2 components for value 0, expected 1"),
     ],
 )
 def test_values_that_are_others_than_the_signature(opened, read, spec, received):

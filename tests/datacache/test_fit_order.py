@@ -139,7 +139,8 @@ def test_positions_that_do_not_follow(numbers):
     ):
         position = keras_callbacks.CachePosition(cache, named)
         with pytest.raises(
-            Exception, match=rf"CachePosition\(cache, data\) must .*. Received: {received}"
+            Exception,
+            match=rf"CachePosition\(cache, data\) must .* within an epoch. Received: {received}",
         ):
             model.fit(
                 given,

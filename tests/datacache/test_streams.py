@@ -140,7 +140,7 @@ def test_a_parse_error_is_no_damage(tmp_path, opened):
         datacache.from_dataset(data, key="lines")
 
 
-@pytest.mark.parametrize(("count", "received"), [(3, "3 from"), (7, "more from")])
+@pytest.mark.parametrize(("count", "received"), [(3, "3 samples from"), (7, "more samples from")])
 def test_a_stream_of_another_length(opened, count, received):
     class Stream(StreamSource):
         identity, signature = f"stream {count}", [tf.TensorSpec([], tf.int64)]
