@@ -112,10 +112,10 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     [
         (
             "compression",
-            """Horovod's. Received: compression=4: the scheme.*AllToAll.wire_dtype="float16\"""",
+            """Horovod's.. Received: compression=4:  the scheme.*AllToAll.wire_dtype="float16\"""",
         ),
-        ("backward_passes_per_step", "write gradient_accumulation_steps for 2 or more"),
-        ("num_groups", "write bucket_bytes"),
+        ("backward_passes_per_step", "use gradient_accumulation_steps for 2 or more"),
+        ("num_groups", "use bucket_bytes"),
         ("shceme", "Received: shceme=4: DistributedOptimizer has no argument `shceme`"),
     ],
 )
@@ -125,7 +125,7 @@ def test_arguments_that_there_are_not(name, message):
 
 
 def test_all_wrong_arguments_are_named_at_once():
-    with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: write bucket_bytes"):
+    with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: use bucket_bytes"):
         tp.DistributedOptimizer(SGD(0.1), op=1, groups=2)
     with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_.*; verbose=1: leave it"):
         keras_callbacks.LearningRateWarmup(initial_lr=0.1, warmup_epochs=5, verbose=1)
@@ -385,7 +385,7 @@ def test_sample_counts_refuse_what_they_cannot_count():
     with pytest.raises(ValueError, match=r"`of` must be \"x\" or \"y\"\. Received: of='z'"):
         tp.sample_counts.Unmasked(of="z")
     pair = (tf.zeros([2]), tf.zeros([2]))
-    with pytest.raises(ValueError, match=r"needs batches \(x, y, sample_weight\)"):
+    with pytest.raises(ValueError, match=r"requires batches \(x, y, sample_weight\)"):
         tp.sample_counts.weights(pair)
     with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 as 'x'"):
         tp.sample_counts.Unmasked(of="x")((pair, tf.zeros([2])))

@@ -22,7 +22,7 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.DistributedOptimizer(tp.DistributedOptimizer(SGD())),
-            "must be wrapped once",
+            "must be wrapped only once",
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), scheme="ring"),
@@ -44,7 +44,7 @@ from tfposeidon import schemes
         (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=1.5), "Received: bucket_bytes=1.5"),
         (
             lambda: tp.DistributedOptimizer(SGD()).plan,
-            "There is a plan once the optimizer knows its variables",
+            "The plan exists only after the optimizer is built",
         ),
         (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
         (
@@ -74,7 +74,7 @@ from tfposeidon import schemes
             lambda: tp.LocalUpdates(SGD(), scheme=schemes.HiTopK(momentum=0.9)),
             "differences of weights have no velocity",
         ),
-        (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Leave it out"),
+        (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Remove use_ema"),
         (
             lambda: tp.LocalUpdates(tp.DistributedOptimizer(SGD())),
             "in DistributedOptimizer, LocalUpdates or ",

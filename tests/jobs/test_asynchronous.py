@@ -48,7 +48,7 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
         # Where rank 0 trains, lines about the job are the server's all the same.
         ("raise", "rank 2 failed first: ValueError: broken on purpose", 1, True),
         ("raise at the server", "rank 0 failed first: ValueError: broken on purpose", 0, False),
-        ("terminate", "the job ends. rank 0 was ended by SIGTERM", 0, False),
+        ("terminate", "the job ends. rank 0 received SIGTERM", 0, False),
     ],
 )
 def test_a_lost_rank_ends_the_job_once_the_server_has_saved(kind, cause, server, goes_on, outcome):
@@ -56,7 +56,7 @@ def test_a_lost_rank_ends_the_job_once_the_server_has_saved(kind, cause, server,
     assert done.returncode != 0
     assert cause in done.stdout, done.stdout
     assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
-    assert "already ended" not in done.stdout, done.stdout
+    assert "already finished" not in done.stdout, done.stdout
     # A mean over workers, of which the other may be at any step when one fails.
     assert (0 if kind in ("kill", "raise") else 2) <= meta["epoch"] < EPOCHS, meta
     if not goes_on:
