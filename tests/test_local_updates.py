@@ -23,7 +23,7 @@ def test_on_one_rank_it_is_the_inner_optimizer():
     )
     for one, other in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert "one rank: nothing is sent" in str(model.optimizer.plan)
+    assert "one rank: no data is sent" in str(model.optimizer.plan)
 
 
 @pytest.mark.parametrize(

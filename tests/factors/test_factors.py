@@ -245,7 +245,7 @@ def test_a_trace_without_factors_sends_the_matrix(wire):
     same_on_all_ranks([weight], wire)
     with pytest.raises(
         ValueError,
-        match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum",
+        match=r"regularized variable must have factors in all traces.*ClipByValue|Minimum|Maximum",
     ):
         train(regularised=True)
 

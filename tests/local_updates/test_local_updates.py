@@ -341,5 +341,7 @@ def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
 def test_ranks_that_begin_apart_are_refused(wire):
     other = models.mlp()
     other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
-    with Raises(RuntimeError, "All ranks must exchange alike. Received: sync_every 2"):
+    with Raises(
+        RuntimeError, "All ranks must use the same exchange settings.  Received: sync_every 2"
+    ):
         other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

@@ -21,7 +21,9 @@ def test_different_accumulation_is_refused(wire):
     optimizer = tp.DistributedOptimizer(
         SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank)
     )
-    with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):
+    with Raises(
+        RuntimeError, "All ranks must use the same exchange settings.*gradient_accumulation_steps"
+    ):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
@@ -74,7 +76,7 @@ def test_different_order_is_refused(wire):
 
 def test_different_schemes_are_refused(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=("alltoall", "allreduce")[wire.topology.rank])
-    with Raises(RuntimeError, "All ranks must exchange alike"):
+    with Raises(RuntimeError, "All ranks must use the same exchange settings"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
