@@ -127,9 +127,9 @@ def test_arguments_that_there_are_not(name, message):
 def test_all_wrong_arguments_are_named_at_once():
     with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: use bucket_bytes"):
         tp.DistributedOptimizer(SGD(0.1), op=1, groups=2)
-    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_.*; verbose=1: leave it"):
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: use initial_.*; verbose=1: leave it"):
         keras_callbacks.LearningRateWarmup(initial_lr=0.1, warmup_epochs=5, verbose=1)
-    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_learning_rate"):
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: use initial_learning_rate"):
         keras_callbacks.LearningRateSchedule(initial_lr=0.1, multiplier=0.5)
     with pytest.raises(TypeError, match="`multiplier` must be a number or a function"):
         keras_callbacks.LearningRateSchedule(0.1)
@@ -152,7 +152,7 @@ def test_weights_that_are_set_are_there():
     for variable, value in zip(other.optimizer.inner_optimizer.variables, values, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     with pytest.raises(
-        ValueError, match=r"an array for each of the optimizer's variables.*Received: shapes \[\]"
+        ValueError, match=r"one array for each of the optimizer's variables.*Received: shapes \[\]"
     ):
         other.optimizer.set_weights([])
     with pytest.raises(ValueError, match=r"must be built before its weights are set"):

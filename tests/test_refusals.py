@@ -54,7 +54,7 @@ from tfposeidon import schemes
         (lambda: tp.LocalUpdates(SGD(), sync_every=1.5), "Received: sync_every=1.5"),
         (
             lambda: tp.LocalUpdates(SGD(), sync_every=4, overlap_steps=4),
-            r"must be below `sync_every`.*overlap_steps=4, sync_every=4\. Give at most 3",
+            r"must be less than `sync_every`.*overlap_steps=4, sync_every=4\. Use at most 3",
         ),
         (
             lambda: tp.LocalUpdates(SGD(), hierarchical="rack"),
@@ -65,14 +65,17 @@ from tfposeidon import schemes
             lambda: tp.LocalUpdates(SGD(), outer_optimizer="gossip"),
             "one of average, elastic, outer, slow_momentum.*Received: outer_optimizer='gossip'",
         ),
-        (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
+        (
+            lambda: tp.LocalUpdates(SGD(), scheme="auto"),
+            "must support pseudo-gradients.*scheme=Auto",
+        ),
         (
             lambda: tp.LocalUpdates(SGD(), scheme="factors"),
-            "differences of weights have no factors",
+            "pseudo-gradients have no factors",
         ),
         (
             lambda: tp.LocalUpdates(SGD(), scheme=schemes.HiTopK(momentum=0.9)),
-            "differences of weights have no velocity",
+            "pseudo-gradients have no velocity",
         ),
         (lambda: tp.LocalUpdates(SGD(use_ema=True)), "use_ema=True. Remove use_ema"),
         (
@@ -95,9 +98,7 @@ def test_bad_input_is_refused(make, message):
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 def test_variables_must_be_floating(dtype):
     variable = tf.Variable(tf.zeros([2], dtype), name="counts")
-    with pytest.raises(
-        ValueError, match=rf"Only floating-point variables .*'counts:0' of dtype {dtype}"
-    ):
+    with pytest.raises(ValueError, match=rf"must be floating-point.*'counts:0' of dtype {dtype}"):
         tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])
 
 

@@ -218,7 +218,7 @@ def test_close_plans_are_raced(wire):
     raced = optimizer.exchange.plans.to_dict()["raced"]
     assert all(other == raced for other in exchange_objects(raced, wire, "raced"))
     assert len(raced) >= 2, optimizer.plan
-    assert "timed exchanges, as multiples of the predicted ones" in str(optimizer.plan)
+    assert "timed exchanges, relative to the predicted ones" in str(optimizer.plan)
 
 
 def test_without_links_it_is_all_reduce(wire):

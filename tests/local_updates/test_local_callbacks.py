@@ -304,7 +304,7 @@ def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
     same_on_all_ranks(model.get_weights(), wire)
     sparse = models.mlp()
     sparse.compile(tp.LocalUpdates(sgd(), EVERY, "elastic", SPARSE), models.LOSS)
-    with Raises(ValueError, "would count twice. Received: outer_optimizer=Elastic"):
+    with Raises(ValueError, "would otherwise count twice. Received: outer_optimizer=Elastic"):
         sparse.optimizer.build(sparse.trainable_variables)
 
 

@@ -277,14 +277,14 @@ def test_predicates_refuse_to_be_saved(make, tmp_path):
     model = compiled(make(exclude=heads))
     with pytest.raises(
         ValueError,
-        match=r"`exclude` must be None or patterns.* the function .*heads, .*Give patterns",
+        match=r"`exclude` must be None or a list of pattern.* the function .*heads, .*Use patterns",
     ):
         model.save(tmp_path / "model.keras")
 
 
 NUMBER = r"must be a finite number from 0\. Received: {}={}\. "
 BAD_LARS = [
-    ({"learning_rate": -0.1}, NUMBER.format("learning_rate", "-0.1") + "Give a number"),
+    ({"learning_rate": -0.1}, NUMBER.format("learning_rate", "-0.1") + "Use a number"),
     ({"learning_rate": float("nan")}, NUMBER.format("learning_rate", "nan")),
     (
         {"momentum": 1.0},
@@ -294,7 +294,7 @@ BAD_LARS = [
     ({"nesterov": 1}, "`nesterov` must be True or False. Received: nesterov=1. Leave it out"),
     (
         {"nesterov": True, "momentum": 0.0},
-        "`nesterov` needs momentum. Received: nesterov=True, momentum=0.0",
+        "`nesterov` requires momentum. Received: nesterov=True, momentum=0.0",
     ),
     (
         {"trust_coefficient": 0.0},
