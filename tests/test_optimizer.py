@@ -112,7 +112,7 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     [
         (
             "compression",
-            """Horovod's.. Received: compression=4:  the scheme.*AllToAll.wire_dtype="float16\"""",
+            """Horovod's.. Received: compression=4: the scheme.*AllToAll.wire_dtype="float16\"""",
         ),
         ("backward_passes_per_step", "use gradient_accumulation_steps for 2 or more"),
         ("num_groups", "use bucket_bytes"),

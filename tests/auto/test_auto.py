@@ -227,7 +227,7 @@ def test_without_links_it_is_all_reduce(wire):
     with links(None):
         train_together(model, data, optimizer, wire)
     assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
-    assert "auto: the links are not known" in str(optimizer.plan)
+    assert "auto: the network profile is unknown" in str(optimizer.plan)
     assert not optimizer.plan.forecasts
 
 

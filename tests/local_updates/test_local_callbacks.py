@@ -347,7 +347,9 @@ def test_two_centres_of_one_variable_are_refused(wire):
         model = Twice()
         model.compile(tp.LocalUpdates(sgd(), EVERY), tp.LocalUpdates(sgd(), EVERY, name="second"))
         model.run_eagerly = run_eagerly
-        with Raises(ValueError, "one centre.*kernel.*'local_updates' and 'second'"):
+        with Raises(
+            ValueError, "only one optimizer that synchronizes.*kernel.*'local_updates' and 'second'"
+        ):
             model.fit(x, y, batch_size=4, verbose=0)
     # An optimizer that trains no more has left the model.
     again = models.mlp()

@@ -342,6 +342,6 @@ def test_ranks_that_begin_apart_are_refused(wire):
     other = models.mlp()
     other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
     with Raises(
-        RuntimeError, "All ranks must use the same exchange settings.  Received: sync_every 2"
+        RuntimeError, "All ranks must use the same exchange settings. Received: sync_every 2"
     ):
         other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

@@ -222,7 +222,7 @@ def test_bad_input_to_python():
             lambda op: op.scatter_add([1.0, 1.0], [-1, 3], 9),
         ),
         (
-            r"Values and indices must be vectors of the same length.  Received: \[2\] and \[1\]",
+            r"Values and indices must be vectors of the same length. Received: \[2\] and \[1\]",
             lambda op: op.scatter_add([1.0, 1.0], [0], 9),
         ),
         (

@@ -191,7 +191,7 @@ def test_the_plan_says_who_takes_norms(wire):
         (
             SERVED,
             "auto",
-            "norms of layers: the squares of those of parts are summed over the ranks",
+            "norms of layers: the ranks sum the squared norms of their shards",
         ),
     ):
         optimizer = distributed(lars(parallel=parallel), scheme=scheme)

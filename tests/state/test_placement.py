@@ -152,7 +152,7 @@ def test_bad_input():
     for wrong in ("mean", "sharded"):
         with pytest.raises(ValueError, match=f"{rule}.*'{wrong}'"):
             tp.state.register(L.Dense, wrong)
-    with pytest.raises(TypeError, match="must be a class of layers"):
+    with pytest.raises(TypeError, match="must be a layer class"):
         tp.state.register(L.Dropout(0.1), "local")
 
 
