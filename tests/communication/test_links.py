@@ -146,5 +146,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_links_of_another_device_are_refused():
     measured = dataclasses.replace(GIVEN, ranks_per_node=1, measured_at="2026-11-24T22:00:00+00:00")
     assert _parsed(measured) is measured
-    with pytest.raises(ValueError, match=r"measured on gpu, for a job on CPUs. Measure them there"):
+    with pytest.raises(
+        ValueError, match=r"measured on gpu, for a job on CPUs. Measure it on that type of device"
+    ):
         _parsed(dataclasses.replace(measured, device="gpu"))

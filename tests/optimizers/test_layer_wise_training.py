@@ -309,7 +309,7 @@ BAD_LARS = [
     ),
     (
         {"exclude": "bias"},
-        r"`exclude` must be None, a list .*Received: exclude='bias'\. Give for example",
+        r"`exclude` must be None, a list .*Received: exclude='bias'\. Use for example",
     ),
     ({"exclude": [3]}, r"Received: exclude=\[3\]"),
     (
