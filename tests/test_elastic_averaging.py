@@ -24,7 +24,7 @@ def _sgd():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sync_every": 0}, "`sync_every` must be a whole number from 1. Received: sync_every=0"),
+        ({"sync_every": 0}, "`sync_every` must be an integer >= 1. Received: sync_every=0"),
         ({"alpha": 0.0}, r"`alpha` must be a number in \(0, 1\]. Received: alpha=0.0"),
         ({"alpha": 1.5}, "Received: alpha=1.5"),
         ({"server_alpha": -1}, "`server_alpha` must be a number in"),
@@ -55,7 +55,7 @@ def test_one_rank_is_refused_when_it_trains():
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        (-1, 4, "whole number from 0"),
+        (-1, 4, "an integer >= 0"),
         (4, 4, "one of the 4 ranks"),
         (0, 1, "`server_rank` requires a job of two or more ranks"),
     ],

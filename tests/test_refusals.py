@@ -39,17 +39,17 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1),
-            "`bucket_bytes` must be a whole number from 0",
+            "`bucket_bytes` must be an integer >= 0",
         ),
         (lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=1.5), "Received: bucket_bytes=1.5"),
         (
             lambda: tp.DistributedOptimizer(SGD()).plan,
             "The plan exists only after the optimizer is built",
         ),
-        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be a whole number from 1"),
+        (lambda: tp.init(ranks_per_node=0), "`ranks_per_node` must be an integer >= 1"),
         (
             lambda: tp.LocalUpdates(SGD(), sync_every=0),
-            "`sync_every` must be a whole number from 1",
+            "`sync_every` must be an integer >= 1",
         ),
         (lambda: tp.LocalUpdates(SGD(), sync_every=1.5), "Received: sync_every=1.5"),
         (
@@ -60,7 +60,7 @@ from tfposeidon import schemes
             lambda: tp.LocalUpdates(SGD(), hierarchical="rack"),
             "`hierarchical` must be True or False. Received: hierarchical='rack'",
         ),
-        (lambda: tp.LocalUpdates(SGD(), warmup_steps=-1), "`warmup_steps` must be a whole number"),
+        (lambda: tp.LocalUpdates(SGD(), warmup_steps=-1), "`warmup_steps` must be an integer >= 0"),
         (
             lambda: tp.LocalUpdates(SGD(), outer_optimizer="gossip"),
             "one of average, elastic, outer, slow_momentum.*Received: outer_optimizer='gossip'",
@@ -160,19 +160,19 @@ def test_unknown_variables_are_refused():
     [
         (
             lambda: keras_callbacks.ReplicaCheck(every_n_steps=0),
-            "`every_n_steps` must be a finite number from 1",
+            "`every_n_steps` must be a finite number >= 1",
         ),
         (lambda: keras_callbacks.ReplicaCheck(action="panic"), "one of stop, repair, report"),
         (
             lambda: keras_callbacks.Checkpoint("x", every_n_steps=0),
-            "`every_n_steps` must be a finite number from 1",
+            "`every_n_steps` must be a finite number >= 1",
         ),
-        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be a whole number from 1"),
+        (lambda: keras_callbacks.Checkpoint("x", keep=0), "`keep` must be an integer >= 1"),
         (
             lambda: keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=0),
-            "`warmup_epochs` must be a finite number above 0",
+            "`warmup_epochs` must be a finite number > 0",
         ),
-        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must be a finite number from 0"),
+        (lambda: keras_callbacks.LearningRateSchedule(-1, 1.0), "must be a finite number >= 0"),
         (
             lambda: keras_callbacks.SchemeSchedule({}),
             r"by which scheme epoch 0 goes. Received: epochs \[\]",

@@ -62,8 +62,8 @@ def test_units_count_once():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link(latency_s=-1, bytes_per_s=1e8), "`latency_s` must be a finite number from 0"),
-        (lambda: Link(latency_s=0, bytes_per_s=0), "`bytes_per_s` must be a finite number above 0"),
+        (lambda: Link(latency_s=-1, bytes_per_s=1e8), "`latency_s` must be a finite number >= 0"),
+        (lambda: Link(latency_s=0, bytes_per_s=0), "`bytes_per_s` must be a finite number > 0"),
         (
             lambda: Link(latency_s=0, bytes_per_s=1e8, flow_bytes_per_s=2e8),
             "cannot carry more than its link. Received: flow_bytes_per_s=2e.08",
@@ -84,7 +84,7 @@ def test_units_count_once():
             lambda: dataclasses.replace(GIVEN, node=None, across=None),
             "must hold `node` or `across`. Received: neither",
         ),
-        (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number from 0"),
+        (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number >= 0"),
         (
             lambda: NetworkProfile.from_json("{", "f"),
             "must hold the output of `NetworkProfile.to_json`. Received: f: ",

@@ -56,7 +56,7 @@ def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
 def test_limits_must_make_sense(fresh, name):
     for server_rank in (None, 0):
         with pytest.raises(
-            ValueError, match=rf"`{name}` must be a finite number from 1\. Received: {name}=0"
+            ValueError, match=rf"`{name}` must be a finite number >= 1\. Received: {name}=0"
         ):
             tp.init(**{name: 0}, server_rank=server_rank)
 

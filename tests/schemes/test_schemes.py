@@ -165,11 +165,11 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         ),
         (
             {"warmup_steps": -1},
-            r"`warmup_steps` must be a finite number from 0. Received: warmup_steps=-1",
+            r"`warmup_steps` must be a finite number >= 0. Received: warmup_steps=-1",
         ),
         (
             {"min_elements": -1},
-            r"`min_elements` must be a finite number from 0. Received: min_elements=-1",
+            r"`min_elements` must be a finite number >= 0. Received: min_elements=-1",
         ),
     ],
 )
@@ -388,6 +388,6 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
 
 def test_a_pair_size_must_be_positive():
     with pytest.raises(
-        ValueError, match=r"`pair_bytes` must be a finite number above 0. Received: pair_bytes=0"
+        ValueError, match=r"`pair_bytes` must be a finite number > 0. Received: pair_bytes=0"
     ):
         schemes.ParameterServer(pair_bytes=0)
