@@ -442,7 +442,7 @@ def _notes_of_layout(bytes_per_step: float) -> list[str]:
     assert server is not None
     workers = runtime.workers()
     beside = [r for r in workers.ranks if topology.same_node(server, r)]
-    where = f"shares its node with worker(s) {beside}" if beside else "has a node of its own"
+    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
     away = workers.size - len(beside)
     return [
         f"server: rank {server}, which {where}; {workers.size} worker(s) on "
