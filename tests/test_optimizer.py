@@ -387,5 +387,5 @@ def test_sample_counts_refuse_what_they_cannot_count():
     pair = (tf.zeros([2]), tf.zeros([2]))
     with pytest.raises(ValueError, match=r"requires batches \(x, y, sample_weight\)"):
         tp.sample_counts.weights(pair)
-    with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 as 'x'"):
+    with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 tensors in 'x'"):
         tp.sample_counts.Unmasked(of="x")((pair, tf.zeros([2])))

@@ -37,7 +37,7 @@ def test_links_are_measured_at_the_first_step(wire):
         assert any(f"network: {found}" in line for line in lines), lines
     text = str(optimizer.plan)
     assert "auto: shortest predicted step" in text
-    assert f"links: {found}" in text
+    assert f"network: {found}" in text
     assert "next best: " in text
 
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
         with links(known), LogLines() as lines:
             train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
             seen.append(runtime.links())
-        assert f"links: {seen[-1]}" in str(optimizer.plan)
+        assert f"network: {seen[-1]}" in str(optimizer.plan)
         assert optimizer.plan.forecasts[0].knows_computation
         others = [line for line in lines if "differs from the snapshot" in line]
         assert bool(others) == (epochs == 3 and wire.topology.rank == 0), lines

@@ -196,7 +196,7 @@ def test_it_explains_itself():
     text = str(choose())
     step = choose().forecasts[0].chosen.step_s
     assert f"predicted step: {1e3 * step:.4g} ms, of which" in text
-    assert "links: 5 Gb/s across nodes (1 Gb/s per connection), v100, specified" in text
+    assert "network: 5 Gb/s across nodes (1 Gb/s per connection), v100, specified" in text
     assert "next best: " in text
     assert "not validated: predictions have not been compared with steps on v100" in text
     exchange = str(choose(timeline=None))
