@@ -14,10 +14,6 @@ from tests.launch import ROOT, ahead, horovodrun, lab
 SCRIPT = ROOT / "tests" / "jobs" / "failing.py"
 LAST_LINES = 60
 
-SILENT = (
-    "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
-    "disconnected"
-)
 EXPECTED = {
     "raise": ["tfposeidon: the job ends. rank 1 failed first: ValueError: broken on purpose"],
     # A file that could not be read, in the words in which collectives break.
@@ -27,11 +23,18 @@ EXPECTED = {
         "while it waited for tensor 'tp0.",
         "Rank(s) [1] reported no status: they may be late",
     ],
-    "stop": [SILENT],
-    "measuring": [SILENT],
+    "stop": [
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected"
+    ],
+    "measuring": [
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected"
+    ],
     "late stop": [
         "while it waited for tensor 'tp0.",
-        SILENT,
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected",
     ],
     "leave": ["Rank(s) [1] had already finished their script"],
 }
