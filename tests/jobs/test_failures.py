@@ -21,7 +21,7 @@ EXPECTED = {
     "kill": ["Process name: 1", "Exit code: 137"],
     "late": [
         "while it waited for tensor 'tp0.",
-        "Rank(s) [1] reported no status: they may be late",
+        "Rank(s) [1] reported no status: they may be late, stopped, killed",
     ],
     "stop": [
         "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
