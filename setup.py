@@ -47,9 +47,9 @@ def require_supported() -> None:
         sys.exit(f"\n{error}\n")
     if not install.finds("tensorflow"):
         sys.exit(
-            f"\ntfposeidon needs tensorflow, which is missing in {sys.prefix}.\n"
+            f"\ntfposeidon requires TensorFlow, which is not installed in {sys.prefix}.\n"
             f"Run in this folder: {sys.executable} -m tfposeidon install\n"
-            "It installs TensorFlow and Horovod with the corrections this needs; then repeat.\n"
+            "This command installs TensorFlow and a patched Horovod. Then repeat the build.\n"
         )
 
 
@@ -58,12 +58,12 @@ class BuildNative(build_ext):
 
     user_options = [
         *build_ext.user_options,
-        ("cuda", None, "compile GPU kernels for a TensorFlow without GPUs too"),
+        ("cuda", None, "compile GPU kernels also for a TensorFlow without GPU support"),
         (
             "gpus=",
             None,
-            "GPU architectures, such as 80,90; "
-            f"default: what nvcc knows of {','.join(map(str, GPUS))}",
+            f"GPU architectures, such as 80,90; default: those of {','.join(map(str, GPUS))} that "
+            "nvcc supports",
         ),
     ]
     boolean_options = [*build_ext.boolean_options, "cuda"]
@@ -85,7 +85,8 @@ class BuildNative(build_ext):
             self.gpus = GPUS if self.gpus is None else tuple(map(int, self.gpus.split(",")))
         except ValueError:
             raise OptionError(
-                f"`--gpus` is a list of architectures, such as 80,90. Received: {self.gpus!r}"
+                "`--gpus` must be a list of GPU architectures, such as 80,90. Received: "
+                f"{self.gpus!r}"
             ) from None
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -149,7 +150,8 @@ class BuildNative(build_ext):
         gpus = [gpu for gpu in self.gpus if f"compute_{gpu}" in known]
         if not gpus:
             self.warn(
-                f"nvcc knows none of {self.gpus}, so native ops on GPU tensors run on the CPU"
+                f"nvcc supports none of the GPU architectures {self.gpus}: native ops on GPU "
+                "tensors run on the CPU"
             )
             return
         library = Path(self.build_temp) / "gpu.o"

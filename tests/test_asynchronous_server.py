@@ -108,9 +108,9 @@ def test_callbacks_that_act_are_not_refused(callback):
 
 def test_what_is_left_without_a_snapshot_is_said():
     fate = own_callbacks.fate_without_snapshot
-    assert fate([]).startswith("the centre is lost")
+    assert fate([]).startswith("the global weights are lost")
     kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
-    assert "what ModelCheckpoint saved at the end of an epoch" in kept
+    assert "only the global weights that ModelCheckpoint saved at the end of an epoch" in kept
 
 
 def _idle_server():
@@ -124,9 +124,9 @@ def _fails():
 @pytest.mark.parametrize(
     ("show", "savers", "said", "saves"),
     [
-        (lambda: None, 2, "the server has saved the centre", 2),
-        (lambda: None, 1, "the server has saved the centre", 1),
-        (_fails, 1, "the centre could not be saved", 0),
+        (lambda: None, 2, "the server has saved the global weights", 2),
+        (lambda: None, 1, "the server has saved the global weights", 1),
+        (_fails, 1, "the global weights could not be saved", 0),
         (lambda: None, 0, "it is lost", 0),
     ],
 )

@@ -24,7 +24,7 @@ def _sgd():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sync_every": 0}, "`sync_every` must be a whole number from 1. Received: sync_every=0"),
+        ({"sync_every": 0}, "`sync_every` must be an integer >= 1. Received: sync_every=0"),
         ({"alpha": 0.0}, r"`alpha` must be a number in \(0, 1\]. Received: alpha=0.0"),
         ({"alpha": 1.5}, "Received: alpha=1.5"),
         ({"server_alpha": -1}, "`server_alpha` must be a number in"),
@@ -36,7 +36,7 @@ def test_arguments_out_of_range(arguments, message):
 
 
 def test_averages_over_steps_are_refused():
-    with pytest.raises(ValueError, match="ElasticAveraging cannot average weights over steps"):
+    with pytest.raises(ValueError, match="ElasticAveraging does not support use_ema"):
         tp.ElasticAveraging(keras.optimizers.SGD(use_ema=True))
 
 
@@ -48,16 +48,16 @@ def test_unknown_arguments_are_refused():
 def test_one_rank_is_refused_when_it_trains():
     model = models.mlp()
     model.compile(tp.ElasticAveraging(_sgd()), models.LOSS)
-    with pytest.raises(ValueError, match="a server and a worker at least"):
+    with pytest.raises(ValueError, match="a server and at least one worker"):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        (-1, 4, "whole number from 0"),
+        (-1, 4, "an integer >= 0"),
         (4, 4, "one of the 4 ranks"),
-        (0, 1, "A server needs workers"),
+        (0, 1, "`server_rank` requires a job of two or more ranks"),
     ],
 )
 def test_server_ranks_that_are_refused(rank, size, message):

@@ -36,7 +36,7 @@ def test_one_rank_trains_as_keras_does(options):
     ours = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)), **options)
     for a, b in zip(plain.get_weights(), ours.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert "one rank: nothing is sent" in str(ours.optimizer.plan)
+    assert "one rank: no data is sent" in str(ours.optimizer.plan)
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
@@ -112,10 +112,10 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     [
         (
             "compression",
-            """Horovod's. Received: compression=4: the scheme.*AllToAll.wire_dtype="float16\"""",
+            """Horovod's.. Received: compression=4: the scheme.*AllToAll.wire_dtype="float16\"""",
         ),
-        ("backward_passes_per_step", "write gradient_accumulation_steps for 2 or more"),
-        ("num_groups", "write bucket_bytes"),
+        ("backward_passes_per_step", "use gradient_accumulation_steps for 2 or more"),
+        ("num_groups", "use bucket_bytes"),
         ("shceme", "Received: shceme=4: DistributedOptimizer has no argument `shceme`"),
     ],
 )
@@ -125,11 +125,11 @@ def test_arguments_that_there_are_not(name, message):
 
 
 def test_all_wrong_arguments_are_named_at_once():
-    with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: write bucket_bytes"):
+    with pytest.raises(TypeError, match=r"op=1: leave it out.*; groups=2: use bucket_bytes"):
         tp.DistributedOptimizer(SGD(0.1), op=1, groups=2)
-    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_.*; verbose=1: leave it"):
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: use initial_.*; verbose=1: leave it"):
         keras_callbacks.LearningRateWarmup(initial_lr=0.1, warmup_epochs=5, verbose=1)
-    with pytest.raises(TypeError, match=r"initial_lr=0.1: write initial_learning_rate"):
+    with pytest.raises(TypeError, match=r"initial_lr=0.1: use initial_learning_rate"):
         keras_callbacks.LearningRateSchedule(initial_lr=0.1, multiplier=0.5)
     with pytest.raises(TypeError, match="`multiplier` must be a number or a function"):
         keras_callbacks.LearningRateSchedule(0.1)
@@ -152,7 +152,7 @@ def test_weights_that_are_set_are_there():
     for variable, value in zip(other.optimizer.inner_optimizer.variables, values, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     with pytest.raises(
-        ValueError, match=r"an array for each of the optimizer's variables.*Received: shapes \[\]"
+        ValueError, match=r"one array for each of the optimizer's variables.*Received: shapes \[\]"
     ):
         other.optimizer.set_weights([])
     with pytest.raises(ValueError, match=r"must be built before its weights are set"):
@@ -385,7 +385,7 @@ def test_sample_counts_refuse_what_they_cannot_count():
     with pytest.raises(ValueError, match=r"`of` must be \"x\" or \"y\"\. Received: of='z'"):
         tp.sample_counts.Unmasked(of="z")
     pair = (tf.zeros([2]), tf.zeros([2]))
-    with pytest.raises(ValueError, match=r"needs batches \(x, y, sample_weight\)"):
+    with pytest.raises(ValueError, match=r"requires batches \(x, y, sample_weight\)"):
         tp.sample_counts.weights(pair)
-    with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 as 'x'"):
+    with pytest.raises(ValueError, match=r"in a single tensor\. Received: 2 tensors in 'x'"):
         tp.sample_counts.Unmasked(of="x")((pair, tf.zeros([2])))

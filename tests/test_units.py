@@ -56,7 +56,7 @@ def test_rates(text):
 def test_durations_and_shares():
     assert [parse_duration(text) for text in ("2s", "1.5ms", "3 usec")] == [2, 1.5e-3, 3e-6]
     assert parse_share("12.5%") == 0.125
-    with pytest.raises(ValueError, match=r"A share must not be above 100%. Received: '101%'"):
+    with pytest.raises(ValueError, match=r"A percentage must be at most 100%. Received: '101%'"):
         parse_share("101%")
 
 

@@ -10,30 +10,30 @@ import keras
 from tfposeidon.optimizers.wrapping import innermost, leaves
 
 HOROVODS = {
-    "compression": "the scheme says what is sent: "
-    'scheme=tp.schemes.AllToAll(wire_dtype="float16") halves the bytes, "hitopk" sends the largest '
-    "elements",
-    "backward_passes_per_step": "write gradient_accumulation_steps for 2 or more, and nothing for "
-    "1; calls are averaged, so for sums multiply the rate by it",
-    "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums "
-    "multiply the rate by gradient_accumulation_steps",
+    "compression": "the scheme defines the compression: "
+    'scheme=tp.schemes.AllToAll(wire_dtype="float16") halves the bytes, "hitopk" sends only '
+    "the largest elements",
+    "backward_passes_per_step": "use gradient_accumulation_steps for 2 or more, and leave it out "
+    "for 1; gradients of the calls are averaged, so multiply the learning rate by it for sums",
+    "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums, "
+    "multiply the learning rate by gradient_accumulation_steps",
     "op": "leave it out: gradients are averaged over ranks",
     "gradient_predivide_factor": "leave it out: gradients are averaged over ranks, and 16-bit "
-    "schemes scale before they cast",
-    "sparse_as_dense": "leave it out: rows of embeddings are summed and sent densely, or as rows "
-    'with scheme="hybcomm"',
-    "num_groups": "write bucket_bytes, the size up to which gradients are fused",
-    "groups": "write bucket_bytes, the size up to which gradients are fused",
+    "schemes scale gradients before the cast",
+    "sparse_as_dense": "leave it out: embedding gradients are summed by row and sent as a dense "
+    'tensor, or as rows with scheme="hybcomm"',
+    "num_groups": "use bucket_bytes, the size up to which gradients are fused",
+    "groups": "use bucket_bytes, the size up to which gradients are fused",
     "process_set": "leave it out: all ranks of the job take part",
-    "device_dense": "leave it out: gradients are exchanged where they are",
-    "device_sparse": "leave it out: gradients are exchanged where they are",
+    "device_dense": "leave it out: gradients are exchanged on the device that holds them",
+    "device_sparse": "leave it out: gradients are exchanged on the device that holds them",
     "scale_local_gradients": "leave it out: all gradients are averaged over ranks",
 }
 """Arguments of Horovod's `DistributedOptimizer` for Keras, and their replacements."""
 
 CALLBACKS = {
-    "initial_lr": "write initial_learning_rate",
-    "verbose": "leave it out; optimizer.learning_rate holds the rate",
+    "initial_lr": "use initial_learning_rate",
+    "verbose": "leave it out; read the rate from optimizer.learning_rate",
 }
 """Arguments of Horovod's learning rate callbacks, and their replacements."""
 
@@ -48,16 +48,16 @@ def check_inner(owner: str, inner: Any, base: type) -> None:
         )
     if isinstance(inner, base) or isinstance(innermost(inner), base):
         raise ValueError(
-            "An optimizer must be wrapped once, in DistributedOptimizer, LocalUpdates or "
-            "ElasticAveraging. Received: one that is already. Use it as it is, or wrap its "
-            "inner_optimizer."
+            "An optimizer must be wrapped only once, in DistributedOptimizer, LocalUpdates or "
+            "ElasticAveraging. Received: an optimizer that is already wrapped. Use it unchanged, "
+            "or wrap its inner_optimizer."
         )
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
-            "A loss scale must be around the optimizer that communicates, for gradients are "
-            f"averaged before it asks whether they are finite. Received: {type(inner).__name__} as "
-            f"the inner optimizer. Write LossScaleOptimizer({owner}(optimizer)), or leave it to "
-            "compile, which does so under mixed_float16."
+            "LossScaleOptimizer must wrap the communicating optimizer: it must check the "
+            f"averaged gradients for infinities and NaN. Received: {type(inner).__name__} as the "
+            f"inner optimizer. Write LossScaleOptimizer({owner}(optimizer)), or compile the model "
+            "under mixed_float16, which adds the loss scale."
         )
 
 
@@ -71,16 +71,20 @@ def check_no_more_arguments(
         f"{name}={value!r}: {horovods.get(name, f'{owner} has no argument `{name}`, leave it out')}"
         for name, value in others.items()
     ]
-    than = " than Horovod's" if any(name in horovods for name in others) else ""
-    raise TypeError(f"{owner} has other arguments{than}. Received: " + "; ".join(lines) + ".")
+    than = (
+        " (its arguments differ from Horovod's)" if any(name in horovods for name in others) else ""
+    )
+    raise TypeError(
+        f"{owner} does not support these arguments{than}. Received: " + "; ".join(lines) + "."
+    )
 
 
 def check_sample_count(sample_count: Any) -> None:
     """Refuses a `sample_count` that is not a function; numbers are passed to `apply`."""
     if sample_count is not None and not callable(sample_count):
         raise TypeError(
-            "`sample_count` must be a function from a batch to a number. Received: "
-            f"sample_count={sample_count!r}. In a hand-written loop give the number to apply."
+            "`sample_count` must be a function that maps a batch to a number. Received: "
+            f"sample_count={sample_count!r}. In a custom training loop, pass the number to apply."
         )
 
 
@@ -88,8 +92,9 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
     """Refuses averages over steps of weights that differ between ranks."""
     if any(leaf.use_ema for leaf in leaves(inner)):
         raise ValueError(
-            f"{optimizer} cannot average weights over steps, as these differ from rank to rank. "
-            "Received: an inner optimizer with use_ema=True. Leave it out."
+            f"{optimizer} does not support use_ema, because weights differ between ranks. "
+            "Received: an inner optimizer with use_ema=True. Remove use_ema from the inner "
+            "optimizer."
         )
 
 
@@ -97,7 +102,7 @@ def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[An
     """Refuses a call that does not update all variables of an optimizer, in their order."""
     if [id(variable) for variable in given] != [id(variable) for variable in known]:
         raise ValueError(
-            f"{optimizer} updates all its variables in each call. Received: gradients for "
-            f"{len(given)} of {len(known)} variables, or in another order. Use an optimizer for "
-            "each list."
+            f"{optimizer} must update all its variables in each call, in their order. Received: "
+            f"gradients for {len(given)} of {len(known)} variables, or in another order. Use a "
+            "separate optimizer for each list of variables."
         )

@@ -67,16 +67,16 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
         )
     if not tf.executing_eagerly():
         raise ValueError(
-            "Variables are broadcast once, before training. Received: a call of "
-            "broadcast_variables in a tf.function. Call it outside."
+            "broadcast_variables must be called outside of tf.function. Received: a call in a "
+            "tf.function. Call it once, eagerly, before training."
         )
     flat = keras.tree.flatten(variables)
     for one in flat:
         if not isinstance(one, keras.Variable | tf.Variable):
             raise ValueError(
-                "Variables are broadcast, in place. Received: "
-                f"{type(one).__name__}. For the value of another rank, gather those of all "
-                "(tp.all_gather)."
+                "`variables` must hold keras.Variable or tf.Variable, which are updated in "
+                f"place. Received: {type(one).__name__}. To get the value of another rank, gather "
+                "the values of all ranks (tp.all_gather)."
             )
     replicas.broadcast(flat, runtime.wire(), root_rank)
 
@@ -126,13 +126,13 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
             raise ValueError(f'`op` must be "mean" or "sum". Received: op={op!r}')
         if tensor.dtype.name not in (*_ADDED, *_WIDER) and not tensor.dtype.is_complex:
             raise ValueError(
-                f"Numbers are added up. Received: dtype {tensor.dtype.name}. Cast it to one of "
-                f"{', '.join(_ADDED)}; tp.all_gather joins text."
+                f"all_reduce requires a numeric tensor. Received: dtype {tensor.dtype.name}. Cast "
+                f"it to one of {', '.join(_ADDED)}, or use tp.all_gather for strings."
             )
         if op == "mean" and not (tensor.dtype.is_floating or tensor.dtype.is_complex):
             raise ValueError(
-                "A mean is of floating-point values. "
-                f'Received: dtype {tensor.dtype.name}. Cast it, or use op="sum".'
+                'op="mean" requires a floating-point tensor. Received: '
+                f'dtype={tensor.dtype.name}. Cast it, or use op="sum".'
             )
 
     return _on_each(
@@ -254,10 +254,12 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
     everybody = exchange_objects([str(refusal or ""), given], wire, name)
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text]
     if refused:
-        raise refusal or ValueError(f"Another rank was given what it cannot take. {refused[0]}")
+        raise refusal or ValueError(
+            f"Another rank rejected the arguments of this collective: {refused[0]}"
+        )
     agreement.require_equal(
         [one for _, one in everybody],
-        "All ranks must give a collective the same kind of values",
+        "All ranks must pass values of the same structure and type to a collective",
         _REMEDY,
         agreement.at_first_entry(),
     )
@@ -281,8 +283,9 @@ def _tensor(value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.OpError) as error:
         raise ValueError(
-            "Collectives take tensors, numbers and text, and dictionaries, lists and tuples of "
-            f"them. Received: {type(value).__name__}, of which TensorFlow makes no tensor."
+            "Collectives accept tensors, numbers and strings, and dictionaries, lists and tuples "
+            f"of them. Received: {type(value).__name__}, which TensorFlow cannot convert to a "
+            "tensor."
         ) from error
 
 

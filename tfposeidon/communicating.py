@@ -170,8 +170,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self._check_variables_are_known(variables)
         if len(grads) != len(variables):
             raise ValueError(
-                f"There must be a gradient per variable. Received: {len(grads)} gradients and "
-                f"{len(variables)} variables. Give None for variables without one."
+                f"apply requires one gradient per variable. Received: {len(grads)} gradients and "
+                f"{len(variables)} variables. Pass None for variables without a gradient."
             )
         count = self._exchange.batch.current if sample_count is None else sample_count
         self._step(grads, variables, count)
@@ -243,8 +243,8 @@ def check_built(optimizer: Any) -> None:
     """Raises `RuntimeError` if the optimizer is not built, so that there is no plan."""
     if not optimizer.built:
         raise RuntimeError(
-            "There is a plan once the optimizer knows its variables. Received: an optimizer "
-            "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
+            "The plan exists only after the optimizer is built. Received: an optimizer that is "
+            "not built. Call fit, or optimizer.build(model.trainable_variables), first."
         )
 
 
@@ -282,7 +282,7 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
     if not isinstance(found, CommunicatingOptimizer):
         raise TypeError(
             "`optimizer` must be a DistributedOptimizer, LocalUpdates or ElasticAveraging, or a "
-            f"LossScaleOptimizer around one. Received: {optimizer!r} of type "
+            f"LossScaleOptimizer that wraps one. Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}. Pass `model.optimizer` of a model compiled with one."
         )
     return found

@@ -285,8 +285,8 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
     given = [_floating("tensors", tensor) for tensor in tensors]
     if not given or any(tensor.dtype.size > 4 for tensor in given):
         raise ValueError(
-            "`tensors` must be float32, float16 or bfloat16, one at least. Received: "
-            f"{[tensor.dtype.name for tensor in given]}. Use tf.norm for others."
+            "`tensors` must hold at least one tensor, of dtype float32, float16 or bfloat16. "
+            f"Received: {[tensor.dtype.name for tensor in given]}. Use tf.norm for other dtypes."
         )
     return library().tfposeidon_l2_norms(tensors=[tf.cast(tensor, tf.float32) for tensor in given])
 
@@ -316,7 +316,7 @@ def check_method(method: str) -> None:
     """
     if method not in METHODS:
         names = ", ".join(f'"{name}"' for name in METHODS)
-        raise ValueError(f"The method of selection must be one of {names}. Received: {method!r}")
+        raise ValueError(f"The selection method must be one of {names}. Received: {method!r}")
 
 
 def _floating(name: str, tensor: Any) -> tf.Tensor:
@@ -341,5 +341,5 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
 def _scalar(value: Any) -> tf.Tensor:
     whole = tf.convert_to_tensor(value)
     if not whole.dtype.is_integer:
-        raise ValueError(f"`k` and `seed` must be whole numbers. Received: {value}")
+        raise ValueError(f"`k`, `seed` and `size` must be integers. Received: {value}")
     return tf.cast(whole, tf.int64)

@@ -147,9 +147,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
         # A `MultiOptimizer` creates further optimizers in `build`, after the setting was applied.
         if accumulated_steps(inner) != steps:
             raise ValueError(
-                "All optimizers inside must accumulate over as many calls. Received: "
-                f"gradient_accumulation_steps={steps}, and an optimizer inside that was made later "
-                "without. Give gradient_accumulation_steps to its constructor."
+                "All inner optimizers must accumulate gradients over the same number of calls. "
+                f"Received: gradient_accumulation_steps={steps}, and an inner optimizer that was "
+                "created later without it. Pass gradient_accumulation_steps to its constructor."
             )
 
     @property
@@ -287,8 +287,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
             if leaf.built:
                 leaf._iterations.assign_sub(calls)
         runtime.say(
-            "tfposeidon: a rank was out of data in the middle of an update: the gradients of %d "
-            "call(s) are dropped on all ranks.",
+            "tfposeidon: a rank exhausted its input in the middle of an update; all ranks "
+            "discard the accumulated gradients of %d call(s).",
             calls,
         )
 
@@ -313,9 +313,9 @@ def _accumulate_inside(optimizer: Any, steps: int) -> None:
         own = leaf.gradient_accumulation_steps
         if leaf.built or own not in (None, steps):
             raise ValueError(
-                "An optimizer must know over how many calls it accumulates before it is built. "
-                f"Received: gradient_accumulation_steps={steps} around a {type(leaf).__name__} "
-                f"{'that is built' if leaf.built else f'with {own}'}. Give "
-                "gradient_accumulation_steps to its constructor."
+                "`gradient_accumulation_steps` must be set before the inner optimizer is built, "
+                f"and only once. Received: gradient_accumulation_steps={steps} around a "
+                f"{type(leaf).__name__} {'that is built' if leaf.built else f'with {own}'}. Pass "
+                "gradient_accumulation_steps to the constructor of the inner optimizer."
             )
         leaf.gradient_accumulation_steps = steps

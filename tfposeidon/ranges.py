@@ -15,9 +15,9 @@ class Range(NamedTuple):
     holds: Callable[[float], bool]
 
 
-NOT_NEGATIVE = Range("a finite number from 0", lambda value: value >= 0.0)
-POSITIVE = Range("a finite number above 0", lambda value: value > 0.0)
-AT_LEAST_1 = Range("a finite number from 1", lambda value: value >= 1.0)
+NOT_NEGATIVE = Range("a finite number >= 0", lambda value: value >= 0.0)
+POSITIVE = Range("a finite number > 0", lambda value: value > 0.0)
+AT_LEAST_1 = Range("a finite number >= 1", lambda value: value >= 1.0)
 BELOW_1 = Range("a number in [0, 1)", lambda value: 0.0 <= value < 1.0)
 FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
@@ -42,7 +42,7 @@ def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
     2
     """
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(_message(name, value, f"a whole number from {least}", remedy))
+        raise ValueError(_message(name, value, f"an integer >= {least}", remedy))
     return int(value)
 
 

@@ -56,8 +56,8 @@ def counted(count: SampleCount, data: Any) -> Any:
         number = tf.identity(number)
     if number.shape.rank != 0:
         raise ValueError(
-            "`sample_count` must give one number for the batch. "
-            f"Received: shape {tuple(number.shape)}. Take its sum."
+            "`sample_count` must return a single number for each batch. Received: shape "
+            f"{tuple(number.shape)}. Return its sum."
         )
     return number
 
@@ -127,8 +127,8 @@ def weights(data: Any) -> Any:
     _, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     if sample_weight is None:
         raise ValueError(
-            "`sample_count=weights` needs batches (x, y, sample_weight). Received: no "
-            "sample_weight. Give it to fit, or leave sample_count out."
+            "`sample_count=weights` requires batches (x, y, sample_weight). Received: a batch "
+            "without sample_weight. Pass sample_weight to fit, or leave `sample_count` out."
         )
     return tf.reduce_sum(tf.cast(_single(sample_weight, "sample_weight"), tf.float32))
 
@@ -189,8 +189,9 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
     leaves = keras.tree.flatten(tensors)
     if len(leaves) != 1:
         raise ValueError(
-            f"Samples are counted in a single tensor. Received: {len(leaves)} as {name!r}. Give a "
-            "sample_count of your own, a function of what train_step is given."
+            f"Samples can be counted only in a single tensor. Received: {len(leaves)} tensors in "
+            f"{name!r}. Pass a custom sample_count, a function of the data that train_step "
+            "receives."
         )
     if isinstance(leaves[0], tf.RaggedTensor):
         # Rows of a ragged tensor have no padding.

@@ -52,7 +52,7 @@ def parse_rate(text: str) -> float:
     examples = "200mbit, 1gbit or 25gbit (powers of ten; mbps are megabytes per second, as in tc)"
     bits_per_s = _parse(text, RATES, "A rate", examples)
     if not SLOWEST_RATE <= bits_per_s <= FASTEST_RATE:
-        raise ValueError(f"A rate must be in 8kbit..1tbit. Received: {text!r}")
+        raise ValueError(f"A rate must be between 8kbit and 1tbit. Received: {text!r}")
     return bits_per_s
 
 
@@ -62,7 +62,7 @@ def parse_duration(text: str) -> float:
     >>> parse_duration("500us"), parse_duration("2s")
     (0.0005, 2.0)
     """
-    return _parse(text, DURATIONS, "A time", "1ms, 500us or 2s")
+    return _parse(text, DURATIONS, "A duration", "1ms, 500us or 2s")
 
 
 def parse_share(text: str) -> float:
@@ -71,9 +71,9 @@ def parse_share(text: str) -> float:
     >>> parse_share("0.1%")
     0.001
     """
-    share = _parse(text, SHARES, "A share", "0.1%")
+    share = _parse(text, SHARES, "A percentage", "0.1%")
     if share > 1:
-        raise ValueError(f"A share must not be above 100%. Received: {text!r}")
+        raise ValueError(f"A percentage must be at most 100%. Received: {text!r}")
     return share
 
 
@@ -106,5 +106,7 @@ def readable_rate(bits_per_s: float | None) -> str:
 def _parse(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
     found = NUMBER_AND_UNIT.fullmatch(text.strip())
     if not found or found[2].lower() not in units:
-        raise ValueError(f"{what} is a number with a unit, like {examples}. Received: {text!r}")
+        raise ValueError(
+            f"{what} must be a number with a unit, such as {examples}. Received: {text!r}"
+        )
     return float(found[1]) * units[found[2].lower()]

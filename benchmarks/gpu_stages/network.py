@@ -69,7 +69,7 @@ def _check(say, size):
     if len(gpus()) >= size and not hvd.nccl_built():
         expected = "Horovod must be built with NCCL"
     elif 0 < len(gpus()) < size and hvd.nccl_built():
-        expected = "NCCL needs a GPU for each rank"
+        expected = "NCCL requires one GPU per rank"
     assert expected in done.stdout, done.stdout[-500:]
     assert (done.returncode == 0) == (expected == "sums are right"), done.returncode
 

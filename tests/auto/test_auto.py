@@ -34,10 +34,10 @@ def test_links_are_measured_at_the_first_step(wire):
     assert found.measured_at
     found.check_fits(wire.topology)
     if wire.topology.rank == 0:
-        assert any(f"links: {found}" in line for line in lines), lines
+        assert any(f"network: {found}" in line for line in lines), lines
     text = str(optimizer.plan)
     assert "auto: shortest predicted step" in text
-    assert f"links: {found}" in text
+    assert f"network: {found}" in text
     assert "next best: " in text
 
 
@@ -110,9 +110,9 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
         with links(known), LogLines() as lines:
             train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
             seen.append(runtime.links())
-        assert f"links: {seen[-1]}" in str(optimizer.plan)
+        assert f"network: {seen[-1]}" in str(optimizer.plan)
         assert optimizer.plan.forecasts[0].knows_computation
-        others = [line for line in lines if "not those of the snapshot" in line]
+        others = [line for line in lines if "differs from the snapshot" in line]
         assert bool(others) == (epochs == 3 and wire.topology.rank == 0), lines
     assert seen[0] == seen[1]
     assert len(seen[0].hosts) == len(wire.topology.nodes)
@@ -218,7 +218,7 @@ def test_close_plans_are_raced(wire):
     raced = optimizer.exchange.plans.to_dict()["raced"]
     assert all(other == raced for other in exchange_objects(raced, wire, "raced"))
     assert len(raced) >= 2, optimizer.plan
-    assert "timed exchanges, as multiples of the predicted ones" in str(optimizer.plan)
+    assert "timed exchanges, relative to the predicted ones" in str(optimizer.plan)
 
 
 def test_without_links_it_is_all_reduce(wire):
@@ -227,7 +227,7 @@ def test_without_links_it_is_all_reduce(wire):
     with links(None):
         train_together(model, data, optimizer, wire)
     assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}
-    assert "auto: the links are not known" in str(optimizer.plan)
+    assert "auto: the network profile is unknown" in str(optimizer.plan)
     assert not optimizer.plan.forecasts
 
 
@@ -247,6 +247,6 @@ def test_ranks_must_be_given_the_same_links(wire):
     model, data = small()
     with (
         links(given(wire, rate)),
-        Raises(RuntimeError, "All ranks must exchange alike.*links"),
+        Raises(RuntimeError, "All ranks must use the same exchange settings.*links"),
     ):
         train_together(model, data, tp.DistributedOptimizer(sgd()), wire)

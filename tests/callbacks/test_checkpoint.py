@@ -123,7 +123,7 @@ def test_full_disk_leaves_the_last_snapshot(wire):
     try:
         with Raises(
             snapshots.SnapshotError,
-            "rank 1: OSError.*No space left.*last whole one is snapshot-000002",
+            "rank 1: OSError.*No space left.*last complete snapshot is snapshot-000002",
         ):
             checkpoint_job(models.mlp, folder, sgd, epochs=4)
     finally:

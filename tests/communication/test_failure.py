@@ -49,8 +49,8 @@ def test_silent_and_ended_ranks_are_named(store, capsys):
     Reporter(0, 4, store).report(BROKEN)
     said = capsys.readouterr().err
     assert "waited for tensor 'tp0.bucket_3.scatter'" in said
-    assert "No word from rank(s) [2]" in said
-    assert "The script of rank(s) [1] had already ended" in said
+    assert "Rank(s) [2] reported no status" in said
+    assert "Rank(s) [1] had already finished their script" in said
 
 
 def test_a_signal_is_a_cause_and_no_end_in_good_order(store, monkeypatch, capsys):
@@ -61,8 +61,8 @@ def test_a_signal_is_a_cause_and_no_end_in_good_order(store, monkeypatch, capsys
     Reporter(0, 3, store).report(BROKEN)
     Reporter(2, 3, store).report(BROKEN)
     said = capsys.readouterr().err
-    assert said.count("rank 1 was ended by SIGTERM") == 3
-    assert "already ended" not in said
+    assert said.count("rank 1 received SIGTERM") == 3
+    assert "already finished" not in said
 
 
 def test_what_failed_before_a_signal_is_the_cause(store, capsys):

@@ -43,7 +43,7 @@ def test_what_users_give(tmp_path):
 def test_rates_are_of_payload():
     assert GIVEN.across.bytes_per_s == pytest.approx(1e9 / 8 / HEADERS)
     assert GIVEN.across.seconds(GIVEN.across.bytes_per_s) == pytest.approx(1.0)
-    assert str(GIVEN) == "1 Gb/s across nodes (200 Mb/s per connection), cpu, given"
+    assert str(GIVEN) == "1 Gb/s across nodes (200 Mb/s per connection), cpu, specified"
 
 
 def test_a_connection_is_slower_than_the_link_only_by_itself():
@@ -62,19 +62,19 @@ def test_units_count_once():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link(latency_s=-1, bytes_per_s=1e8), "`latency_s` must be a finite number from 0"),
-        (lambda: Link(latency_s=0, bytes_per_s=0), "`bytes_per_s` must be a finite number above 0"),
+        (lambda: Link(latency_s=-1, bytes_per_s=1e8), "`latency_s` must be a finite number >= 0"),
+        (lambda: Link(latency_s=0, bytes_per_s=0), "`bytes_per_s` must be a finite number > 0"),
         (
             lambda: Link(latency_s=0, bytes_per_s=1e8, flow_bytes_per_s=2e8),
-            "must not carry more than its link. Received: flow_bytes_per_s=2e.08",
+            "cannot carry more than its link. Received: flow_bytes_per_s=2e.08",
         ),
         (
             lambda: NetworkProfile.of("25", ranks_per_node=1),
-            "text with its unit. Received: '25'. Write",
+            "string with a unit. Received: '25'. Write",
         ),
         (
             lambda: NetworkProfile.of(25, ranks_per_node=1),
-            "text with its unit. Received: 25. Write",
+            "string with a unit. Received: 25. Write",
         ),
         (
             lambda: NetworkProfile.of("25gbit", ranks_per_node=1, device="tpu"),
@@ -82,32 +82,32 @@ def test_units_count_once():
         ),
         (
             lambda: dataclasses.replace(GIVEN, node=None, across=None),
-            "one within nodes or one across them",
+            "must hold `node` or `across`. Received: neither",
         ),
-        (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number from 0"),
+        (lambda: dataclasses.replace(CPU, sum_s=-1.0), "`sum_s` must be a finite number >= 0"),
         (
             lambda: NetworkProfile.from_json("{", "f"),
-            "must hold what `NetworkProfile.to_json` returned. Received: f: ",
+            "must hold the output of `NetworkProfile.to_json`. Received: f: ",
         ),
         (lambda: NetworkProfile.from_json("[]", "f"), "`format` is not 1"),
         (lambda: _parsed(25), '`network` must be "measure", "unknown", a rate such as "25gbit"'),
-        (lambda: _parsed("25"), "A rate must be a text with its unit. Received: '25'"),
-        (lambda: _parsed("0gbit"), "A rate must be in 8kbit..1tbit"),
-        (lambda: _parsed(GIVEN), "Links must be those of nodes with as many ranks"),
+        (lambda: _parsed("25"), "A rate must be a string with a unit. Received: '25'"),
+        (lambda: _parsed("0gbit"), "A rate must be between 8kbit and 1tbit"),
+        (lambda: _parsed(GIVEN), "must match the job's number of ranks per node"),
         (lambda: NetworkProfile.from_json(_without("rates"), "f"), "'rates'"),
         (lambda: NetworkProfile.from_json(_without("collective_s"), "f"), "collective_s"),
         (lambda: NetworkProfile.from_json(_with(speed=1), "f"), "speed"),
         (
             lambda: GIVEN.check_fits(Topology.regular(0, 4, 1)),
-            "links for 2 ranks per node, for .*Measure them with 1 ranks per node",
+            "a profile for 2 ranks per node, for .*Measure it with 1 ranks per node",
         ),
         (
             lambda: dataclasses.replace(GIVEN, node=None).check_fits(Topology.regular(0, 4, 2)),
-            "must have one within the node. Received: `node` is None",
+            "requires a network profile with `node`. Received: node=None",
         ),
         (
             lambda: dataclasses.replace(GIVEN, across=None).check_fits(Topology.regular(0, 4, 2)),
-            "links of one node, for .*Measure them on two nodes or more",
+            "a profile of one node, for .*Measure it on two or more nodes",
         ),
     ],
 )
@@ -146,5 +146,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_links_of_another_device_are_refused():
     measured = dataclasses.replace(GIVEN, ranks_per_node=1, measured_at="2026-11-24T22:00:00+00:00")
     assert _parsed(measured) is measured
-    with pytest.raises(ValueError, match=r"measured on gpu, for a job on CPUs. Measure them there"):
+    with pytest.raises(
+        ValueError, match=r"measured on gpu, for a job on CPUs. Measure it on that type of device"
+    ):
         _parsed(dataclasses.replace(measured, device="gpu"))

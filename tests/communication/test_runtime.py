@@ -56,7 +56,7 @@ def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
 def test_limits_must_make_sense(fresh, name):
     for server_rank in (None, 0):
         with pytest.raises(
-            ValueError, match=rf"`{name}` must be a finite number from 1\. Received: {name}=0"
+            ValueError, match=rf"`{name}` must be a finite number >= 1\. Received: {name}=0"
         ):
             tp.init(**{name: 0}, server_rank=server_rank)
 
@@ -64,7 +64,7 @@ def test_limits_must_make_sense(fresh, name):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        ({"horovod": None, "horovod.tensorflow": None}, "tfposeidon needs Horovod"),
+        ({"horovod": None, "horovod.tensorflow": None}, "tfposeidon requires Horovod"),
         ({"horovod.tensorflow": None}, "install --horovod-only"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_horovod_without_tensorflow_names_the_command(fresh, monkeypatch):
     monkeypatch.delitem(sys.modules, "horovod.tensorflow")
     with pytest.raises(
         ImportError,
-        match=r"not for this TensorFlow .*Run: python -m tfposeidon install --horovod-only",
+        match=r"imported with this TensorFlow .*Run: python -m tfposeidon install --horovod-only",
     ):
         tp.init()
 
@@ -98,10 +98,10 @@ def test_a_horovod_that_runs_is_adopted_without_groups():
 
 def test_a_horovod_that_runs_has_no_groups_to_offer():
     with pytest.raises(
-        RuntimeError, match=r"needs? 4 groups\. Replace hvd.init\(\) by tfposeidon.init\(\)"
+        RuntimeError, match=r"needs? 4 process sets\. Replace hvd.init\(\) by tfposeidon.init\(\)"
     ):
         runtime.adopt(_running(4, 2), None, None)
-    with pytest.raises(RuntimeError, match="need 3 groups"):
+    with pytest.raises(RuntimeError, match="need 3 process sets"):
         runtime.adopt(_running(4, 4), None, server_rank=0)
 
 

@@ -31,7 +31,7 @@ def test_every_rank_is_on_one_node(nodes):
 def test_ranks_per_node_is_checked():
     with pytest.raises(
         ValueError,
-        match=r"`ranks_per_node` must be a whole number from 1\. Received: ranks_per_node=0",
+        match=r"`ranks_per_node` must be an integer >= 1\. Received: ranks_per_node=0",
     ):
         Topology.regular(0, 4, 0)
 

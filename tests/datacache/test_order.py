@@ -93,9 +93,9 @@ def test_goes_on_at_every_step_on_other_ranks(before, after):
 
 
 def test_bad_orders():
-    with pytest.raises(ValueError, match=r"`samples` must be a whole number from 1.*=0"):
+    with pytest.raises(ValueError, match=r"`samples` must be an integer >= 1.*=0"):
         Order(samples=0, global_batch=1)
-    with pytest.raises(ValueError, match=r"`seed` must be a whole number from 0.*=-1"):
+    with pytest.raises(ValueError, match=r"`seed` must be an integer >= 0.*=-1"):
         Order(samples=1, global_batch=1, seed=-1)
     state = Order(samples=10, global_batch=2).state_dict(Position())
     with pytest.raises(

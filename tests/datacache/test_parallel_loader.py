@@ -260,7 +260,7 @@ def test_what_is_over_is_not_loaded():
 def test_what_cannot_be_sent():
     with pytest.raises(
         ValueError,
-        match=r"`buffers` must be a whole number from 2.*buffers=1. .*Call `load`",
+        match=r"`buffers` must be an integer >= 2.*buffers=1. .*Call `load`",
     ):
         ParallelLoader(load, buffers=1)
     with pytest.raises(
@@ -448,10 +448,10 @@ def _prepared(prepare, mode, item):
             lambda: CropAndMirror([[0.0]], 4),
             r"`mean` must be of shape \[h, w, c\] or \[c\]. Received: .*\[1, 1\]",
         ),
-        (lambda: CropAndMirror([0.0], 0), "`size` must be a whole number from 1. Received: size=0"),
+        (lambda: CropAndMirror([0.0], 0), "`size` must be an integer >= 1. Received: size=0"),
         (
             lambda: CropAndMirror([0.0], 1, -1),
-            "`seed` must be a whole number from 0.*seed=-1",
+            "`seed` must be an integer >= 0.*seed=-1",
         ),
         (
             lambda: CropAndMirror([0.0], 1)(IMAGES, "train", 0),
@@ -467,7 +467,7 @@ def _prepared(prepare, mode, item):
         ),
         (
             lambda: CropAndMirror([0.0] * 3, 1)(IMAGES, "train", -1),
-            "`number` must be a whole number from 0. .*number=-1",
+            "`number` must be an integer >= 0. .*number=-1",
         ),
     ],
 )

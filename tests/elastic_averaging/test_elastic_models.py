@@ -207,7 +207,7 @@ def test_a_step_traced_with_other_statistics_is_refused(wire):
         return
     model.optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
     wrong = tf.zeros([3])
-    with Raises(RuntimeError, "compile them anew"):
+    with Raises(RuntimeError, "compile them again"):
         model.optimizer._swap_values(wrong)
     model.optimizer.detach()
 

@@ -55,7 +55,7 @@ def test_equal_to_one_process(wire):
         # than that many rows.
         expected = 4 * rows if variable == "embeddings" else min(rows, *description.shape)
         assert description.factors.rows == expected
-        assert "rows of factors are kept over 2 steps" in str(optimizer.plan)
+        assert "batch rows of factors are stored over 2 steps" in str(optimizer.plan)
 
 
 def test_the_cheaper_of_both(wire):

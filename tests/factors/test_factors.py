@@ -152,7 +152,7 @@ def test_hybcomm_says_what_it_weighed(wire):
         assert variable["candidates"] == {"factors": 4 * factors, "ps": 4 * ps}
         bucket, variable = chosen[f"{layer.name}/bias"]
         assert bucket["scheme"] == "ps"
-        assert "no product of two matrices" in variable["reason"]
+        assert "not a product of two matrices" in variable["reason"]
     assert f"K={k}, P={p}" in str(optimizer.plan)
 
 
@@ -182,7 +182,7 @@ def test_no_factors_at_all(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme="factors")
     with pytest.raises(
         ValueError,
-        match=r"'factors' needs gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
+        match=r"'factors' requires gradients.*none.*conv2d.*Conv2DBackpropFilter.*Use \"hybcomm\"",
     ):
         train_together(model, models.cnn.data(BATCH), optimizer, wire)
 
@@ -245,7 +245,7 @@ def test_a_trace_without_factors_sends_the_matrix(wire):
     same_on_all_ranks([weight], wire)
     with pytest.raises(
         ValueError,
-        match=r"regularised must have factors in all traces.*ClipByValue|Minimum|Maximum",
+        match=r"regularized variable must have factors in all traces.*ClipByValue|Minimum|Maximum",
     ):
         train(regularised=True)
 

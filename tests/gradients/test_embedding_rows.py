@@ -103,7 +103,7 @@ def test_a_matrix_among_rows():
 
 
 def test_tables_of_matrices_have_no_rows():
-    with pytest.raises(NoFactorsError, match="its rows are no vectors"):
+    with pytest.raises(NoFactorsError, match="its rows are not vectors"):
         embedding_rows.read(tf.IndexedSlices(tf.zeros([2, 3, 3]), tf.constant([0, 1])), (5, 3, 3))
 
 

@@ -37,7 +37,7 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
     assert done.returncode == 0, done.stdout
     assert len(_digests(done.stdout)) == 3
     assert len(set(_digests(done.stdout))) == 1
-    assert "worker 2 is alive, and has not exchanged for" in done.stdout
+    assert "worker 2 is alive but has not exchanged for" in done.stdout
 
 
 @ahead(_run)
@@ -48,15 +48,15 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
         # Where rank 0 trains, lines about the job are the server's all the same.
         ("raise", "rank 2 failed first: ValueError: broken on purpose", 1, True),
         ("raise at the server", "rank 0 failed first: ValueError: broken on purpose", 0, False),
-        ("terminate", "the job ends. rank 0 was ended by SIGTERM", 0, False),
+        ("terminate", "the job ends. rank 0 received SIGTERM", 0, False),
     ],
 )
 def test_a_lost_rank_ends_the_job_once_the_server_has_saved(kind, cause, server, goes_on, outcome):
     done, meta, again = outcome
     assert done.returncode != 0
     assert cause in done.stdout, done.stdout
-    assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
-    assert "already ended" not in done.stdout, done.stdout
+    assert "the job ends; the server has saved the global weights" in done.stdout, done.stdout
+    assert "already finished" not in done.stdout, done.stdout
     # A mean over workers, of which the other may be at any step when one fails.
     assert (0 if kind in ("kill", "raise") else 2) <= meta["epoch"] < EPOCHS, meta
     if not goes_on:
@@ -82,5 +82,5 @@ def test_a_loop_of_ones_own_saves_the_centre(outcome):
     done, _, _ = outcome
     assert done.returncode != 0
     assert "rank 2 failed first: ValueError: broken on purpose" in done.stdout, done.stdout
-    assert "the job ends; the server has saved the centre" in done.stdout, done.stdout
+    assert "the job ends; the server has saved the global weights" in done.stdout, done.stdout
     assert "centre moved: True" in done.stdout, done.stdout

@@ -19,14 +19,24 @@ EXPECTED = {
     # A file that could not be read, in the words in which collectives break.
     "reset": ["rank 1 failed first: ConnectionResetError: [Errno 104] Connection reset by peer"],
     "kill": ["Process name: 1", "Exit code: 137"],
-    "late": ["while it waited for tensor 'tp0.", "No word from rank(s) [1]: late, stopped, killed"],
-    "stop": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
-    "measuring": ["No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off"],
+    "late": [
+        "while it waited for tensor 'tp0.",
+        "Rank(s) [1] reported no status: they may be late, stopped, killed",
+    ],
+    "stop": [
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected"
+    ],
+    "measuring": [
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected"
+    ],
     "late stop": [
         "while it waited for tensor 'tp0.",
-        "No word from rank(s) [1]: late, stopped, killed (out of memory?) or cut off",
+        "Rank(s) [1] reported no status: they may be late, stopped, killed (out of memory?) or "
+        "disconnected",
     ],
-    "leave": ["The script of rank(s) [1] had already ended"],
+    "leave": ["Rank(s) [1] had already finished their script"],
 }
 
 
@@ -57,9 +67,9 @@ FAULT_S = 60
 FAULTS = {
     f"--kill 1@{FAULT_S}": [
         "tfposeidon lab: rank 1 was ended by SIGKILL",
-        "No word from rank(s) [1]",
+        "Rank(s) [1] reported no status",
     ],
-    f"--cut 1@{FAULT_S}": ["rank 0 lost its peers", "No word from rank(s) [1]"],
+    f"--cut 1@{FAULT_S}": ["rank 0 lost its peers", "Rank(s) [1] reported no status"],
 }
 
 

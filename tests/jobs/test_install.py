@@ -17,7 +17,7 @@ def test_setup_without_tensorflow_says_which_command_to_run(tmp_path):
     command = [python, "setup.py", "build", "--build-base", tmp_path / "build"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
-    assert "tfposeidon needs tensorflow, which is missing" in done.stderr
+    assert "tfposeidon requires TensorFlow, which is not installed" in done.stderr
     assert "python -m tfposeidon install" in done.stderr
 
 

@@ -168,7 +168,7 @@ def test_waiting_leaves_the_processor_alone():
 
 def test_dilation_must_be_positive():
     with pytest.raises(
-        ValueError, match=r"`dilation` must be a finite number above 0. Received: dilation=0"
+        ValueError, match=r"`dilation` must be a finite number > 0. Received: dilation=0"
     ):
         emulated_model(small(), dilation=0)
 

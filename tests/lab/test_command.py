@@ -54,10 +54,10 @@ def test_load_over_time_is_a_share_of_the_link():
 REFUSED = {
     "--nodes 2 --": "A command is missing. Put it last",
     "--nodes 0 -- true": "`--nodes` must be in 1..250. Received: 0",
-    "--nodes 2 --per-node 0 -- true": "`--per-node` must be a whole number from 1. Received",
-    "--nodes 2 --inter 200 -- true": "A rate must be in 8kbit..1tbit. Received: '200'",
-    "--nodes 2 --inter fast -- true": "A rate is a number with a unit, like 200mbit",
-    "--nodes 2 --rtt 1 -- true": "A time is a number with a unit",
+    "--nodes 2 --per-node 0 -- true": "`--per-node` must be an integer >= 1. Received",
+    "--nodes 2 --inter 200 -- true": "A rate must be between 8kbit and 1tbit. Received: '200'",
+    "--nodes 2 --inter fast -- true": "A rate must be a number with a unit, such as 200mbit",
+    "--nodes 2 --rtt 1 -- true": "A duration must be a number with a unit",
     "--nodes 2 --rtt 1ms --jitter 1ms -- true": "`--jitter` must not exceed half of `--rtt`",
     "--nodes 2 --loss 100% -- true": "A share must be below 100%",
     "--nodes 2 --kill 1 -- true": "A fault reads RANK@SECONDS, like 1@30. Received: '1'",
@@ -76,7 +76,7 @@ REFUSED = {
     "--nodes 2 --report /tmp -- true": (
         "`--report` must name a file in a directory that can be written. Received: /tmp"
     ),
-    "--nodes 2 --inter 2000000tbit -- true": "A rate must be in 8kbit..1tbit",
+    "--nodes 2 --inter 2000000tbit -- true": "A rate must be between 8kbit and 1tbit",
 }
 
 

@@ -198,7 +198,7 @@ def test_shrunk_layers_still_fit_together():
 @pytest.mark.parametrize("factor", [0, 0.5, -1, math.nan])
 def test_shrunk_refuses_to_enlarge(factor):
     with pytest.raises(
-        ValueError, match=f"`factor` must be a finite number from 1. Received: factor={factor}"
+        ValueError, match=f"`factor` must be a finite number >= 1. Received: factor={factor}"
     ):
         model("vgg19").shrunk(factor)
 

@@ -75,8 +75,8 @@ def test_nodes_equal_replicas_in_one_process(wire):
         for node in wire.topology.nodes:
             assert len({digests[rank] for rank in node}) == 1
         assert len(set(digests)) == len(wire.topology.nodes)
-        assert "all-reduce in the node at every step" in str(optimizer.plan)
-        assert "sends it, per round:" in str(optimizer.plan)
+        assert "all-reduce within the node at every step" in str(optimizer.plan)
+        assert "sends per synchronization" in str(optimizer.plan)
 
 
 def test_nodes_are_resumed(wire):
@@ -109,7 +109,7 @@ def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
         options = {"hierarchical": True, "overlap_steps": DELAY, "scheme": "torus2d"}
         optimizer = tp.LocalUpdates(sgd(), EVERY, **options, bucket_bytes=bucket_bytes)
         model = fitted(models.mlp, start, data, wire, optimizer)
-        assert "waits for at most one of their buckets" in str(optimizer.plan)
+        assert "waits for at most one of its buckets" in str(optimizer.plan)
         same_on_all_ranks(model.get_weights(), wire)
         digests.append([models.digest(model.get_weights()), models.digest(own_weights(model))])
     assert digests[0] == digests[1]

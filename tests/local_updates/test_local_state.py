@@ -38,7 +38,7 @@ def test_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
         model = models.mlp()
         with LogLines() as lines:
             make().build(model.trainable_variables)
-        said = [line for line in lines if "fewer than 8 steps in a round" in line]
+        said = [line for line in lines if "fewer than 8 steps between synchronizations" in line]
         assert len(said) == (is_warned and wire.topology.rank == 0), (name, lines)
 
 
@@ -223,5 +223,5 @@ def test_what_was_kept_is_sent_before_schemes_change(wire):
     check_equal(flushed, dense)
     late = models.mlp()
     late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, overlap_steps=1), models.LOSS)
-    with Raises(ValueError, "With `overlap_steps` the scheme stays. Received: a change from topk"):
+    with Raises(ValueError, "does not allow a change of the scheme. Received: a change from topk"):
         late.fit(*models.mlp.data(24), epochs=2, verbose=0, callbacks=[schedule])

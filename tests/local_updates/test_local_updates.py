@@ -247,10 +247,10 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     for begin in range(0, len(share[0]), local):
         step(*(part[begin : begin + local] for part in share))
         if not begin:
-            with Raises(RuntimeError, "no call of LocalUpdates.end_step"):
+            with Raises(RuntimeError, "steps without a call of LocalUpdates.end_step"):
                 optimizer.global_weights().__enter__()
         optimizer.end_step()
-    with Raises(RuntimeError, "is saved with its global weights"):
+    with Raises(RuntimeError, "must be saved with its global weights"):
         optimizer.save_own_variables({})
     with optimizer.global_weights():
         check_equal(model.get_weights(), expected.get_weights())
@@ -258,7 +258,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     assert len(set(exchange_objects(models.digest(model.get_weights()), wire, "own"))) > 1
     with Raises(RuntimeError, "must begin with the same weights"):
         optimizer.restart_from_weights()
-    with Raises(RuntimeError, "within a tf.function"):
+    with Raises(RuntimeError, "a call within a tf.function"):
         tf.function(optimizer.end_step)()
     # The step is traced already.
     model.set_weights(start.get_weights())
@@ -267,7 +267,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     optimizer.end_step()
     with optimizer.global_weights():
         check_equal(model.get_weights(), start.get_weights())
-        with Raises(tf.errors.InvalidArgumentError, "while the global weights are in"):
+        with Raises(tf.errors.InvalidArgumentError, "while the variables hold the global weights"):
             step(*(part[:local] for part in share))
 
     # Eleven steps in executions of three.
@@ -341,5 +341,7 @@ def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
 def test_ranks_that_begin_apart_are_refused(wire):
     other = models.mlp()
     other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
-    with Raises(RuntimeError, "All ranks must exchange alike. Received: sync_every 2"):
+    with Raises(
+        RuntimeError, "All ranks must use the same exchange settings. Received: sync_every 2"
+    ):
         other.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])

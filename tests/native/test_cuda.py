@@ -23,7 +23,7 @@ def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
     for scheme, words in (
         (
             "hitopk",
-            "hitopk: what is sent is made on the CPU, as tfposeidon was built without nvcc",
+            "hitopk: messages are computed on the CPU, because tfposeidon was built without nvcc",
         ),
         ("allreduce", ""),
     ):

@@ -105,9 +105,11 @@ def test_steps_given_outside_are_the_inner_ones():
     assert inner.gradient_accumulation_steps == 2
     built = optimizers.SGD(0.1)
     built.build(_variables())
-    with pytest.raises(ValueError, match="over how many calls it accumulates before it is built"):
+    with pytest.raises(
+        ValueError, match="must be set before the inner optimizer is built, and only once"
+    ):
         tp.DistributedOptimizer(built, gradient_accumulation_steps=2)
     made_late = optimizers.MultiOptimizer(lambda variable: optimizers.SGD(0.1))
     wrapped = tp.DistributedOptimizer(made_late, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="an optimizer inside that was made later without"):
+    with pytest.raises(ValueError, match="an inner optimizer that was created later without"):
         wrapped.build(_variables())

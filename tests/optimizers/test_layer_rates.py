@@ -185,13 +185,13 @@ def test_ranks_that_take_norms_otherwise(wire):
 
 def test_the_plan_says_who_takes_norms(wire):
     for scheme, parallel, words in (
-        ("alltoall", True, "norms of 2 layers: each rank a share (parallel=True)"),
-        ("alltoall", False, "norms of 2 layers: all on every rank (parallel=False)"),
+        ("alltoall", True, "norms of 2 layers: each rank computes a share (parallel=True)"),
+        ("alltoall", False, "norms of 2 layers: every rank computes all (parallel=False)"),
         ("alltoall", "auto", "(measured once: "),
         (
             SERVED,
             "auto",
-            "norms of layers: the squares of those of parts are summed over the ranks",
+            "norms of layers: the ranks sum the squared norms of their shards",
         ),
     ):
         optimizer = distributed(lars(parallel=parallel), scheme=scheme)

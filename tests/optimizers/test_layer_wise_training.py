@@ -277,14 +277,14 @@ def test_predicates_refuse_to_be_saved(make, tmp_path):
     model = compiled(make(exclude=heads))
     with pytest.raises(
         ValueError,
-        match=r"`exclude` must be None or patterns.* the function .*heads, .*Give patterns",
+        match=r"`exclude` must be None or a list of pattern.* the function .*heads, .*Use patterns",
     ):
         model.save(tmp_path / "model.keras")
 
 
-NUMBER = r"must be a finite number from 0\. Received: {}={}\. "
+NUMBER = r"must be a finite number >= 0\. Received: {}={}\. "
 BAD_LARS = [
-    ({"learning_rate": -0.1}, NUMBER.format("learning_rate", "-0.1") + "Give a number"),
+    ({"learning_rate": -0.1}, NUMBER.format("learning_rate", "-0.1") + "Use a number"),
     ({"learning_rate": float("nan")}, NUMBER.format("learning_rate", "nan")),
     (
         {"momentum": 1.0},
@@ -294,11 +294,11 @@ BAD_LARS = [
     ({"nesterov": 1}, "`nesterov` must be True or False. Received: nesterov=1. Leave it out"),
     (
         {"nesterov": True, "momentum": 0.0},
-        "`nesterov` needs momentum. Received: nesterov=True, momentum=0.0",
+        "`nesterov` requires momentum. Received: nesterov=True, momentum=0.0",
     ),
     (
         {"trust_coefficient": 0.0},
-        "`trust_coefficient` must be a finite number above 0. Received: trust_coefficient=0.0",
+        "`trust_coefficient` must be a finite number > 0. Received: trust_coefficient=0.0",
     ),
     ({"weight_decay": -1e-4}, NUMBER.format("weight_decay", "-0.0001") + "Use 0.0"),
     ({"weight_decay": None}, NUMBER.format("weight_decay", "None")),
@@ -309,7 +309,7 @@ BAD_LARS = [
     ),
     (
         {"exclude": "bias"},
-        r"`exclude` must be None, a list .*Received: exclude='bias'\. Give for example",
+        r"`exclude` must be None, a list .*Received: exclude='bias'\. Use for example",
     ),
     ({"exclude": [3]}, r"Received: exclude=\[3\]"),
     (
@@ -323,7 +323,7 @@ BAD_LAMB = [
     ({"beta_2": "0.9"}, r"Received: beta_2='0\.9'"),
     (
         {"epsilon": 0.0},
-        r"`epsilon` must be a finite number above 0\. Received: epsilon=0\.0\. Use 1e-6",
+        r"`epsilon` must be a finite number > 0\. Received: epsilon=0\.0\. Use 1e-6",
     ),
     ({"weight_decay": True}, r"Received: weight_decay=True"),
     ({"learning_rate": -1}, r"Received: learning_rate=-1"),

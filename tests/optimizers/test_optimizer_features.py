@@ -450,7 +450,7 @@ def test_without_counts_it_is_a_mean_of_means(wire):
     optimizer = tp.DistributedOptimizer(SGD(1.0))
     optimizer.apply([tf.constant([float(wire.topology.rank)])], [weight])
     np.testing.assert_allclose(weight.numpy(), [-0.5])
-    assert "mean of means" in str(optimizer.plan)
+    assert "give a mean of means" in str(optimizer.plan)
 
 
 def test_save_and_load(wire):

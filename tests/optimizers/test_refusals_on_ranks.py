@@ -21,7 +21,9 @@ def test_different_accumulation_is_refused(wire):
     optimizer = tp.DistributedOptimizer(
         SGD(0.1, gradient_accumulation_steps=2 + wire.topology.rank)
     )
-    with Raises(RuntimeError, "All ranks must exchange alike.*gradient_accumulation_steps"):
+    with Raises(
+        RuntimeError, "All ranks must use the same exchange settings.*gradient_accumulation_steps"
+    ):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
@@ -46,7 +48,8 @@ def test_different_loss_scales_are_refused(wire):
 def test_different_callbacks_are_refused(wire):
     with Raises(
         RuntimeError,
-        "All ranks must communicate alike. Received: 'here' on rank 0, 'there' on rank 1",
+        "All ranks must call the same collectives in the same order. "
+        "Received: 'here' on rank 0, 'there' on rank 1",
     ):
         exchange_objects(1, wire, ("here", "there")[wire.topology.rank])
 
@@ -73,14 +76,14 @@ def test_different_order_is_refused(wire):
 
 def test_different_schemes_are_refused(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=("alltoall", "allreduce")[wire.topology.rank])
-    with Raises(RuntimeError, "All ranks must exchange alike"):
+    with Raises(RuntimeError, "All ranks must use the same exchange settings"):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
 def test_xla_is_refused_in_hand_written_steps(wire):
     weight, optimizer = keras.Variable([1.0], name="w"), tp.DistributedOptimizer(sgd())
     step = tf.function(lambda: optimizer.apply([tf.ones([1])], [weight]), jit_compile=True)
-    with Raises(ValueError, "cannot be compiled by XLA.*jit_compile"):
+    with Raises(ValueError, "XLA cannot compile collectives.*jit_compile"):
         step()
 
 
@@ -116,5 +119,5 @@ def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
 def test_means_over_rows_of_what_was_selected_are_refused(wire):
     scheme = tp.schemes.HiTopK(density=0.1, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
-    with Raises(ValueError, "Adafactor divides by means over rows and columns.*Use Adam"):
+    with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Adam"):
         optimizer.apply([tf.ones([8, 8])], [keras.Variable(tf.ones([8, 8]), name="w")])

@@ -67,7 +67,7 @@ def test_the_cosine_by_epochs(warmup):
         [float(schedule(step)) for step in steps], expected, rtol=1e-5, atol=1e-6
     )
     assert float(schedule(int(rise))) == 4.0
-    with pytest.raises(ValueError, match="`steps_per_epoch` must be a whole number from 1"):
+    with pytest.raises(ValueError, match="`steps_per_epoch` must be an integer >= 1"):
         schedules.cosine_decay_by_epochs(4.0, warmup, 10, steps_per_epoch=0)
 
 
@@ -97,16 +97,16 @@ def test_the_schedule_round_trips():
     [
         (
             {"peak_learning_rate": 0.0},
-            "`peak_learning_rate` must be a finite number above 0. Received: peak_learning_r",
+            "`peak_learning_rate` must be a finite number > 0. Received: peak_learning_r",
         ),
         (
             {"warmup_steps": -1},
-            "`warmup_steps` must be a whole number from 0. Received: warmup_steps=-1. Use 0",
+            "`warmup_steps` must be an integer >= 0. Received: warmup_steps=-1. Use 0",
         ),
         ({"warmup_steps": 1.5}, r"Received: warmup_steps=1\.5\. .*by_epochs"),
         (
             {"decay_steps": 0},
-            "`decay_steps` must be a whole number from 1. Received: decay_steps=0",
+            "`decay_steps` must be an integer >= 1. Received: decay_steps=0",
         ),
         (
             {"initial_learning_rate": 2.0},
@@ -116,7 +116,7 @@ def test_the_schedule_round_trips():
             {"end_learning_rate": -0.1},
             r"Received: end_learning_rate=-0\.1\. Use 0\.0, or a higher peak",
         ),
-        ({"power": 0}, r"`power` must be a finite number above 0\. Received: power=0\. Use 1"),
+        ({"power": 0}, r"`power` must be a finite number > 0\. Received: power=0\. Use 1"),
     ],
 )
 def test_the_schedule_refuses(options, message):

@@ -89,7 +89,7 @@ def test_a_rule_that_is_found_in_no_path_is_named():
             (".*", "allreduce"),
         ],
     )
-    assert plan.notes == ("rule 'layer_77/' is found in no path, such as 'layer_0/kernel'",)
+    assert plan.notes == ("rule 'layer_77/' matches no variable path, such as 'layer_0/kernel'",)
     assert f"note: {plan.notes[0]}" in str(plan)
 
 
@@ -97,7 +97,7 @@ def test_plan_as_json():
     content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]
     assert first["scheme"] == "torus2d"
-    asked_for = {"reason": "asked for", "candidates": {}}
+    asked_for = {"reason": "configured", "candidates": {}}
     assert first["variables"][:2] == [
         {"path": "layer_5/bias", "shape": [32], **asked_for},
         {"path": "layer_5/kernel", "shape": [32, 32], **asked_for},
@@ -134,7 +134,7 @@ def test_each_variable_of_a_bucket_keeps_its_reason():
 
 
 def test_auto_says_what_it_means():
-    assert "the links are not known" in str(_plan(0, "auto"))
+    assert "the network profile is unknown" in str(_plan(0, "auto"))
 
 
 def test_servers_hold_equal_bytes():
@@ -246,13 +246,13 @@ def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
 def test_hybcomm_without_factors():
     topology = Topology.regular(0, 4, 1)
     unknown = Description("fc/kernel", (512, 512), "float32")
-    assert "the first step tells" in policies.HybComm().choose(unknown, topology).reason
+    assert "the first step determines" in policies.HybComm().choose(unknown, topology).reason
     plain = Description(
         "conv/kernel", (3, 3, 8, 8), "float32", why_no_factors="it comes from Conv2DBackpropFilter"
     )
     choice = policies.HybComm().choose(plain, topology)
     assert (choice.scheme.name, choice.reason) == ("ps", "it comes from Conv2DBackpropFilter")
-    with pytest.raises(ValueError, match="must be a finite number above 0"):
+    with pytest.raises(ValueError, match="must be a finite number > 0"):
         policies.HybComm(pair_bytes=-1)
 
 

@@ -49,7 +49,7 @@ def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts(
 def test_without_links_it_is_all_reduce_and_says_why():
     plan = choose(links=None)
     assert _schemes(plan) == {"allreduce"}
-    assert "the links are not known" in str(plan)
+    assert "the network profile is unknown" in str(plan)
     assert not plan.forecasts
     alone = choose(topology=Topology(0, ((0,),)))
     assert "a single rank" in str(alone)
@@ -196,7 +196,7 @@ def test_it_explains_itself():
     text = str(choose())
     step = choose().forecasts[0].chosen.step_s
     assert f"predicted step: {1e3 * step:.4g} ms, of which" in text
-    assert "links: 5 Gb/s across nodes (1 Gb/s per connection), v100, given" in text
+    assert "network: 5 Gb/s across nodes (1 Gb/s per connection), v100, specified" in text
     assert "next best: " in text
     assert "not validated: predictions have not been compared with steps on v100" in text
     exchange = str(choose(timeline=None))
@@ -301,11 +301,11 @@ def test_policies_are_saved_without_links():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"density": 0.1}, 'is that of sparse schemes. Received: density=0.1.*Add "topk"'),
-        ({"compression": None}, "must hold kinds of fp16, topk. Received: compression=None"),
+        ({"density": 0.1}, 'applies only to sparse schemes. Received: density=0.1.*Add "topk"'),
+        ({"compression": None}, "must be one or more of fp16, topk. Received: compression=None"),
         ({"density": 0.0}, r"`density` must be a number in \(0, 1\]. Received: density=0.0"),
         ({"density": 1.5}, r"`density` must be a number in \(0, 1\]"),
-        ({"compression": ("fp8",)}, "must hold kinds of fp16, topk. Received: .*'fp8'"),
+        ({"compression": ("fp8",)}, "must be one or more of fp16, topk. Received: .*'fp8'"),
         ({"margin": 1.0}, r"`margin` must be a number in \[0, 1\)"),
     ],
 )

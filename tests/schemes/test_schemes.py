@@ -159,14 +159,17 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         ({"select": "sort"}, r"must be one of .*Received: 'sort'"),
         ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
         ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\). Received: momentum=1.0"),
-        ({"momentum": 0.9, "error_feedback": False}, r"Momentum correction needs error feedback"),
+        (
+            {"momentum": 0.9, "error_feedback": False},
+            r"Momentum correction requires error feedback",
+        ),
         (
             {"warmup_steps": -1},
-            r"`warmup_steps` must be a finite number from 0. Received: warmup_steps=-1",
+            r"`warmup_steps` must be a finite number >= 0. Received: warmup_steps=-1",
         ),
         (
             {"min_elements": -1},
-            r"`min_elements` must be a finite number from 0. Received: min_elements=-1",
+            r"`min_elements` must be a finite number >= 0. Received: min_elements=-1",
         ),
     ],
 )
@@ -182,15 +185,13 @@ def test_state_of_another_layout_is_refused(kind):
     wrong = (state[0], state[1][:-1])
     wire = InProcessWire(Cluster(LAYOUTS["1"]), 0)
     with pytest.raises(
-        ValueError, match=r"must be that of this rank's shard, .*Received: shapes .*another layout"
+        ValueError, match=r"must match this rank's shard, .*Received: shapes .*another layout"
     ):
         scheme.exchange(tf.zeros([101]), wrong, wire, "x")
 
 
 def test_more_elements_than_indices_are_refused():
-    with pytest.raises(
-        ValueError, match=r"int32, for up to 2\^31 elements a bucket. Received: 2147483649"
-    ):
+    with pytest.raises(ValueError, match=r"at most 2\^31 elements, .* int32. Received: 2147483649"):
         schemes.TopK().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
 
 
@@ -215,7 +216,9 @@ def test_hierarchical_top_k_sends_what_its_docstring_says():
 def test_what_is_no_saving_goes_densely_and_the_plan_says_so(kind):
     topology = Topology(0, LAYOUTS["2x2"])
     dense = kind(density=0.6)
-    assert "more bytes in pairs than all values: sent densely" in dense.note(5000, topology)
+    assert "more bytes for index-value pairs than for all values: sent densely" in dense.note(
+        5000, topology
+    )
     assert kind(density=0.01).note(5000, topology) == ""
     assert (
         dense.cost(5000, 4, topology).cross_bytes
@@ -385,6 +388,6 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
 
 def test_a_pair_size_must_be_positive():
     with pytest.raises(
-        ValueError, match=r"`pair_bytes` must be a finite number above 0. Received: pair_bytes=0"
+        ValueError, match=r"`pair_bytes` must be a finite number > 0. Received: pair_bytes=0"
     ):
         schemes.ParameterServer(pair_bytes=0)

@@ -149,7 +149,9 @@ class _Elementwise(keras.optimizers.Lamb):
     "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
 )
 def test_rules_that_need_whole_variables_are_refused(optimizer):
-    message = f"SGD, .* can work on. Received: {optimizer.__name__}, .*Use DistributedOptimizer"
+    message = (
+        f"parts of variables: SGD, .*Received: {optimizer.__name__}, .*Use DistributedOptimizer"
+    )
     with pytest.raises(ValueError, match=message):
         tp.ShardedOptimizer(optimizer(), SERVED)
     tp.DistributedOptimizer(optimizer(), scheme="ps")
@@ -157,7 +159,10 @@ def test_rules_that_need_whole_variables_are_refused(optimizer):
 
 
 def test_bad_settings_are_refused():
-    for other, why in (("hybcomm", "it depends on factors"), ("auto", "the predicted step")):
+    for other, why in (
+        ("hybcomm", "it depends on factors"),
+        ("auto", "it depends on the predicted step"),
+    ):
         with pytest.raises(ValueError, match=f"known before the first step.*{why}"):
             tp.ShardedOptimizer(sgd(), [("kernel", "ps"), (".*", other)])
     weight = keras.Variable(np.zeros(3), name="weight")

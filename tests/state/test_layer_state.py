@@ -184,7 +184,8 @@ def test_what_cannot_be_sent_is_refused(wire):
             fit()
         else:
             with Raises(
-                ValueError, "Tables in layers must be alike on all ranks.*Received: layer 'table"
+                ValueError,
+                "Lookup tables of layers must be equal on all ranks.*Received: layer 'table",
             ):
                 fit()
 

@@ -152,7 +152,7 @@ def test_bad_input():
     for wrong in ("mean", "sharded"):
         with pytest.raises(ValueError, match=f"{rule}.*'{wrong}'"):
             tp.state.register(L.Dense, wrong)
-    with pytest.raises(TypeError, match="must be a class of layers"):
+    with pytest.raises(TypeError, match="must be a layer class"):
         tp.state.register(L.Dropout(0.1), "local")
 
 
@@ -401,5 +401,5 @@ def test_vocabularies_of_ones_own(wire):
 def test_parts_are_refused_where_ranks_have_a_pace_of_their_own(wire):
     model, _ = _counting()
     model.compile(tp.ElasticAveraging(keras.optimizers.SGD(0.1)), "mse")
-    with Raises(ValueError, "no time at which their parts could be summed"):
+    with Raises(ValueError, "so they cannot sum their parts"):
         model.fit(*_data(wire), batch_size=8, verbose=0)

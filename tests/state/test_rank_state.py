@@ -134,7 +134,8 @@ def test_what_nobody_wants_is_an_error():
         name="residual", members=(("dense/kernel", 4),), placement=Placement.PARTIAL, owners=1
     )
     with pytest.raises(
-        ValueError, match="there is a residual of dense/kernel, which another scheme sends now"
+        ValueError,
+        match="the snapshot holds a residual of dense/kernel, which another scheme now sends",
     ):
         redistribute([[(piece, np.ones(4))]], [])
 

@@ -106,7 +106,7 @@ def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
     model.compile(tp.DistributedOptimizer(_inner()), models.LOSS)
     with LogLines() as lines:
         model.fit(*_unknown(x, y, 4), epochs=2, verbose=0)
-    told = [line for line in lines if "out of data in the middle of an update" in line]
+    told = [line for line in lines if "exhausted its input in the middle of an update" in line]
     assert len(told) == (2 if wire.topology.rank == 0 else 0), lines
     # Five calls in an epoch, of which four make an update.
     assert int(model.optimizer.iterations) == 2

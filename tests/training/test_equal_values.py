@@ -108,7 +108,7 @@ def test_ranks_that_begin_apart_go_on_from_rank_0(wire, make):
         model.compile(make(keras.optimizers.SGD(0.1, momentum=0.9)), models.LOSS)
         with LogLines() as lines:
             model.fit(*DATA, batch_size=4, shuffle=False, verbose=0)
-        said = [line for line in lines if "All ranks begin with those of rank 0" in line]
+        said = [line for line in lines if "All ranks start with the values of rank 0" in line]
         assert len(said) == (own and wire.topology.rank == 0)
         same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
         seeds = [v.numpy().tolist() for v in seeds_of_layers(model)]

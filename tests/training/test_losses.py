@@ -180,6 +180,6 @@ def test_a_count_for_each_sample_is_refused(wire):
     model.compile(optimizer=optimizer, loss=models.LOSS)
     with Raises(
         ValueError,
-        r"`sample_count` must give one number for the batch. Received: shape \(.*Take its sum",
+        r"must return a single number for each batch. Received: shape \(.*Return its sum",
     ):
         model.fit(*models.mlp.data(8), verbose=0)

@@ -53,7 +53,7 @@ def test_files_are_written_once(wire, folder):
     for name in ("log", "log-0", "log-1"):
         with open(f"{folder}/{name}.csv") as file:
             assert [line.partition(",")[0] for line in file] == ["epoch", "0", "1"]
-    said = [line for line in lines if "rank 0 alone writes" in line]
+    said = [line for line in lines if "only rank 0 writes" in line]
     assert len(said) == (3 if wire.topology.rank == 0 else 0)
 
 

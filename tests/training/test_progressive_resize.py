@@ -139,8 +139,8 @@ PHASE = Phase(epochs=1, size=6, batch=4)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Phase(epochs=0, size=6, batch=4), "`epochs` must be a whole number from 1"),
-        (lambda: Phase(epochs=1, size=0, batch=4), "`size` must be a whole number from 1"),
+        (lambda: Phase(epochs=0, size=6, batch=4), "`epochs` must be an integer >= 1"),
+        (lambda: Phase(epochs=1, size=0, batch=4), "`size` must be an integer >= 1"),
         (lambda: Phase(epochs=1, size=6, batch=4, momentum=1.0), r"`momentum` must be .*\[0, 1\)"),
         (lambda: Phase(epochs=1, size=6, batch=4, scheme="gossip"), "`scheme` must be one of"),
         (lambda: ProgressiveResize([], 0.1), "one phase or more. Received: none"),

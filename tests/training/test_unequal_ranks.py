@@ -159,10 +159,10 @@ def test_ranks_that_part_are_told(wire):
     for change, what in (
         (setting("learning_rate", 0.25), r"learning rate 0\.05.* on rank 0, 0\.25"),
         (setting("weight_decay", 0.5), "weight decay None on rank 0, 0.5"),
-        (freeze, r"trainable variables 4 \(.*kernel.* among them\) on rank 0, 2 on rank 2"),
+        (freeze, r"trainable variables 4 \(including .*kernel.*\) on rank 0, 2 on rank 2"),
     ):
         model, optimizer = compiled_for_lengths()
-        with Raises(RuntimeError, f"All ranks must train alike. Received: {what}"):
+        with Raises(RuntimeError, f"All ranks must train with the same settings. Received: {what}"):
             model.fit(
                 *models.mlp.data(8), batch_size=4, epochs=4, verbose=0, callbacks=[_Part(change)]
             )
@@ -172,7 +172,8 @@ def test_ranks_that_part_are_told(wire):
 def test_another_first_epoch_is_refused(wire):
     model, _ = compiled_for_lengths()
     with Raises(
-        RuntimeError, "All ranks must train alike. Received: epoch 0 on rank 0, 1 on rank 1"
+        RuntimeError,
+        "All ranks must train with the same settings. Received: epoch 0 on rank 0, 1 on rank 1",
     ):
         model.fit(
             *models.mlp.data(8), epochs=3, initial_epoch=min(wire.topology.rank, 1), verbose=0

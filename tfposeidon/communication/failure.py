@@ -91,10 +91,10 @@ class Reporter:
         if self.size == 1:
             return
         self._leave_cause(
-            f"rank {self.rank} was ended by {name}: launchers send it once another rank has ended, "
-            "batch systems when the job's time is up."
+            f"rank {self.rank} received {name}. Launchers send it after another rank has ended; "
+            "batch systems send it when the job's time limit expires."
         )
-        self._print(str(self._get(_FIRST) or f"rank {self.rank} was ended by {name}."))
+        self._print(str(self._get(_FIRST) or f"rank {self.rank} received {name}."))
 
     def _leave_cause(self, cause: str) -> None:
         # The store has no atomic operations: if two ranks fail at once, either may be reported.
@@ -119,7 +119,7 @@ class Reporter:
     def _what_is_known(self, text: str) -> str:
         waiting = _WAITING.search(text)
         where = f" while it waited for tensor {waiting.group(1)!r}" if waiting else ""
-        known = f"rank {self.rank} lost its peers{where}, and no rank left a cause."
+        known = f"rank {self.rank} lost its peers{where}, and no rank reported a cause."
         if self.store is None:
             return known
         fates = {rank: self._get(self._fate(rank)) for rank in range(self.size)}
@@ -127,13 +127,13 @@ class Reporter:
         ended = [rank for rank, fate in fates.items() if fate == "ended"]
         if silent:
             known += (
-                f" No word from rank(s) {silent}: late, stopped, killed (out of memory?) or cut "
-                "off."
+                f" Rank(s) {silent} reported no status: they may be late, stopped, killed (out of "
+                "memory?) or disconnected."
             )
         if ended:
             known += (
-                f" The script of rank(s) {ended} had already ended: did they have fewer batches or "
-                "epochs?"
+                f" Rank(s) {ended} had already finished their script: check whether they have "
+                "fewer batches or epochs."
             )
         return known
 

@@ -46,16 +46,17 @@ class Link:
 
     def __post_init__(self) -> None:
         ranges.check_number("latency_s", self.latency_s, ranges.NOT_NEGATIVE)
-        remedy = "Give bytes of payload per second."
+        remedy = "Pass the payload bandwidth in bytes per second."
         ranges.check_number("bytes_per_s", self.bytes_per_s, ranges.POSITIVE, remedy)
         if self.flow_bytes_per_s is None:
             return
         ranges.check_number("flow_bytes_per_s", self.flow_bytes_per_s, ranges.POSITIVE, remedy)
         if self.flow_bytes_per_s > self.bytes_per_s:
             raise ValueError(
-                "A single connection must not carry more than its link. Received: "
-                f"flow_bytes_per_s={self.flow_bytes_per_s:g}, bytes_per_s={self.bytes_per_s:g}. "
-                "Leave flow_bytes_per_s out where one connection can fill the link."
+                "`flow_bytes_per_s` must not exceed `bytes_per_s`: one connection cannot carry "
+                f"more than its link. Received: flow_bytes_per_s={self.flow_bytes_per_s:g}, "
+                f"bytes_per_s={self.bytes_per_s:g}. Leave `flow_bytes_per_s` out if one "
+                "connection can use the whole bandwidth."
             )
 
     def seconds(self, sent_bytes: float, *, flow_bytes: float = 0.0) -> float:
@@ -164,8 +165,8 @@ class NetworkProfile:
         ranges.check_number("ranks_per_core", self.ranks_per_core, ranges.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
-                "Links must have one within nodes or one across them. Received: neither. A single "
-                "rank has none, and needs no links."
+                "A network profile must hold `node` or `across`. Received: neither. A job of a "
+                "single rank needs no network profile."
             )
 
     @classmethod
@@ -189,7 +190,7 @@ class NetworkProfile:
         if device not in DEVICES:
             raise ValueError(
                 f"`device` must be one of {', '.join(sorted(DEVICES))}. Received: "
-                f"device={device!r}. Measure other devices."
+                f"device={device!r}. Measure the network profile of other devices."
             )
         rates, node, collective_s = DEVICES[device]
         return cls(
@@ -235,8 +236,8 @@ class NetworkProfile:
             return cls(**found | links | {"rates": Rates(**found["rates"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                "A file of a network profile must hold what `NetworkProfile.to_json` returned. "
-                f"Received: {source}: {error}. Write it anew."
+                "A network profile file must hold the output of `NetworkProfile.to_json`. "
+                f"Received: {source}: {error}. Write the file again."
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
@@ -244,19 +245,20 @@ class NetworkProfile:
         per_node = max(len(node) for node in topology.nodes)
         if len(topology.nodes) > 1 and self.across is None:
             raise ValueError(
-                "Links of a job on several nodes must have been measured across nodes. Received: "
-                f"links of one node, for {topology}. Measure them on two nodes or more."
+                "A job on several nodes requires a network profile that was measured across "
+                f"nodes. Received: a profile of one node, for {topology}. Measure it on two or "
+                "more nodes."
             )
         if per_node > 1 and self.node is None:
             raise ValueError(
-                "Links of nodes of several ranks must have one within the node. Received: `node` "
-                f"is None, for {topology}. Give `node`, or measure them."
+                "A job with several ranks per node requires a network profile with `node`. "
+                f"Received: node=None, for {topology}. Pass `node`, or measure the network."
             )
         if per_node != self.ranks_per_node:
             raise ValueError(
-                "Links must be those of nodes with as many ranks: these share the node's link and "
-                f"its cores. Received: links for {self.ranks_per_node} ranks per node, for "
-                f"{topology}. Measure them with {per_node} ranks per node."
+                "A network profile must match the job's number of ranks per node, which share "
+                f"the node's link and its cores. Received: a profile for {self.ranks_per_node} "
+                f"ranks per node, for {topology}. Measure it with {per_node} ranks per node."
             )
 
     def __str__(self) -> str:
@@ -268,14 +270,14 @@ class NetworkProfile:
         else:
             assert self.node is not None
             parts.append(f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node")
-        when = f"measured {self.measured_at}" if self.measured_at else "given"
+        when = f"measured {self.measured_at}" if self.measured_at else "specified"
         known = [f"rates uncertain by {self.uncertainty:.0%}"] if self.uncertainty else []
         return ", ".join([*parts, self.device, when, *known])
 
 
 FORMS = (
-    '`network` must be "measure", "unknown", a rate such as "25gbit", the path of a file, or '
-    "tfposeidon.NetworkProfile"
+    '`network` must be "measure", "unknown", a rate such as "25gbit", the path of a profile '
+    "file, or a tfposeidon.NetworkProfile"
 )
 
 
@@ -285,8 +287,8 @@ def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{FORMS}, and a file one that can be read. Received: {os.fspath(path)!r}: {error}. "
-            "`python -m tfposeidon check --network` writes such a file."
+            f"{FORMS}. A profile file must be readable. Received: {os.fspath(path)!r}: {error}. "
+            "Write the file with `python -m tfposeidon check --network`."
         ) from error
     return NetworkProfile.from_json(text, os.fspath(path))
 
@@ -307,9 +309,10 @@ def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
     # machines.
     if links.measured_at and (links.device == "cpu") != (device == "cpu"):
         raise ValueError(
-            "Links must have been measured on the device that trains, whose speed is among them. "
-            f"Received: links measured on {links.device}, for a job on "
-            f"{'CPUs' if device == 'cpu' else 'GPUs'}. Measure them there."
+            "A measured network profile must come from the type of device that trains, because "
+            "it includes the speed of the device. Received: a profile measured on "
+            f"{links.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it on "
+            "that type of device."
         )
     return links
 
@@ -318,8 +321,8 @@ def _payload_rate(text: Any) -> float:
     """Returns payload bytes per second."""
     if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
         raise ValueError(
-            f"A rate must be a text with its unit. Received: {text!r}. Write for example "
-            '"25gbit" (gigabits) or "3gbps" (gigabytes per second).'
+            f'A rate must be a string with a unit. Received: {text!r}. Write for example "25gbit" '
+            '(gigabits per second) or "3gbps" (gigabytes per second).'
         )
     return parse_rate(text) / 8 / HEADERS
 

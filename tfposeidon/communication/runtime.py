@@ -197,8 +197,8 @@ def _take_links(given: Any, topology: Topology) -> None:
         here = socket.gethostname()
         if found.hosts and here not in found.hosts:
             say(
-                "tfposeidon: links were measured on %s, and this is %s: right if the nodes are of "
-                "the same kind.",
+                "tfposeidon: the network profile was measured on %s, but this host is %s; the "
+                "profile is valid only if the nodes are of the same kind.",
                 ", ".join(found.hosts),
                 here,
             )
@@ -345,7 +345,7 @@ def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
         agreement.require_equal(
             {0: nodes, topology.rank: mine},
             "All ranks must see the same nodes",
-            "Pass the same `ranks_per_node` to tfposeidon.init() everywhere.",
+            "Pass the same `ranks_per_node` to tfposeidon.init() on every rank.",
         )
         _require_same_servers({0: server, topology.rank: server_rank})
 
@@ -353,8 +353,8 @@ def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
 def _require_same_servers(servers: Any) -> None:
     agreement.require_equal(
         servers,
-        "All ranks must name the same server",
-        "Pass the same `server_rank` to tfposeidon.init() everywhere.",
+        "All ranks must use the same `server_rank`",
+        "Pass the same `server_rank` to tfposeidon.init() on every rank.",
     )
 
 
@@ -365,8 +365,9 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
     ranges.check_integer("server_rank", server_rank, 0)
     if size == 1:
         raise ValueError(
-            "A server needs workers. Received: server_rank=0 in a job of one rank. Start the job "
-            "with horovodrun -np 2 or more, or leave `server_rank` out."
+            "`server_rank` requires a job of two or more ranks. Received: server_rank=0 in a job "
+            "of one rank. Start the job with horovodrun -np 2 or more, or leave `server_rank` "
+            "out."
         )
     if server_rank >= size:
         raise ValueError(
@@ -378,9 +379,9 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
 def _check_same_server(server_rank: int | None) -> None:
     if server_rank not in (None, _server_rank):
         raise RuntimeError(
-            "Groups of ranks are set up once per process. Received: "
-            f"server_rank={server_rank}, but the job has begun with server_rank={_server_rank}. "
-            "Pass `server_rank` to the first tfposeidon.init()."
+            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
+            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
+            "tfposeidon.init()."
         )
 
 
@@ -391,9 +392,9 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
     missing = _groups(topology, server_rank)
     if missing:
         raise RuntimeError(
-            "tfposeidon sets up groups of ranks when Horovod starts. Received: hvd.init() was "
-            f"called before, and {topology} need {len(missing)} groups. Replace hvd.init() by "
-            "tfposeidon.init()."
+            "tfposeidon.init() must start Horovod to create its process sets. Received: "
+            f"hvd.init() was called before, and {topology} need {len(missing)} process sets. "
+            "Replace hvd.init() by tfposeidon.init()."
         )
     return HorovodWire(topology, {})
 
@@ -403,10 +404,10 @@ def _check_horovod() -> None:
     try:
         import horovod.tensorflow  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ImportError(f"tfposeidon needs Horovod ({error}). {remedy}") from error
+        raise ImportError(f"tfposeidon requires Horovod ({error}). {remedy}") from error
     except ImportError as error:
         raise ImportError(
-            f"Horovod is here, but not for this TensorFlow ({error}). {remedy}"
+            f"Horovod is installed, but cannot be imported with this TensorFlow ({error}). {remedy}"
         ) from error
 
 
@@ -421,7 +422,7 @@ def set_limits(
         ("transport_timeout_s", transport_timeout_s),
     ):
         if value is not None:
-            ranges.check_number(name, value, ranges.AT_LEAST_1, "It is in seconds.")
+            ranges.check_number(name, value, ranges.AT_LEAST_1, "The unit is seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)
@@ -439,7 +440,7 @@ def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
     asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
     if asked.nodes != topology.nodes:
         raise RuntimeError(
-            "Groups of ranks are set up once per process. Received: "
+            "Process sets are created once per process. Received: "
             f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
             "`ranks_per_node` to the first tfposeidon.init()."
         )
@@ -448,10 +449,10 @@ def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
 def _check_layout(hvd: Any, topology: Topology) -> None:
     if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
         raise RuntimeError(
-            "The launcher's variables and Horovod must agree. Received: "
-            f"rank {topology.rank} of {topology.size} from the environment, "
-            f"rank {hvd.rank()} of {hvd.size()} from Horovod. Start the job with horovodrun "
-            "or mpirun, or leave no HOROVOD_RANK of another job in the environment."
+            "The launcher's environment variables and Horovod must agree. Received: rank "
+            f"{topology.rank} of {topology.size} from the environment, rank {hvd.rank()} of "
+            f"{hvd.size()} from Horovod. Start the job with horovodrun or mpirun, or remove "
+            "HOROVOD_RANK of another job from the environment."
         )
 
 
@@ -467,9 +468,9 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
     gpus = len(tf.config.list_physical_devices("GPU"))
     if 0 < gpus < ranks_here:
         raise RuntimeError(
-            f"NCCL needs a GPU for each rank. Received: {ranks_here} ranks on this node, which has "
-            f"{gpus} GPU(s). Start at most {gpus} ranks on each node, or install a Horovod with "
-            "which ranks share GPUs: python -m tfposeidon install --horovod-only --no-cuda"
+            f"NCCL requires one GPU per rank. Received: {ranks_here} ranks on this node, which "
+            f"has {gpus} GPU(s). Start at most {gpus} ranks on each node, or install a Horovod in "
+            "which ranks can share GPUs: python -m tfposeidon install --horovod-only --no-cuda"
         )
 
 
@@ -487,6 +488,7 @@ def choose_gpu(local_rank: int) -> None:
         tf.config.experimental.set_memory_growth(own, True)
     except RuntimeError as error:
         log.warning(
-            "TensorFlow was in use before tfposeidon.init(); its GPUs stay as they are (%s)",
+            "TensorFlow was initialized before tfposeidon.init(); its visible GPUs stay "
+            "unchanged (%s)",
             error,
         )

@@ -18,14 +18,14 @@ def check_surroundings() -> None:
     """Refuses Keras backends other than TensorFlow, and the scope of a `tf.distribute` strategy."""
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
-            "tfposeidon works with Keras's TensorFlow backend. Received: backend "
+            "tfposeidon requires Keras's TensorFlow backend. Received: backend "
             f"{keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow."
         )
     if tf.distribute.has_strategy():
         raise ValueError(
-            "DistributedOptimizer replaces tf.distribute. Received: use under "
-            f"{type(tf.distribute.get_strategy()).__name__}. Leave the strategy's scope, and start "
-            "one process per GPU with horovodrun."
+            "DistributedOptimizer replaces tf.distribute and must not run in the scope of a "
+            f"strategy. Received: the scope of {type(tf.distribute.get_strategy()).__name__}. "
+            "Leave the strategy's scope, and start one process per GPU with horovodrun."
         )
 
 
@@ -34,8 +34,9 @@ def check_graph() -> None:
     check_surroundings()
     if native.in_xla():
         raise ValueError(
-            "Collectives cannot be compiled by XLA. Received: a step within "
-            "tf.function(jit_compile=True). Leave jit_compile out; fit keeps XLA off for its steps."
+            "XLA cannot compile collectives. Received: a step within "
+            "tf.function(jit_compile=True). Leave jit_compile out; fit disables XLA for its "
+            "steps."
         )
 
 

@@ -91,7 +91,7 @@ class Topology:
             "ranks_per_node",
             ranks_per_node,
             1,
-            "Leave it out to take the nodes that the launcher names.",
+            "Leave it out to use the nodes that the launcher reports.",
         )
         starts = range(0, size, ranks_per_node)
         return cls(rank, tuple(tuple(range(s, min(s + ranks_per_node, size))) for s in starts))

@@ -228,7 +228,7 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     ]
     agreement.require_equal(
         [name for name, _ in pairs],
-        "All ranks must communicate alike",
+        "All ranks must call the same collectives in the same order",
         "Give every rank the same callbacks, in the same order, and the same number of epochs and "
         "evaluations.",
     )

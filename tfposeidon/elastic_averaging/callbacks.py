@@ -43,21 +43,24 @@ def check(callback: Any) -> None:
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
-            "With ElasticAveraging rates are the workers', and metrics of the centre the server's. "
-            "Received: ReduceLROnPlateau. Use a schedule, or keras_callbacks.LearningRateSchedule."
+            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning "
+            "rates, and the server holds the metrics of the global weights. Received: "
+            "ReduceLROnPlateau. Use a schedule, or keras_callbacks.LearningRateSchedule."
         )
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and not callback.raise_error:
         raise ValueError(
-            "With ElasticAveraging a worker whose weights are not finite goes on from the centre, "
-            "and one that stops leaves the others to train without it. Received: TerminateOnNaN. "
-            "Leave it out, or use TerminateOnNaN(raise_error=True), which ends the job."
+            "ElasticAveraging does not support TerminateOnNaN without raise_error: a worker "
+            "whose weights are not finite continues from the global weights, and the other "
+            "workers continue without a worker that stops. Received: TerminateOnNaN. Leave it "
+            "out, or use TerminateOnNaN(raise_error=True), which ends the job."
         )
     for argument, instead in _BY_STEPS.items():
         value = getattr(callback, argument, None)
         if acts_at_server(callback) and (isinstance(value, int) or value == "batch"):
             raise ValueError(
-                f"With ElasticAveraging {name} acts on the server at the end of epochs, as that "
-                f"takes no steps. Received: {name}({argument}={value!r}). Use {instead}."
+                f"With ElasticAveraging, {name} must act at the end of epochs, because it runs on "
+                f"the server, which takes no steps. Received: {name}({argument}={value!r}). Use "
+                f"{instead}."
             )
 
 
@@ -89,7 +92,10 @@ class _Announcement(keras.callbacks.Callback):
 def fate_without_snapshot(callbacks: list[Any]) -> str:
     """Returns the state of the global weights after a failure, for jobs without a snapshot."""
     saving = [type(callback).__name__ for callback in callbacks if isinstance(callback, _SAVING)]
-    remedy = "fit was given no keras_callbacks.Checkpoint"
+    remedy = "fit received no keras_callbacks.Checkpoint"
     if saving:
-        return f"of the centre there is what {saving[0]} saved at the end of an epoch, as {remedy}"
-    return f"the centre is lost, as {remedy}"
+        return (
+            f"only the global weights that {saving[0]} saved at the end of an epoch remain, "
+            f"because {remedy}"
+        )
+    return f"the global weights are lost, because {remedy}"

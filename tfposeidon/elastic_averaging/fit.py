@@ -22,8 +22,9 @@ def _check(arguments: dict[str, Any]) -> None:
     job.check_roles()
     if arguments["validation_split"]:
         raise ValueError(
-            "With ElasticAveraging the server evaluates the centre, on data of its own. Received: "
-            f"validation_split={arguments['validation_split']}. Give validation_data."
+            "ElasticAveraging does not support validation_split: the server evaluates the global "
+            "weights on separate data. Received: "
+            f"validation_split={arguments['validation_split']}. Pass validation_data instead."
         )
     for callback in arguments["callbacks"]:
         own_callbacks.check(callback)

@@ -63,12 +63,12 @@ def check_roles() -> None:
     """Refuses jobs without a server, or without a worker."""
     if runtime.size() == 1:
         raise ValueError(
-            "ElasticAveraging needs a server and a worker at least. Received: a job of one rank. "
-            "Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
+            "ElasticAveraging requires a server and at least one worker. Received: a job of one "
+            "rank. Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
         )
     if runtime.server_rank() is None:
         raise ValueError(
-            "ElasticAveraging needs a rank that serves. Received: a job without. Call "
+            "ElasticAveraging requires a server rank. Received: a job without one. Call "
             "tfposeidon.init(server_rank=0) at the beginning of the script."
         )
 
@@ -77,8 +77,9 @@ def check_begun(what: str) -> None:
     """Refuses operations that depend on the ranks before `tfposeidon.init`."""
     if not runtime.has_begun():
         raise RuntimeError(
-            f"{what} depends on the ranks of the job. Received: a job that has not begun. Call "
-            "tfposeidon.init(server_rank=0) first; tfposeidon.init() where there is one rank only."
+            f"{what} depends on the ranks of the job. Received: a job that has not started. Call "
+            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
+            "rank."
         )
 
 
@@ -166,9 +167,9 @@ def _check_finite(variables: Sequence[Any]) -> None:
     for variable in variables:
         if not bool(tf.reduce_all(tf.math.is_finite(variable))):
             raise ValueError(
-                "What workers exchange with the centre begins with finite values. Received: "
-                f"{variable.path}, which does not. Let layers keep such state in Python, or as "
-                "whole numbers."
+                "State that workers exchange with the global weights must start with finite "
+                f"values. Received: {variable.path}, which does not. Store such state of layers "
+                "in Python, or as integers."
             )
 
 
@@ -200,7 +201,7 @@ def serve(
 ) -> None:
     """Serves until workers have ended; then assigns the final global weights to all variables."""
     show = functools.partial(show_centres, server, optimizers)
-    without = "the centre is lost, as run was given no on_failure"
+    without = "the global weights are lost, because run received no on_failure"
     with saved_at_failure(server, show, savers, without):
         for _ in server.epochs():
             pass

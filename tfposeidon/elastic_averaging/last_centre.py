@@ -60,7 +60,7 @@ def _succeeds(call: Callable[[], Any]) -> bool:
         call()
     except Exception:
         # The error that ends the job must be the last one in the log.
-        log.exception("tfposeidon: the centre could not be saved by %s.", _name(call))
+        log.exception("tfposeidon: %s could not save the global weights.", _name(call))
         return False
     return True
 
@@ -72,5 +72,5 @@ def _name(call: Callable[[], Any]) -> str:
 
 def _fate(done: list[bool], savers: Sequence[Any], without: str) -> str:
     if any(done):
-        return "the server has saved the centre"
-    return "the centre could not be saved, for the reason above" if savers else without
+        return "the server has saved the global weights"
+    return "the global weights could not be saved, for the reason above" if savers else without

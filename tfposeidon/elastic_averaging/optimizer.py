@@ -215,16 +215,18 @@ class ElasticAveraging(CommunicatingOptimizer):
         given = job.handed_over(self.inner_optimizer)
         slot_bytes = 4 * sum(math.prod(variable.shape) for variable in given)
         notes = [
-            f"weights of a worker and the centre, once in {self._every} of its steps: "
-            f"{readable_size(plan.cost.bytes / self._every)} a step in each direction; "
-            f"alpha {self.alpha:g}, of the server {self.server_alpha:g}",
+            f"a worker and the server exchange weights once in {self._every} steps of the worker: "
+            f"{readable_size(plan.cost.bytes / self._every)} per step in each direction; alpha "
+            f"{self.alpha:g}, server alpha {self.server_alpha:g}",
             *_notes_of_layout(length / self._every),
-            f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of slots",
-            f"memory on the server: {readable_size(length)} for the centre, as much again while a "
-            f"worker exchanges, and {readable_size(slot_bytes)} for slots, three times that while "
-            f"it takes a worker's; on a worker {readable_size(2 * length)} while it exchanges, and "
-            f"{readable_size(2 * slot_bytes)} while it hands over its slots",
-            "workers and centre differ; results depend on who comes first",
+            f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of optimizer state",
+            f"memory on the server: {readable_size(length)} for the global weights, the same "
+            f"again while a worker exchanges, and {readable_size(slot_bytes)} for optimizer "
+            "state, three times that while it receives a worker's; on a worker "
+            f"{readable_size(2 * length)} while it exchanges, and {readable_size(2 * slot_bytes)} "
+            "while it sends its optimizer state",
+            "workers' weights and global weights differ; results depend on the order in which "
+            "workers exchange",
         ]
         return dataclasses.replace(plan, occasion="exchange", notes=(*notes, *plan.notes))
 
@@ -237,8 +239,8 @@ class ElasticAveraging(CommunicatingOptimizer):
         surroundings.check_graph()
         if job.is_server():
             raise RuntimeError(
-                f"The server trains nothing. Received: a step on rank {runtime.rank()}, which "
-                "serves. Train with fit, or within ElasticAveraging.run on all ranks."
+                f"The server must not train. Received: a step on rank {runtime.rank()}, which is "
+                "the server. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
         # Counts calls, not updates, since a loss scale skips updates.
@@ -271,17 +273,18 @@ class ElasticAveraging(CommunicatingOptimizer):
         link = self._link()
         if len(values) != self._length:
             raise RuntimeError(
-                "Steps exchange what the job has begun with. Received: a step that was traced with "
-                f"{len(values)} values, in a job of {self._length}. Give run all models that it "
-                "trains, run(train, models=[...]), and compile them anew after a fit."
+                "A step must exchange the variables that the job started with. Received: a step "
+                f"that was traced with {len(values)} values, in a job of {self._length}. Pass all "
+                "models that it trains to run, run(train, models=[...]), and compile them again "
+                "after a fit."
             )
         return link.swap(self._number, values)
 
     def _link(self) -> Worker:
         if self._worker is None:
             raise RuntimeError(
-                "A worker exchanges with a server that serves. Received: a step outside of fit and "
-                "of ElasticAveraging.run. Call run(train) on all ranks."
+                "A worker can exchange only with a running server. Received: a step outside of "
+                "fit and of ElasticAveraging.run. Call run(train) on all ranks."
             )
         return self._worker
 
@@ -325,10 +328,11 @@ class ElasticAveraging(CommunicatingOptimizer):
         for optimizer in optimizers:
             if not isinstance(optimizer, ElasticAveraging) or not optimizer.built:
                 raise ValueError(
-                    "The server has to know the variables of each optimizer, and to keep a centre "
-                    f"for it. Received: {optimizer.name!r}, a {type(optimizer).__name__} that "
-                    f"is {'built' if optimizer.built else 'not built'}. Use ElasticAveraging, and "
-                    "call optimizer.build(variables) before."
+                    "The server requires built ElasticAveraging optimizers, to store the global "
+                    f"weights of their variables. Received: {optimizer.name!r}, a "
+                    f"{type(optimizer).__name__} that is "
+                    f"{'built' if optimizer.built else 'not built'}. Use ElasticAveraging, and "
+                    "call optimizer.build(variables) first."
                 )
         # Only one optimizer exchanges statistics, as in `fit`.
         for optimizer in others:
@@ -354,9 +358,9 @@ class ElasticAveraging(CommunicatingOptimizer):
     @override
     def check_change(self, policy: policies.Policy) -> None:
         raise ValueError(
-            f"ElasticAveraging has no scheme to change. Received: scheme={policy}. Use "
-            "LocalUpdates(outer_optimizer=tfposeidon.local.Elastic()), whose differences go by any "
-            "scheme."
+            "ElasticAveraging does not support a change of the scheme. Received: "
+            f"scheme={policy}. Use LocalUpdates(outer_optimizer=tfposeidon.local.Elastic()), "
+            "which supports any scheme."
         )
 
     # ------------------------------------------------------------------ roles
@@ -381,9 +385,9 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Refuses to start if steps exchange already, as in `fit` within `run`."""
         if self._worker is not None:
             raise RuntimeError(
-                "Training around a server begins once at a time. Received: fit or run within run, "
-                "or after training that has ended with an error. Call fit by itself on all ranks, "
-                "as it serves, too; after an error, start the job again."
+                "Training with a server must start only once at a time. Received: fit or run "
+                "within run, or after training that ended with an error. Call fit outside of "
+                "run, on all ranks, because fit also serves; after an error, restart the job."
             )
 
     def attach(self, worker: Worker, number: int) -> None:
@@ -438,11 +442,11 @@ def _notes_of_layout(bytes_per_step: float) -> list[str]:
     assert server is not None
     workers = runtime.workers()
     beside = [r for r in workers.ranks if topology.same_node(server, r)]
-    where = f"shares its node with worker(s) {beside}" if beside else "has a node of its own"
+    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
     away = workers.size - len(beside)
     return [
         f"server: rank {server}, which {where}; {workers.size} worker(s) on "
         f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
-        f"at the server up to {readable_size(away * bytes_per_step)} across nodes for a step of "
-        "all workers, in each direction, one worker at a time",
+        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
+        "step of all workers, in each direction, one worker at a time",
     ]

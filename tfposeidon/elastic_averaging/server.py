@@ -188,7 +188,7 @@ class Server:
             elif rank not in self._late:
                 self._late.add(rank)
                 log.warning(
-                    "tfposeidon: worker %d is alive, and has not exchanged for %.0f s.",
+                    "tfposeidon: worker %d is alive but has not exchanged for %.0f s.",
                     rank,
                     silent_s,
                 )
@@ -236,6 +236,7 @@ class Server:
         # At the end, all workers take the global weights.
         if not self.progress[rank].has_ended:
             log.warning(
-                "tfposeidon: the weights of worker %d are not finite; it goes on from the centre.",
+                "tfposeidon: worker %d has non-finite weights and continues from the global "
+                "weights.",
                 rank,
             )

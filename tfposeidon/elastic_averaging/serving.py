@@ -92,7 +92,8 @@ class _Serving:
         """Skips epochs that ended during an evaluation: each would have the same global weights."""
         if epoch > begun:
             log.warning(
-                "tfposeidon: epoch(s) %d to %d ended meanwhile; the server goes on with epoch %d.",
+                "tfposeidon: epoch(s) %d to %d ended during an evaluation; the server continues "
+                "with epoch %d.",
                 begun + 1,
                 epoch,
                 epoch + 1,

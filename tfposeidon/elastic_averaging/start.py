@@ -32,7 +32,7 @@ def begin(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
     agreement.require_equal(
         [given["equal"] for given in everybody],
         "All ranks must train for the same epochs",
-        "Give fit the same `epochs` and `initial_epoch` on the server and on all workers.",
+        "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
         agreement.at_first_entry(),
     )
     _share_rest(model, optimizers)
@@ -49,8 +49,8 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
     """
     agreement.require_equal(
         [given["models"] for given in job.begin(optimizers, {"models": len(models)})],
-        "All ranks must train as many models",
-        "Give run the same models=[...] on the server and on all workers.",
+        "All ranks must train the same number of models",
+        "Pass the same models=[...] to run on the server and on all workers.",
     )
     for model in models:
         _share_rest(model, optimizers)
@@ -66,9 +66,9 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     assert server is not None
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
-            "Ranks that train at their own pace have no time at which their parts could be summed. "
-            f"Received: {partial[0].name!r}, registered as partial. Register it as local, or use "
-            "LocalUpdates."
+            "ElasticAveraging does not support partial variables: its ranks train "
+            f"asynchronously, so they cannot sum their parts. Received: {partial[0].name!r}, "
+            "registered as partial. Register it as local, or use LocalUpdates."
         )
     left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
     local = entries.variables_of(model, Placement.LOCAL, Placement.PARTIAL)
@@ -83,15 +83,16 @@ def _optimizers(model: Any) -> list[Any]:
     found = session.of(model).optimizers
     if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
         raise ValueError(
-            "All optimizers of a model exchange with the server, or none. Received: "
+            "Either all optimizers of a model must exchange with the server, or none. Received: "
             f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."
         )
     if model.built and len(found) == 1 and not found[0].built:
         found[0].build(model.trainable_variables)
     if not all(optimizer.built for optimizer in found):
         raise ValueError(
-            "The server takes no step, and has to know the variables before. Received: a model or "
-            "an optimizer that is not built. Call model.build(input_shape) and, where a model has "
-            "several, optimizer.build(variables) for each before fit."
+            "Models and optimizers must be built before fit, because the server takes no steps. "
+            "Received: a model or an optimizer that is not built. Call model.build(input_shape) "
+            "and, if a model has several optimizers, optimizer.build(variables) for each before "
+            "fit."
         )
     return found

@@ -307,8 +307,8 @@ class AgreedPlans:
             everybody = exchange_objects(plan.digest, self._wire(), name)
         agreement.require_equal(
             everybody,
-            "All ranks must make the same plan",
-            "Name the scheme, where ranks have processors that round in other ways.",
+            "All ranks must compute the same plan",
+            "Pass an explicit `scheme` if ranks have processors that round differently.",
         )
 
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
@@ -330,7 +330,9 @@ class AgreedPlans:
         steps = settings["gradient_accumulation_steps"]
         if steps and by_rows:
             self._note(
-                key, f"rows of factors are kept over {steps} steps, other gradients are added up"
+                key,
+                f"batch rows of factors are stored over {steps} steps, other gradients are "
+                "accumulated",
             )
         for grad, variable in zip(grads, variables, strict=True):
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
@@ -359,11 +361,15 @@ def _key(variables: list[Any]) -> Any:
 def _weighing(settings: dict[str, Any]) -> str:
     if settings["sample_count"]:
         return (
-            f"ranks weigh by {settings['sample_count']}: exact for losses that are means over what "
-            "it counts"
+            f"gradients are weighted by {settings['sample_count']}: exact for losses that are "
+            "means over the counted items"
         )
     if settings["counted"]:
         return (
-            "ranks weigh by their number of samples: exact for losses that are means over samples"
+            "gradients are weighted by the number of samples: exact for losses that are means "
+            "over samples"
         )
-    return "no sample_count was given: ranks weigh the same, unequal batches give a mean of means"
+    return (
+        "sample_count is not set: all ranks have the same weight, unequal batches give a mean of "
+        "means"
+    )

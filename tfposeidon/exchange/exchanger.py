@@ -104,7 +104,7 @@ class Exchanger:
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         agreement.require_equal(
             [other["settings"] for other in everybody],
-            "All ranks must exchange alike",
+            "All ranks must use the same exchange settings",
             REMEDY,
             agreement.at_first_entry(),
         )

@@ -80,7 +80,7 @@ def _merged(found: Sequence[Found]) -> dict[str, Any]:
         "",
     )
     if not why and any(one != found[0] for one in found):
-        why = "its factors have other shapes, or its local term other constants, on different ranks"
+        why = "its factors or the constants of its local term differ between ranks"
     if why:
         return {"factors": None, "why_no_factors": why}
     return {
@@ -104,10 +104,10 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
         scheme = policy.choose(description, plan.topology).scheme
         if scheme.needs_factors:
             raise ValueError(
-                f"{scheme.name!r} needs gradients that are a product of two thin matrices: those "
-                f"of kernels of {sufficient_factors.LAYERS}. Received: none; that of "
-                f"{description.path!r} is no product, because {description.why_no_factors}. Use "
-                '"hybcomm", or rules that give it another scheme.'
+                f"{scheme.name!r} requires gradients that are products of two thin matrices: "
+                f"those of kernels of {sufficient_factors.LAYERS}. Received: none; the gradient "
+                f"of {description.path!r} is not a product, because {description.why_no_factors}. "
+                'Use "hybcomm", or rules that select another scheme for it.'
             )
 
 
@@ -132,13 +132,15 @@ def extract_factors(gradients: Sequence[Any], plan: Plan, replicated: Collection
             reason = str(error)
         if reason and agreed.has_local:
             raise ValueError(
-                "A variable that is regularised must have factors in all traces of the step, or "
-                f"in none. Received: {description.path!r}, which had them in the first: {reason}. "
-                "Give it another scheme by a rule."
+                "A regularized variable must have factors in all traces of the step, or in none. "
+                f"Received: {description.path!r}, which had factors in the first trace: {reason}. "
+                "Select another scheme for it by a rule."
             )
         if reason:
             log.warning(
-                "tfposeidon: %s goes as a whole matrix in this trace: %s.", description.path, reason
+                "tfposeidon: %s is sent as a full matrix in this trace: %s.",
+                description.path,
+                reason,
             )
         else:
             extracted[member] = factors

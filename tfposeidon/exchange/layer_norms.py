@@ -81,7 +81,7 @@ def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: s
             f"measured once: {1e3 * parallel_s:.2f} ms in parallel, "
             f"{1e3 * local_s:.2f} ms on every rank"
         )
-    who = "each rank a share" if wanted else "all on every rank"
+    who = "each rank computes a share" if wanted else "every rank computes all"
     note = f"norms of {len(layers)} layers: {who} ({why})"
     return NormMethod(parallel if wanted else local_norms, note)
 

@@ -95,7 +95,7 @@ def _apply_expected(
     """Applies means of variables that have a gradient on some rank; see `Means`."""
     if not any(value is not None for value in values):
         tf.debugging.Assert(
-            False, ["There must be a gradient on some rank. Received: none for any variable."]
+            False, ["At least one variable must have a gradient on some rank. Received: none."]
         )
         return
     if not missing:
@@ -108,8 +108,8 @@ def _apply_expected(
     # Use a branch per group, not per variable: each branch traces the rest again.
     def with_group() -> None:
         rule = (
-            "Of the variables without a gradient on this rank, all or none must have one on "
-            "others. Received: some have. Give zeros as the gradients of all of them."
+            "The variables without a gradient on this rank must all have one on other ranks, or "
+            "none of them. Received: some have one. Pass zeros as the gradients of all of them."
         )
         tf.debugging.Assert(tf.reduce_all(found), [rule, found])
         _apply_expected(values, others, expected, apply)

@@ -129,8 +129,8 @@ def _items(tensors: Any) -> Any:
     shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
     if not shapes or not all(shape.is_fully_defined() for shape in shapes):
         raise ValueError(
-            "A parallel tensor operator needs tensors of known shapes, to cut them. "
-            f"Received: {[str(shape) for shape in shapes]}. Use tf.ensure_shape."
+            "A parallel tensor operator requires tensors of known shapes, to divide them among "
+            f"ranks. Received: {[str(shape) for shape in shapes]}. Use tf.ensure_shape."
         )
     return items
 
@@ -142,8 +142,8 @@ def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
         )
     if items.shape.rank == 0 or items.shape[0] == 0:
         raise ValueError(
-            "A parallel tensor operator cuts a tensor along its first axis. "
-            f"Received: shape {items.shape}. Compute it on every rank."
+            "A parallel tensor operator requires a non-empty first axis, along which it divides "
+            f"the tensor. Received: shape {items.shape}. Compute the result on every rank."
         )
     return even(items.shape[0], ranks)
 
@@ -156,10 +156,10 @@ def _result(result: Any) -> tf.Tensor:
         or result.dtype.name not in CARRIED
     ):
         raise ValueError(
-            "The function of a parallel tensor operator must return a tensor [m, ...] of known "
-            f"shape but for m, and of a dtype that Horovod carries: {', '.join(CARRIED)}. "
-            f"Received: {result.dtype.name}, shape {result.shape}. Stack scalars, and cast what "
-            "has another dtype."
+            "The function of a parallel tensor operator must return a tensor [m, ...] whose "
+            "shape is known except for m, and whose dtype Horovod supports: "
+            f"{', '.join(CARRIED)}. Received: {result.dtype.name}, shape {result.shape}. Stack "
+            "scalars, and cast tensors of other dtypes."
         )
     return result
 
@@ -175,8 +175,8 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                "A parallel tensor operator must not fail on any rank. "
-                f"Received, on rank {rank}: {other['error']}"
+                f"A parallel tensor operator must not fail on any rank. Received on rank {rank}: "
+                f"{other['error']}"
             )
     agreement.require_equal(
         [other["tensors"] for other in everybody],
@@ -189,9 +189,9 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
     }
     agreement.require_equal(
         results,
-        "The parts of a parallel tensor operator must fit together: one dtype, and one shape but "
-        "for the first axis",
-        "Return one row, or as many as you like, for each item.",
+        "The results of a parallel tensor operator must have one dtype, and one shape except for "
+        "the first axis",
+        "Return one or more rows for each item.",
         lambda first, other: (_readable(first), _readable(other)),
     )
     dtype, shape = results[min(results)]

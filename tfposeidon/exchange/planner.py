@@ -84,10 +84,10 @@ class Planner:
         defaults to the times passed to `keep`.
         """
         topology, links = self._wire().topology, runtime.links()
-        notes = [] if topology.size > 1 else ["one rank: nothing is sent"]
+        notes = [] if topology.size > 1 else ["one rank: no data is sent"]
         if topology.size > 1 and is_deterministic() and self.policy.leaves_open:
             together = False
-            notes = ["deterministic ops: no plan follows measured times"]
+            notes = ["deterministic ops: the plan does not depend on measured times"]
         measured = measured or self._measured.get(paths_of(descriptions))
         if links != self._raced_over:
             # A timed trial on another network does not apply to this one.
@@ -177,13 +177,19 @@ class Planner:
         if not self.leaves_open or saved["links"] is None or saved["nodes"] != nodes:
             return False
         if (saved["policy"], saved["bucket_bytes"]) != (repr(self.policy), self.bucket_bytes):
-            runtime.say("tfposeidon: the scheme is not that of the snapshot: plans are made anew.")
+            runtime.say(
+                "tfposeidon: `scheme` or `bucket_bytes` differs from the snapshot; the plans are "
+                "computed again."
+            )
             return False
         links = NetworkProfile.from_json(saved["links"], "the snapshot")
         if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
             runtime.keep_links(links)
         if runtime.links() != links:
-            runtime.say("tfposeidon: links are not those of the snapshot: plans are made anew.")
+            runtime.say(
+                "tfposeidon: the network profile differs from the snapshot; the plans are "
+                "computed again."
+            )
             return False
         self._measured = {
             tuple(one["paths"]): Measured(
@@ -211,4 +217,4 @@ def paths_of(descriptions: Sequence[Description]) -> Paths:
 def _measure_links() -> None:
     with tf.init_scope():
         runtime.keep_links(measurement.measure(runtime.wire()))
-    runtime.say("tfposeidon: links: %s.", runtime.links())
+    runtime.say("tfposeidon: network: %s.", runtime.links())

@@ -107,9 +107,9 @@ def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
             factors = description.factors
             if bucket.takes_factors and factors is not None and factors.has_local:
                 rule = (
-                    "A variable that is regularised and sent by factors must have a gradient on "
-                    f"all ranks or on none. Received: {description.path!r}, with a gradient on "
-                    "some. Give it another scheme by a rule."
+                    "A regularized variable that is sent by factors must have a gradient on all "
+                    f"ranks or on none. Received: {description.path!r}, with a gradient on some "
+                    "ranks. Select another scheme for it by a rule."
                 )
                 count = presence.gradients[member]
                 tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])

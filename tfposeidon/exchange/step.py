@@ -237,8 +237,8 @@ class Step:
         """
         if not (self._times_steps or self._has_timed):
             raise RuntimeError(
-                "Steps are timed where somebody asks for it. Received: an optimizer whose steps "
-                "are not. Give fit keras_callbacks.Throughput(), or set "
+                "Steps are timed only on request. Received: an optimizer whose steps are not "
+                "timed. Pass keras_callbacks.Throughput() to fit, or set "
                 "optimizer.exchange.is_timed = True before the first step."
             )
         return 0.0 if self._exposed_s is None else float(self._exposed_s.numpy())

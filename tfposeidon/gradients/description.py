@@ -70,8 +70,8 @@ def describe(variable: Any) -> Description:
     dtype = tf.as_dtype(variable.dtype)
     if not dtype.is_floating:
         raise ValueError(
-            "Only floating-point variables can be trained. "
-            f"Received: variable {path!r} of dtype {dtype.name}. Set `trainable=False` on it."
+            f"Trainable variables must be floating-point. Received: variable {path!r} of dtype "
+            f"{dtype.name}. Set `trainable=False` on it."
         )
     return Description(
         path,

@@ -77,7 +77,7 @@ class Rows(FactorPair):
 def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
     """Reads the rows of a gradient; raises `NoFactorsError` unless the table has two dimensions."""
     if len(shape) != 2:
-        raise NoFactorsError(f"its rows are no vectors: the variable has shape {tuple(shape)}")
+        raise NoFactorsError(f"its rows are not vectors: the variable has shape {tuple(shape)}")
     values = tf.ensure_shape(gradient.values, [gradient.values.shape[0], shape[1]])
     return Rows(tf.cast(gradient.indices, tf.int32), values, table=shape[0])
 

@@ -53,11 +53,11 @@ def read(
     are no factors, or none that are certain.
     """
     if not isinstance(gradient, tf.Tensor) or not hasattr(gradient, "graph"):
-        raise NoFactorsError("it is no tensor of a graph")
+        raise NoFactorsError("it is not a tensor of a graph")
     products, local_terms = _terms(gradient)
     if not products:
         raise NoFactorsError(
-            f"it comes from {_source(gradient).type}, which is no product of two matrices"
+            f"it comes from {_source(gradient).type}, which is not a product of two matrices"
         )
     products = [p.of_width(shape) for p in products]
     widths = {(p.left.shape[1], p.right.shape[1]) for p in products}
@@ -190,7 +190,8 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
         # variable.
         if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
             raise NoFactorsError(
-                f"a term that is no product depends on {op.name!r}, which may differ between ranks"
+                f"a term that is not a product depends on {op.name!r}, which may differ between "
+                "ranks"
             )
         ahead.extend(t.op for t in op.inputs)
     constants = sorted(

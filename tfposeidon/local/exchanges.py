@@ -62,14 +62,14 @@ class Node:
 def check_policy(policy: policies.Policy) -> None:
     """Refuses schemes with requirements that differences of weights do not meet."""
     reasons = {
-        "it is chosen by steps that exchange gradients": policy.leaves_open,
-        "differences of weights have no factors": policy.reads_factors,
-        "differences of weights have no velocity": policy.corrects_momentum,
+        "it chooses by steps that exchange gradients": policy.leaves_open,
+        "pseudo-gradients have no factors": policy.reads_factors,
+        "pseudo-gradients have no velocity": policy.corrects_momentum,
     }
     for reason, is_so in reasons.items():
         if is_so:
             raise ValueError(
-                "`scheme` must be one that can carry differences of weights. Received: "
-                f'scheme={policy}: {reason}. Use "torus2d" (the default), "allreduce", '
+                "`scheme` must support pseudo-gradients, which are differences of weights. "
+                f'Received: scheme={policy}: {reason}. Use "torus2d" (the default), "allreduce", '
                 'tp.schemes.AllToAll(wire_dtype="float16"), "topk" or "hitopk".'
             )

@@ -124,9 +124,9 @@ class GlobalWeights:
     def check_hidden(self) -> Any:
         """Returns an op that fails if the global weights are shown when the step runs."""
         rule = (
-            "A step trains this rank's own weights. Received: one while the global weights are in "
-            "the variables, as after fit. Call LocalUpdates.restart_from_weights() on all ranks "
-            "before a loop that goes on from them."
+            "A step must train this rank's own weights. Received: a step while the variables "
+            "hold the global weights, as after fit. Call LocalUpdates.restart_from_weights() on "
+            "all ranks before a loop that continues from them."
         )
         with tf.device("/CPU:0"):
             # The raw op: `tf.debugging.Assert` adds a branch to each step.

@@ -112,7 +112,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if not isinstance(hierarchical, bool):
             raise ValueError(
                 f"`hierarchical` must be True or False. Received: hierarchical={hierarchical!r}. "
-                "Leave it out, and every rank trains by itself."
+                "Leave it out to let every rank train separately."
             )
         policy = policies.parse(scheme)
         exchanges.check_policy(policy)
@@ -227,7 +227,7 @@ class LocalUpdates(CommunicatingOptimizer):
             return plan
         in_node = None if self._node is None else self._plan_of_node()
         own = notes(plan, self._schedule, self._rule, in_node)
-        return dataclasses.replace(plan, occasion="round", notes=(*own, *plan.notes))
+        return dataclasses.replace(plan, occasion="synchronization", notes=(*own, *plan.notes))
 
     @property
     @override
@@ -260,8 +260,9 @@ class LocalUpdates(CommunicatingOptimizer):
         super().save_own_variables(store)
         if self._synchronization is not None and self._synchronization.weights.is_apart:
             raise RuntimeError(
-                "A model is saved with its global weights. Received: one whose variables hold the "
-                "weights of this rank. Save it within `with optimizer.global_weights():`."
+                "A model must be saved with its global weights. Received: a model whose "
+                "variables hold the weights of this rank. Save it within `with "
+                "optimizer.global_weights():`."
             )
         for index, variable in enumerate(self._rule.variables):
             store[str(index)] = variable.numpy()
@@ -334,8 +335,9 @@ class LocalUpdates(CommunicatingOptimizer):
         """
         if tf.inside_function():
             raise RuntimeError(
-                "Ranks synchronize between steps, in Python. Received: LocalUpdates.end_step() "
-                "within a tf.function. Call it after the function, on all ranks."
+                "LocalUpdates.end_step() must be called outside of tf.function, because ranks "
+                "synchronize between steps, in Python. Received: a call within a tf.function. "
+                "Call it after the function, on all ranks."
             )
         if self._synchronization is not None:
             self._synchronization.end_step(steps)
@@ -359,7 +361,7 @@ class LocalUpdates(CommunicatingOptimizer):
         agreement.require_equal(
             found,
             "All ranks must begin with the same weights",
-            "Give fit keras_callbacks.BroadcastVariables(), or call "
+            "Pass keras_callbacks.BroadcastVariables() to fit, or call "
             "tfposeidon.broadcast_variables(model.variables) before the first step.",
         )
 
@@ -398,7 +400,7 @@ class LocalUpdates(CommunicatingOptimizer):
         rules.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
         if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
-                "With `overlap_steps` the scheme stays. Received: a change from "
+                "`overlap_steps` does not allow a change of the scheme. Received: a change from "
                 f"{self.policy} to {policy} with overlap_steps={self._schedule.overlap_steps}. "
                 "Use overlap_steps=0."
             )
@@ -442,9 +444,10 @@ class LocalUpdates(CommunicatingOptimizer):
                 synchronization.weights.note_assigned()
             elif was_hidden and synchronization.weights.was_assigned:
                 raise RuntimeError(
-                    "Weights that are assigned while the global ones are shown would be lost. "
-                    "Received: other weights at the end of global_weights(). Assign them outside, "
-                    "and call LocalUpdates.restart_from_weights() afterwards, on all ranks."
+                    "Weights must not be assigned within global_weights(), because they would be "
+                    "lost. Received: other weights at the end of global_weights(). Assign them "
+                    "outside, and call LocalUpdates.restart_from_weights() afterwards, on all "
+                    "ranks."
                 )
         finally:
             if was_hidden:
@@ -464,8 +467,8 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None and self._synchronization.has_yet_to_settle:
             runtime.say(
                 "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
-                "synchronization, so that the model shows the weights it began with. Give a "
-                "smaller `sync_every`, or train for longer.",
+                "synchronization, so the model holds its initial weights. Use a smaller "
+                "`sync_every`, or train for longer.",
                 self._schedule.sync_every,
             )
 

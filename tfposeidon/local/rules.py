@@ -128,8 +128,8 @@ class Elastic(Rule):
 
     def __init__(self, beta: float = 0.9) -> None:
         remedy = (
-            "That is alpha = beta / replicas, at most 1 / replicas: with more, synchronous elastic "
-            "averaging diverges."
+            "alpha = beta / replicas must be at most 1 / replicas: above this limit, synchronous "
+            "elastic averaging diverges."
         )
         ranges.check_number("beta", beta, ranges.FRACTION, remedy)
         self.beta = beta
@@ -281,9 +281,10 @@ def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
     """Refuses error feedback if replicas keep differences that the next exchange sends again."""
     if keeps and rule.pull(2) < 1.0:
         raise ValueError(
-            "Where ranks stay apart, what a scheme keeps for later rounds would count twice. "
-            f"Received: outer_optimizer={rule}, scheme={policy}. Use a scheme that keeps "
-            'nothing ("torus2d", "allreduce", tp.schemes.AllToAll(wire_dtype="float16")), or '
+            "A scheme with error feedback requires an outer optimizer that assigns the global "
+            "weights to all ranks, because the residual would otherwise count twice. Received: "
+            f"outer_optimizer={rule}, scheme={policy}. Use a scheme without a residual "
+            '("torus2d", "allreduce", tp.schemes.AllToAll(wire_dtype="float16")), or '
             'outer_optimizer="average".'
         )
 
@@ -292,9 +293,9 @@ def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
     """Warns if inner and outer momentum add up within few steps."""
     if rule.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
         runtime.say(
-            "tfposeidon: LocalUpdates(sync_every=%d): with momentum inside (%g) and outside (%g), "
-            "fewer than %d steps in a round are known to do harm. Give a larger `sync_every`, or "
-            "an inner optimizer without momentum.",
+            "tfposeidon: LocalUpdates(sync_every=%d): with inner momentum (%g) and outer "
+            "momentum (%g), fewer than %d steps between synchronizations are known to be "
+            "harmful. Use a larger `sync_every`, or an inner optimizer without momentum.",
             every,
             momentum_of(inner),
             rule.momentum,

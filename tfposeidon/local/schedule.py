@@ -29,24 +29,25 @@ class Schedule:
         ranges.check_integer("warmup_steps", self.warmup_steps, 0)
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
-                "`overlap_steps` must be below `sync_every`, so that a result is there before the "
-                f"next round. Received: overlap_steps={self.overlap_steps}, "
-                f"sync_every={self.sync_every}. Give at most {self.sync_every - 1}."
+                "`overlap_steps` must be less than `sync_every`, so that each synchronization "
+                f"ends before the next one starts. Received: overlap_steps={self.overlap_steps}, "
+                f"sync_every={self.sync_every}. Use at most {self.sync_every - 1}."
             )
 
     def check_steps_per_execution(self, steps: int) -> None:
         """Refuses `steps_per_execution` if synchronizations would fall within an execution."""
         if steps > 1 and self.warmup_steps:
             raise ValueError(
-                "With `warmup_steps` ranks synchronize after each step. Received: "
-                f"warmup_steps={self.warmup_steps}, steps_per_execution={steps}. Leave "
-                "steps_per_execution out."
+                "`warmup_steps` requires steps_per_execution=1, because ranks synchronize after "
+                f"each step of the warm-up. Received: warmup_steps={self.warmup_steps}, "
+                f"steps_per_execution={steps}. Leave steps_per_execution out."
             )
         for name, value in (("sync_every", self.sync_every), ("overlap_steps", self.overlap_steps)):
             if value % steps:
                 raise ValueError(
-                    f"`{name}` must be a multiple of steps_per_execution, as ranks synchronize "
-                    f"between executions. Received: {name}={value}, steps_per_execution={steps}."
+                    f"`{name}` must be a multiple of steps_per_execution, because ranks "
+                    f"synchronize between executions. Received: {name}={value}, "
+                    f"steps_per_execution={steps}."
                 )
 
 
@@ -56,13 +57,13 @@ def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> l
     length = readable_size(sum(description.bytes for description in plan.descriptions))
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
     return [
-        f"differences from the centre, once in {every} steps: "
-        f"{readable_size(plan.cost.bytes / every)} a step; rule {rule}",
-        f"{3 if is_late else 1} x {length} of memory for the centre"
-        + (" and an exchange under way" if is_late else "")
-        + ", and what the rule keeps",
+        f"pseudo-gradients, once in {every} steps: {readable_size(plan.cost.bytes / every)} per "
+        f"step; outer optimizer {rule}",
+        f"{3 if is_late else 1} x {length} of memory for the global weights"
+        + (" and an exchange in progress" if is_late else "")
+        + ", and the state of the outer optimizer",
         *_of_node(in_node, schedule.overlap_steps),
-        "replicas are equal in their centre only"
+        "replicas are equal only in their global weights"
         + ("" if is_exact else "; the scheme rounds or selects"),
     ]
 
@@ -70,7 +71,9 @@ def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> l
 def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
     if plan is None:
         return []
-    note = f"gradients: all-reduce in the node at every step, {readable_size(plan.cost.bytes)}"
+    note = f"gradients: all-reduce within the node at every step, {readable_size(plan.cost.bytes)}"
     if overlap_steps:
-        note += "; while weights are exchanged, it waits for at most one of their buckets"
+        note += (
+            "; during an exchange of weights, the all-reduce waits for at most one of its buckets"
+        )
     return [note]

@@ -71,9 +71,9 @@ class Showing:
             self.restart_if_assigned()
         elif synchronization.weights.was_assigned:
             raise RuntimeError(
-                "Weights that are assigned between two steps are lost in the next synchronization. "
-                "Received: other weights than the global ones that were shown. Assign them before "
-                "fit or between epochs; in a loop of your own, call "
+                "Weights must not be assigned between two steps, because the next "
+                "synchronization overwrites them. Received: weights that differ from the global "
+                "weights. Assign them before fit or between epochs; in a custom loop, call "
                 "LocalUpdates.restart_from_weights() afterwards, on all ranks."
             )
         if not synchronization.weights.has_begun:
@@ -122,7 +122,7 @@ class Showing:
             agreement.require_equal(
                 [checksum for _, checksum in everybody],
                 "All ranks must begin with the same weights",
-                "Assign them on all ranks, or give fit keras_callbacks.BroadcastVariables().",
+                "Assign them on all ranks, or pass keras_callbacks.BroadcastVariables() to fit.",
             )
         if any(was_assigned for was_assigned, _ in everybody):
             synchronization.restart()

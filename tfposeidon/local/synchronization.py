@@ -153,8 +153,8 @@ class Synchronization:
         has_steps = self._steps > 0 or self._has_counted
         if not has_steps and float(self._samples.numpy()) > 0.0:
             raise RuntimeError(
-                "Steps must be counted, so that ranks synchronize. Received: steps, and no call of "
-                "LocalUpdates.end_step(). Call it after each step of a loop of your own."
+                "Steps must be counted, so that ranks synchronize. Received: steps without a "
+                "call of LocalUpdates.end_step(). Call it after each step of a custom loop."
             )
 
     # ------------------------------------------------------------------ one synchronization
@@ -424,7 +424,7 @@ def _all_finite(values: Sequence[Any]) -> tf.Tensor:
 
 def _log_recovery(what: str) -> None:
     log.warning(
-        "tfposeidon: the %s of rank %d are not finite; it goes on from the global weights.",
+        "tfposeidon: the %s of rank %d are not finite; the rank continues from the global weights.",
         what,
         runtime.rank(),
     )

@@ -26,15 +26,15 @@ def library() -> Any:
     )
     if not LIBRARY.exists():
         raise RuntimeError(
-            "Steps on several ranks, LARS, LAMB and tp.ops need tfposeidon's native library. "
-            f"Received: no {LIBRARY}. {remedy}"
+            "Steps on several ranks, LARS, LAMB and tp.ops require tfposeidon's native library. "
+            f"Received: {LIBRARY} does not exist. {remedy}"
         )
     try:
         return tf.load_op_library(str(LIBRARY))
     except tf.errors.NotFoundError as error:
         raise RuntimeError(
             "tfposeidon's native library must be built for the TensorFlow that loads it. "
-            f"Received: TensorFlow {tf.__version__}, which says: {error.message}. {remedy}"
+            f"Received: TensorFlow {tf.__version__}, which reports: {error.message}. {remedy}"
         ) from error
 
 

@@ -41,12 +41,12 @@ class Exclusion:
             # The default rule may match nothing: a model without biases is valid.
             if self._rule is not None and variables and not indices:
                 what = f"is a function that excludes no variable: {_name_of(rule)}"
-                _warn_unused(what, "Correct it, or use [].", variables)
+                _warn_unused(what, "Correct the function, or use [].", variables)
             return indices
         found = {pattern: _indices_with(pattern, variables) for pattern in rule}
         unused = [repr(pattern) for pattern, indices in found.items() if not indices]
         if unused:
-            what = f"has patterns that are in no variable's path: {', '.join(unused)}"
+            what = f"has patterns that match no variable's path: {', '.join(unused)}"
             _warn_unused(what, "Correct the patterns, or leave them out.", variables)
         return frozenset[int]().union(*found.values())
 
@@ -54,10 +54,10 @@ class Exclusion:
         """Returns the rule in a form that JSON supports; refuses a function."""
         if callable(self._rule):
             raise ValueError(
-                "`exclude` must be None or patterns for the optimizer to be saved. Received: the "
-                f"function {_name_of(self._rule)}, which a file cannot hold. Give patterns that "
-                "are found in the paths of the same variables, or save the weights alone "
-                "(save_weights, keras_callbacks.Checkpoint)."
+                "`exclude` must be None or a list of patterns when the optimizer is saved. "
+                f"Received: the function {_name_of(self._rule)}, which cannot be saved in a file. "
+                "Use patterns that match the paths of the same variables, or save only the "
+                "weights (save_weights, keras_callbacks.Checkpoint)."
             )
         return None if self._rule is None else list(self._rule)
 
@@ -73,7 +73,7 @@ def _checked(patterns: Any) -> tuple[str, ...]:
     ):
         raise ValueError(
             "`exclude` must be None, a list of patterns, or a function of a variable. Received: "
-            f'exclude={patterns!r}. Give for example ["bias", "gamma", "beta"], or [] to exclude '
+            f'exclude={patterns!r}. Use for example ["bias", "gamma", "beta"], or [] to exclude '
             "nothing."
         )
     for pattern in patterns:
@@ -81,8 +81,8 @@ def _checked(patterns: Any) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, of "
-                f"which {pattern!r} is none: {error}. Escape it with re.escape."
+                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, in "
+                f"which {pattern!r} is invalid: {error}. Escape it with re.escape."
             ) from error
     return tuple(patterns)
 
@@ -100,5 +100,5 @@ def _name_of(rule: Callable[[Any], bool]) -> str:
 def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
     paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
     warnings.warn(
-        f"`exclude` {what}. The paths are such as {paths}. {remedy}", UserWarning, stacklevel=3
+        f"`exclude` {what}. Examples of paths: {paths}. {remedy}", UserWarning, stacklevel=3
     )

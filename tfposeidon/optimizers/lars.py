@@ -159,7 +159,7 @@ def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
         )
     if nesterov and not momentum:
         raise ValueError(
-            f"`nesterov` needs momentum. Received: nesterov=True, momentum={momentum}. Use "
+            f"`nesterov` requires momentum. Received: nesterov=True, momentum={momentum}. Use "
             "momentum=0.9, or leave nesterov out."
         )
     return nesterov
@@ -168,7 +168,7 @@ def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
 def _checked_ratio(ratio: Any) -> str:
     if ratio not in RATIOS:
         raise ValueError(
-            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave it '
-            "out for the papers' form, the first."
+            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave '
+            'it out for "sum_of_norms", the form in the papers.'
         )
     return ratio

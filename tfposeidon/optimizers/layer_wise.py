@@ -41,7 +41,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         **options: Any,
     ) -> None:
         if isinstance(learning_rate, numbers.Real):
-            remedy = "Give a number such as 0.1, or a schedule."
+            remedy = "Use a number such as 0.1, or a schedule."
             learning_rate = ranges.check_number(
                 "learning_rate", learning_rate, ranges.NOT_NEGATIVE, remedy
             )

@@ -58,7 +58,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         name: str = "PolynomialDecayWithWarmup",
     ) -> None:
         self.peak_learning_rate = ranges.check_number(
-            "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Give for example 1.0."
+            "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Use for example 1.0."
         )
         self.warmup_steps = ranges.check_integer(
             "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
@@ -177,7 +177,7 @@ def cosine_decay_by_epochs(
     [0.0, 4.0, 8.0, 4.0, 0.0]
     """
     peak = ranges.check_number(
-        "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Give for example 1.0."
+        "peak_learning_rate", peak_learning_rate, ranges.POSITIVE, "Use for example 1.0."
     )
     warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
     cosine = keras.optimizers.schedules.CosineDecay

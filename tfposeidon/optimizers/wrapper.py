@@ -92,17 +92,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Assigns arrays to `variables`, those of the inner optimizer, in their order."""
         if not self.built:
             raise ValueError(
-                "The optimizer must be built before its weights are set. Received: one that is "
-                "not. Call fit, or optimizer.build(model.trainable_variables), first."
+                "The optimizer must be built before its weights are set. Received: an optimizer "
+                "that is not built. Call fit, or optimizer.build(model.trainable_variables), "
+                "first."
             )
         wanted, given = (
             [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
         )
         if wanted != given:
             raise ValueError(
-                "There must be an array for each of the optimizer's variables, in their shapes "
-                f"{wanted}. Received: shapes {given}. Give what another optimizer of the same kind "
-                "holds in `variables`."
+                "`weights` must hold one array for each of the optimizer's variables, with "
+                f"shapes {wanted}. Received: shapes {given}. Pass the values of `variables` of an "
+                "optimizer of the same kind."
             )
         for variable, array in zip(self.variables, weights, strict=True):
             variable.assign(array)

@@ -19,8 +19,8 @@ def cpu_advice(plan: Plan) -> str:
     if not names or not tf.config.list_physical_devices("GPU") or native.has_gpu_kernels():
         return ""
     return (
-        f"{', '.join(sorted(names))}: what is sent is made on the CPU, as tfposeidon was built "
-        "without nvcc: install CUDA and build again"
+        f"{', '.join(sorted(names))}: messages are computed on the CPU, because tfposeidon was "
+        "built without nvcc: install CUDA and build tfposeidon again"
     )
 
 
@@ -34,22 +34,22 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
     optimizer = min(leaves(inner), key=lambda leaf: isinstance(leaf, keras.optimizers.SGD))
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (
-            f"{type(optimizer).__name__} is not linear in the gradient: what {name} has not sent "
-            "yet, it takes for zeros; SGD, or a dense scheme, fits better"
+            f"{type(optimizer).__name__} is not linear in the gradient: it treats gradients that "
+            f"{name} has not sent yet as zeros; SGD, or a dense scheme, is more suitable"
         )
     if len({bucket.scheme.corrects_momentum for bucket in plan.buckets}) > 1:
         return (
-            "momentum is corrected for some variables only; the others have none, as the "
-            "optimizer's must be 0"
+            "momentum correction applies to some variables only; the others have no momentum, "
+            "because the optimizer's momentum must be 0"
         )
     # 1-bit SGD has no momentum correction to recommend.
     if optimizer.momentum and not hasattr(sparse[0], "momentum"):
-        return f"momentum after {name} acts on what is sent late"
+        return f"momentum after {name} acts on delayed gradients"
     if optimizer.momentum:
         return (
-            f"momentum after {name} acts on what is sent late: better SGD(momentum=0.0) with "
-            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}), "
-            "which applies it before selection"
+            f"momentum after {name} acts on delayed gradients: use SGD(momentum=0.0) with "
+            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}) instead, which applies "
+            "momentum before selection"
         )
     return ""
 
@@ -60,9 +60,9 @@ def check_momentum(plan: Plan, inner: Any) -> None:
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
     if corrected and moved:
         raise ValueError(
-            "Momentum correction takes the place of the optimizer's momentum. Received: momentum "
-            f"in {', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. "
-            "Use SGD(momentum=0.0)."
+            "Momentum correction replaces the optimizer's momentum. Received: momentum in "
+            f"{', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. Use "
+            "SGD(momentum=0.0)."
         )
 
 
@@ -71,7 +71,8 @@ def check_sparse_updates(plan: Plan, inner: Any) -> None:
     sparse = {b.scheme.name for b in plan.buckets if getattr(b.scheme, "density", 1.0) < 1.0}
     if sparse and any(isinstance(leaf, keras.optimizers.Adafactor) for leaf in leaves(inner)):
         raise ValueError(
-            "Adafactor divides by means over rows and columns, which are zero where nothing was "
-            f"sent: weights become NaN. Received: Adafactor with {', '.join(sorted(sparse))}. Use "
-            'Adam, or a scheme that sends everything, such as "alltoall".'
+            "Adafactor requires a scheme that sends all elements: its means over rows and "
+            "columns are zero if no element was sent, and weights become NaN. Received: "
+            f"Adafactor with {', '.join(sorted(sparse))}. Use Adam, or a scheme that sends all "
+            'elements, such as "alltoall".'
         )

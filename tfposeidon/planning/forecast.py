@@ -115,22 +115,22 @@ class Forecast:
             )
         else:
             yield (
-                f"predicted exchange: {1e3 * simulated.step_s:.3g} ms, if computation hides "
-                "nothing of it"
+                f"predicted exchange: {1e3 * simulated.step_s:.3g} ms, without overlap with "
+                "computation"
             )
         if self.measured_s is not None:
             yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
-        yield f"links: {self.links}"
+        yield f"network: {self.links}"
         if self.others:
             best = self.others[0]
             slower = best.step_s / self.chosen.step_s - 1 if self.chosen.step_s else 0.0
             yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
             if self.is_kept:
-                yield "kept: the steps that are left would save less than tracing a step takes"
+                yield "plan retained: the remaining steps would save less time than a trace takes"
         raced = {one.name: one.slowdown for one in (self.chosen, *self.others)}
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
         if found:
-            yield f"timed exchanges, as multiples of the predicted ones: {', '.join(found)}"
+            yield f"timed exchanges, relative to the predicted ones: {', '.join(found)}"
         why = self._why_not_validated()
         if why:
             yield f"not validated: {why}"

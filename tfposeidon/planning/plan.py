@@ -36,7 +36,7 @@ COLUMNS = (
     "shape",
     "dtype",
     "scheme",
-    "in the node",
+    "within the node",
     "across nodes",
     "reason",
 )
@@ -230,7 +230,8 @@ class Plan:
     def __str__(self) -> str:
         """Returns the plan as a table with one row per variable."""
         lines = [
-            f"Plan for {self.topology}, as rank {self.topology.rank} sends it, per {self.occasion}:"
+            f"Plan for {self.topology}: bytes that rank {self.topology.rank} sends per "
+            f"{self.occasion}"
         ]
         rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
         node, across = readable_size(self.cost.node_bytes), readable_size(self.cost.cross_bytes)
@@ -363,13 +364,13 @@ def _choose(policy: Policy, description: Description, topology: Topology) -> Cho
     needs them, and gradients that replace the variable.
     """
     if description.is_value:
-        return Choice(Largest(), "takes the variable's place")
+        return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)
     scheme = choice.scheme
     # The shape suffices, so this holds before the first step finds the factors.
     if scheme.needs_factors and len(description.shape) < 2:
         return dataclasses.replace(
-            choice, scheme=AllReduce(), reason=f"no matrix for {scheme.name}"
+            choice, scheme=AllReduce(), reason=f"not a matrix, as {scheme.name} requires"
         )
     if scheme.needs_factors and description.why_no_factors:
         why = f"no factors for {scheme.name}: {description.why_no_factors}"

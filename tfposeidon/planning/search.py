@@ -63,7 +63,7 @@ def choose_plan(
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
     search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
-    candidates = policy.candidates(topology) or {"as asked for": policy}
+    candidates = policy.candidates(topology) or {"as configured": policy}
     options = search.known(candidates)
     if not options:
         # The cost of factors without rows is unknown.

@@ -182,7 +182,7 @@ def _transfer_time(
         len({node_of[rank] for rank in transfer.group.ranks}) > 1 for transfer in transfers.values()
     )
     link = links.across if crosses else links.node
-    assert link is not None, "NetworkProfile.check_fits has seen to it"
+    assert link is not None, "NetworkProfile.check_fits ensures it"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
     cpu_s = float16_sums(one) * links.rates.half_s
     if load.node_bytes and links.node is not None:

@@ -39,8 +39,9 @@ class Timeline:
             ranges.check_number("ready_s", ready_s, ranges.NOT_NEGATIVE)
         if max(self.ready_s, default=0.0) > self.compute_s:
             raise ValueError(
-                "The backward pass ends with the last gradient, or later. Received: "
-                f"ready_s up to {max(self.ready_s):g}, compute_s={self.compute_s:g}."
+                "`compute_s` must not be less than `ready_s`, because the backward pass ends "
+                f"with the last gradient or later. Received: ready_s up to {max(self.ready_s):g}, "
+                f"compute_s={self.compute_s:g}."
             )
 
     @classmethod

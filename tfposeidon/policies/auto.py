@@ -67,13 +67,13 @@ class Auto(Policy):
         kinds = [given] if isinstance(given, str) else given
         if not isinstance(kinds, list | tuple | set | frozenset) or set(kinds) - {*COMPRESSION}:
             raise ValueError(
-                f"`compression` must hold kinds of {', '.join(COMPRESSION)}. Received: "
+                f"`compression` must be one or more of {', '.join(COMPRESSION)}. Received: "
                 f"compression={given!r}. Leave it out for lossless schemes."
             )
         if self.density != DENSITY and "topk" not in kinds:
             raise ValueError(
-                "`density` is that of sparse schemes. Received: "
-                f'density={self.density}, compression={given!r}. Add "topk" to compression.'
+                f"`density` applies only to sparse schemes. Received: density={self.density}, "
+                f'compression={given!r}. Add "topk" to `compression`.'
             )
         # A tuple in a fixed order, so that ranks and runs can be compared.
         ordered = tuple(kind for kind in COMPRESSION if kind in kinds)
@@ -81,7 +81,9 @@ class Auto(Policy):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        reason = "auto: the links are not known" if topology.size > 1 else "auto: a single rank"
+        reason = (
+            "auto: the network profile is unknown" if topology.size > 1 else "auto: a single rank"
+        )
         return Choice(AllReduce(), reason)
 
     @override

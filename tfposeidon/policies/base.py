@@ -145,7 +145,7 @@ class Uniform(Policy):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        return Choice(self.scheme, "asked for")
+        return Choice(self.scheme, "configured")
 
     @property
     @override

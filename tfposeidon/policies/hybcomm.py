@@ -61,7 +61,9 @@ class HybComm(Policy):
     def choose(self, description: Description, topology: Topology) -> Choice:
         factors = description.factors
         if factors is None:
-            reason = description.why_no_factors or "the first step tells whether it has factors"
+            reason = (
+                description.why_no_factors or "the first step determines whether it has factors"
+            )
             return Choice(self._store, reason)
         nodes, ranks_per_node = _workers(topology)
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)

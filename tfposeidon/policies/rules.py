@@ -68,7 +68,7 @@ class Rules(Policy):
         # different names.
         paths = [description.path for description in descriptions]
         return [
-            f"rule {pattern!r} is found in no path, such as {paths[0]!r}"
+            f"rule {pattern!r} matches no variable path, such as {paths[0]!r}"
             for pattern, _ in self.rules
             if paths and not any(re.search(pattern, path) for path in paths)
         ]
@@ -147,8 +147,8 @@ def parse(scheme: Any) -> Policy:
     names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
         f"`scheme` must be one of {names}, an object of a class of tfposeidon.schemes or "
-        "tfposeidon.policies, or of your own with one of their bases (VectorScheme, ...), "
-        f"or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
+        "tfposeidon.policies, an object of a custom subclass of one of their base classes "
+        f"(VectorScheme, ...), or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
 
 

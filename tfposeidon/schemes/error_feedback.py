@@ -55,8 +55,9 @@ class ErrorFeedback:
         ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Use 0.0 for none.")
         if self.momentum and not self.keep:
             raise ValueError(
-                f"Momentum correction needs error feedback. Received: momentum={self.momentum}, "
-                "error_feedback=False. Use error_feedback=True, or momentum=0.0."
+                "Momentum correction requires error feedback. Received: "
+                f"momentum={self.momentum}, error_feedback=False. Use error_feedback=True, or "
+                "momentum=0.0."
             )
 
     def select_from(

@@ -230,8 +230,8 @@ class SparseScheme(ResidualScheme):
         if not self._is_dense(self._layout(length, topology)):
             return ""
         return (
-            f"density {self.density} on {topology} is more bytes in pairs than all values: "
-            "sent densely"
+            f"density {self.density} on {topology} requires more bytes for index-value pairs than "
+            "for all values: sent densely"
         )
 
     # -------------------------------------------------------------- decisions
@@ -248,8 +248,9 @@ class SparseScheme(ResidualScheme):
     def _layout(self, length: int, topology: Topology) -> _Layout:
         if length > MAX_LENGTH:
             raise ValueError(
-                "Indices on the wire are int32, for up to 2^31 elements a bucket. "
-                f"Received: {length}. Give this variable a dense scheme by a rule."
+                "A sparse scheme supports buckets of at most 2^31 elements, because it sends "
+                f"indices as int32. Received: {length}. Select a dense scheme for this variable "
+                "by a rule."
             )
         seen = self._layout_topology(topology)
         node = stages.Shards.even(length, seen.node, owners=seen.positions)
@@ -262,8 +263,8 @@ class SparseScheme(ResidualScheme):
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
             raise ValueError(
-                f"State must be that of this rank's shard, {expected}. Received: shapes {received}."
-                " It was made for another layout of nodes, or another scheme."
+                f"State must match this rank's shard, {expected}. Received: shapes {received}. "
+                "The state was created for another layout of nodes, or another scheme."
             )
         return steps, FeedbackState(*[*kept, None, None][:2])
 

@@ -117,20 +117,20 @@ class ShardedOptimizer(DistributedOptimizer):
         # Must be unbuilt, so that it creates state for this rank's part only.
         if inner.built:
             raise ValueError(
-                "The optimizer's state is made by ShardedOptimizer, in parts. Received: "
-                f"{type(innermost(inner)).__name__}, built already. Pass a new one."
+                "ShardedOptimizer must create the optimizer state, in shards. Received: "
+                f"{type(innermost(inner)).__name__}, which is already built. Pass a new optimizer."
             )
         if self.gradient_accumulation_steps and innermost(inner).ema_overwrite_frequency:
             raise ValueError(
-                "With ShardedOptimizer and accumulation averages of weights take their place at "
-                "the end of fit only. Received: ema_overwrite_frequency. Leave it out, or use "
+                "With gradient accumulation, ShardedOptimizer assigns averages of weights only "
+                "at the end of fit. Received: ema_overwrite_frequency. Leave it out, or use "
                 "DistributedOptimizer."
             )
         self._shards = Shards(self._exchange.exchanger(variables), variables)
         if not self._shards.has_any:
             raise ValueError(
-                '`scheme` must send some variables by "ps", which are sharded. Received: '
-                f"scheme={self.policy}, by which none goes so, such as "
+                '`scheme` must send some variables by "ps", which shards them. Received: '
+                f"scheme={self.policy}, which selects another scheme for all variables, such as "
                 f"{describe(variables[0]).path!r}. Use DistributedOptimizer."
             )
         self._shards.build(inner)
@@ -178,9 +178,10 @@ class ShardedOptimizer(DistributedOptimizer):
         known = self._trainable_variables
         if [id(v) for v in variables] != [id(v) for v in known]:
             raise ValueError(
-                "With ShardedOptimizer all variables are updated together. Received: gradients for "
-                f"{len(variables)} of {len(known)} variables, or in another order. Use an "
-                "optimizer for each list, or DistributedOptimizer."
+                "ShardedOptimizer must update all its variables in each call, in their order. "
+                f"Received: gradients for {len(variables)} of {len(known)} variables, or in "
+                "another order. Use a separate optimizer for each list of variables, or "
+                "DistributedOptimizer."
             )
         assert self._shards is not None
         self._shards.use(self.updater)
@@ -214,9 +215,9 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def check_change(self, policy: policies.Policy) -> None:
         raise ValueError(
-            "The scheme of a ShardedOptimizer stays for the whole training, for its state lies "
-            f"where the scheme has it. Received: scheme={policy}. Leave the change out, or use "
-            "DistributedOptimizer."
+            "ShardedOptimizer does not support a change of the scheme, because the scheme "
+            f"determines which rank holds which optimizer state. Received: scheme={policy}. Leave "
+            "the change out, or use DistributedOptimizer."
         )
 
     @override
@@ -226,11 +227,13 @@ class ShardedOptimizer(DistributedOptimizer):
 
 def _check_policy(policy: policies.Policy) -> None:
     if policy.reads_factors or policy.leaves_open:
-        why = "it depends on factors" if policy.reads_factors else "the predicted step decides"
+        why = (
+            "it depends on factors" if policy.reads_factors else "it depends on the predicted step"
+        )
         raise ValueError(
-            "What is sharded has to be known before the first step, and some schemes are known "
-            f'only then. Received: scheme={policy}: {why}. Use "ps", or rules with "ps" and '
-            'schemes that are fixed, such as "allreduce".'
+            "ShardedOptimizer requires a scheme that is known before the first step, to shard "
+            f'the variables. Received: scheme={policy}: {why}. Use "ps", or rules with "ps" and '
+            'fixed schemes, such as "allreduce".'
         )
 
 
@@ -245,17 +248,17 @@ def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     if rule not in ELEMENTWISE and not sums_norms and not declared:
         names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(
-            f"ShardedOptimizer gives the optimizer parts of variables, which {names} can work on. "
-            f"Received: {type(optimizer).__name__}, whose rule needs whole variables, or is not "
-            "known not to. Use DistributedOptimizer, or, if each element is updated by itself, set "
-            "updates_elementwise = True on the optimizer."
+            f"ShardedOptimizer requires an optimizer that can update parts of variables: {names}. "
+            f"Received: {type(optimizer).__name__}, whose update requires whole variables or is "
+            "unknown. Use DistributedOptimizer, or, if the optimizer updates each element "
+            "independently, set updates_elementwise = True on it."
         )
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks):
         raise ValueError(
-            "With ShardedOptimizer averages of weights lie on all ranks, in parts. Received: "
-            "SwapEMAWeights. Leave it out (at the end of fit the weights become their averages), "
-            "or use DistributedOptimizer."
+            "ShardedOptimizer does not support SwapEMAWeights, because averages of weights are "
+            "sharded over all ranks. Received: SwapEMAWeights. Leave it out (at the end of fit "
+            "the weights become their averages), or use DistributedOptimizer."
         )

@@ -216,7 +216,7 @@ class Shards:
             return layer_norms.NormMethod()
         return layer_norms.NormMethod(
             sharded_norms(wire, self._is_served, f"{prefix}.norms_of_layers"),
-            "norms of layers: the squares of those of parts are summed over the ranks",
+            "norms of layers: the ranks sum the squared norms of their shards",
         )
 
     def _is_served(self, variable: Any) -> bool:
@@ -327,11 +327,10 @@ class Shards:
                 else "not gathered on this rank"
             )
             raise RuntimeError(
-                "The optimizer's state lies on all ranks, in parts, and has to be "
-                f"gathered before it is saved. Received: saving at step {self._step()}, {gathered}."
-                " Have all ranks call optimizer.gather_state(), give fit "
-                "keras_callbacks.GatherState() before what saves, or save with "
-                "keras_callbacks.Checkpoint, which needs no gathering."
+                "The sharded optimizer state must be gathered before it is saved. Received: "
+                f"saving at step {self._step()}, {gathered}. Call optimizer.gather_state() on all "
+                "ranks, pass keras_callbacks.GatherState() to fit before the callback that "
+                "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
             )
         whole = self._gathered[1]
         for index, variable in enumerate(self._inner.variables):

@@ -78,7 +78,7 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
     >>> tp.state.register(Codebook, "averaged")
     """
     if not isinstance(layer, type):
-        raise TypeError(f"`layer` must be a class of layers. Received: layer={layer!r}")
+        raise TypeError(f"`layer` must be a layer class. Received: layer={layer!r}")
     if not callable(placement):
         placement = _checked(placement)
     _registered[layer] = placement

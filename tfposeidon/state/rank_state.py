@@ -154,7 +154,7 @@ def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
     }
     if unwanted:
         name, path = min(unwanted)
-        raise ValueError(f"there is a {name} of {path}, which another scheme sends now")
+        raise ValueError(f"the snapshot holds a {name} of {path}, which another scheme now sends")
 
 
 def _common_scalar(

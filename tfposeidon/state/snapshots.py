@@ -128,7 +128,8 @@ class Snapshots:
         if problems:
             raise SnapshotError(
                 f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
-                f"Make {self.folder} visible to all nodes, or empty it to start anew."
+                f"Make {self.folder} visible to all nodes, or empty it to start from the "
+                "beginning."
             )
         return None
 
@@ -151,10 +152,9 @@ class Snapshots:
         everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
         if any(everybody):
             raise SnapshotError(
-                "The files of all ranks must be readable on every rank. "
-                f"Received: {next(p for p in everybody if p)}. "
-                f"Make {self.folder} visible to all nodes, or use the scheme and bucket_bytes it "
-                "was made with."
+                "The files of all ranks must be readable on every rank. Received: "
+                f"{next(p for p in everybody if p)}. Make {self.folder} visible to all nodes, or "
+                "use the scheme and bucket_bytes of the snapshot."
             )
         return own
 
@@ -187,7 +187,11 @@ class Snapshots:
         failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
         if failed:
             names = self._names()
-            last = f"the last whole one is {names[-1]}" if names else "there is none yet"
+            last = (
+                f"the last complete snapshot is {names[-1]}"
+                if names
+                else "no complete snapshot exists"
+            )
             raise SnapshotError(
                 f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); {last}. "
                 "Free disk space or correct the folder, and start again."
@@ -202,7 +206,7 @@ def _attempt(action: Any) -> tuple[Any, str | None]:
         return action(), None
     except Exception as error:
         if not isinstance(error, OSError | ValueError | KeyError | EOFError | zipfile.BadZipFile):
-            log.exception("tfposeidon: an error that no file explains")
+            log.exception("tfposeidon: unexpected error while a snapshot was read or written")
         return None, f"{type(error).__name__}: {error}"
 
 

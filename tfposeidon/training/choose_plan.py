@@ -202,7 +202,8 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         if self._is_changing:
             runtime.say(
-                "tfposeidon: planned again by measured times: steps should take %.3g ms less.",
+                "tfposeidon: the plan was updated from measured times; the predicted step is "
+                "%.3g ms shorter.",
                 1e3 * saved_s,
             )
         self._change_or_flush()

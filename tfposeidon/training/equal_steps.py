@@ -24,10 +24,11 @@ from tfposeidon.training.hooks import FitHooks
 log = logging.getLogger("tfposeidon")
 
 WHERE_BEGUN = (
-    "Give fit keras_callbacks.BroadcastVariables(), or build and load the model alike on all ranks."
+    "Pass keras_callbacks.BroadcastVariables() to fit, or build and load the model in the same "
+    "way on all ranks."
 )
 WHERE_SET = (
-    "Callbacks that set or restore values belong on all ranks and must see the same metrics there "
+    "Run callbacks that set or restore values on all ranks, with the same metrics "
     "(keras_callbacks.MetricAverage, before them). keras_callbacks.ReplicaCheck finds the step."
 )
 
@@ -115,7 +116,7 @@ class EqualSteps(keras.callbacks.Callback):
         if not equal:
             runtime.say(
                 "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch "
-                "ends on all ranks after the fewest that any of them has.",
+                "ends on all ranks after the smallest number of batches of any rank.",
                 ", ".join("unknown" if n is None else str(n) for n in sorted(set(steps), key=str)),
             )
 
@@ -180,9 +181,9 @@ class EqualSteps(keras.callbacks.Callback):
                 self._finish(False)
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
-                f"Every rank must do the {self._limit} steps per epoch that were agreed on. "
-                f"Received: only {self._done} on rank {runtime.rank()}, whose data ran out early. "
-                "Give it more data, or leave steps_per_epoch out."
+                f"Every rank must run the agreed {self._limit} steps per epoch. Received: only "
+                f"{self._done} on rank {runtime.rank()}, which exhausted its input early. Provide "
+                "more data on this rank, or leave steps_per_epoch out."
             )
 
 
@@ -211,8 +212,8 @@ class AgreedStop(keras.callbacks.Callback):
         if self._puts_off and self.model.stop_training:
             if not self._wants_to_stop:
                 log.warning(
-                    "tfposeidon: rank %d stops within an epoch: training ends with that epoch, on "
-                    "all ranks.",
+                    "tfposeidon: rank %d requested a stop within an epoch; training ends on all "
+                    "ranks at the end of this epoch.",
                     runtime.rank(),
                 )
             self._wants_to_stop, self.model.stop_training = True, False
@@ -264,9 +265,9 @@ class AgreedStop(keras.callbacks.Callback):
 def _check_limit_is_known(limit: int | None) -> None:
     if limit is None:
         raise ValueError(
-            "With run_eagerly=True and several optimizers each rank must know its number of "
-            "batches. Received: data of unknown length. Leave run_eagerly out, or give fit "
-            "steps_per_epoch."
+            "With run_eagerly=True and several optimizers, each rank must know its number of "
+            "batches. Received: data of unknown length. Leave run_eagerly out, or pass "
+            "steps_per_epoch to fit."
         )
 
 
@@ -297,9 +298,9 @@ def _as_float(value: Any) -> float | None:
 def _check_equal(everybody: list[dict[str, Any]]) -> None:
     agreement.require_equal(
         everybody,
-        "All ranks must train alike",
-        "Callbacks that set or restore it belong on all ranks and must see the same metrics there "
-        "(keras_callbacks.MetricAverage); instead of callbacks that restore one rank alone, use "
+        "All ranks must train with the same settings",
+        "Run callbacks that set or restore it on all ranks, with the same metrics "
+        "(keras_callbacks.MetricAverage); instead of callbacks that restore only one rank, use "
         "keras_callbacks.Checkpoint.",
         agreement.at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
     )
@@ -310,4 +311,4 @@ def _shown(value: Any, other: Any) -> str:
     if not isinstance(value, list):
         return str(value)
     more = [item for item in value if item not in other]
-    return f"{len(value)}" + (f" ({more[0]!r} among them)" if more else "")
+    return f"{len(value)}" + (f" (including {more[0]!r})" if more else "")

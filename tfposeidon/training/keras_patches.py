@@ -263,7 +263,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
             if specification is not None:
                 model._symbolic_build(data_batch=specification)
     if not replicated.has_weights(model):
-        with _trying("by a sample"):
+        with _trying("from a sample"):
             # A call may use operations that symbolic tensors do not support.
             model(_first_sample(x), training=False)
     if model.built and not model.optimizer.built and _trains_all_together(model):
@@ -276,7 +276,7 @@ def _trying(way: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
-        log.debug("tfposeidon: a model is not built %s: %s", way, error)
+        log.debug("tfposeidon: the model was not built %s: %s", way, error)
 
 
 def _first_sample(x: Any) -> Any:

@@ -156,9 +156,10 @@ def _assign(layer: Any, values: State) -> None:
         _assign_files(layer, values)
     else:
         raise ValueError(
-            "Tables in layers must be alike on all ranks, or be saved by the layer's save_assets "
-            f"and load_assets. Received: layer {layer.name!r}, whose {', '.join(sorted(values))} "
-            "differ. Fill them alike, or write these methods."
+            "Lookup tables of layers must be equal on all ranks, or the layer must implement "
+            f"save_assets and load_assets. Received: layer {layer.name!r}, whose "
+            f"{', '.join(sorted(values))} differ. Initialize them with the same values, or "
+            "implement these methods."
         )
 
 

@@ -44,7 +44,11 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
             ranks.setdefault(path, []).append(rank)
     for path, several in ranks.items():
         if len(several) > 1:
-            runtime.say("tfposeidon: rank %d alone writes %s: ranks share it.", several[0], path)
+            runtime.say(
+                "tfposeidon: only rank %d writes %s, because several ranks share this path.",
+                several[0],
+                path,
+            )
     kept = []
     for callback, path in zip(callbacks, mine, strict=True):
         shared = len(ranks.get(path or "", ())) > 1
@@ -60,8 +64,9 @@ def warn_if_all_save() -> None:
     """Warns once if another rank than the lowest saves a model: ranks might share the path."""
     if runtime.rank() != runtime.spokesman():
         log.warning(
-            "tfposeidon: rank %d saves a model. Ranks that save to one path at the same time may "
-            "leave a broken file: save where tp.rank() == 0, or give each rank a path of its own.",
+            "tfposeidon: rank %d saves a model. Ranks that save to the same path at the same "
+            "time may corrupt the file: save only where tp.rank() == 0, or use a different path "
+            "on each rank.",
             runtime.rank(),
         )
 

@@ -23,8 +23,8 @@ def replicated_variables(model: keras.Model) -> list[Any]:
     """Returns replicated variables; builds a sole optimizer; raises if the model has no weights."""
     if not has_weights(model):
         raise RuntimeError(
-            "This callback needs the model's weights when training begins. Received: a model that "
-            "is not built, and data that do not tell their shapes. Call the model on one batch, or "
+            "This callback requires the model's weights when training begins. Received: a model "
+            "that is not built, and data of unknown shape. Call the model on one batch, or "
             "model.build(input_shape), before fit."
         )
     found = held_optimizers(model)
@@ -66,7 +66,7 @@ def begin_alike(model: keras.Model, wire: Wire) -> None:
     problem = difference(model, wire, with_layers=True)
     if problem:
         share(model, wire)
-        runtime.say("tfposeidon: %s All ranks begin with those of rank 0.", problem)
+        runtime.say("tfposeidon: %s All ranks start with the values of rank 0.", problem)
     seeds = seeds_of_layers(model)
     states = exchange_objects([v.numpy().tolist() for v in seeds], wire, "tp.seeds")
     rank = wire.topology.rank
@@ -98,6 +98,6 @@ def difference(model: keras.Model, wire: Wire, with_layers: bool = False) -> str
     path, ranks = next(iter(found.items()))
     return (
         "All ranks must hold the same weights, optimizer state and state of layers. Received: "
-        f"{path!r}, which differs on rank(s) {ranks} from rank 0, first of {len(found)} of "
-        f"{len(variables) + len(layers)}."
+        f"{path!r}, which differs on rank(s) {ranks} from rank 0, the first of {len(found)} "
+        f"differences in {len(variables) + len(layers)} values."
     )

@@ -121,10 +121,9 @@ def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
             return
         name = without_loss_scale(optimizer).name
         raise ValueError(
-            "An optimizer that communicates must be an attribute of its model, or an item of a "
-            f"list or dictionary there. Received: {name!r}, which trains "
-            f"{model.name!r} and was found only in its first step. Assign it to an attribute of "
-            "the model before fit."
+            "A communicating optimizer must be an attribute of its model, or an item of a list "
+            f"or dictionary attribute. Received: {name!r}, which trains {model.name!r} and was "
+            "found only in its first step. Assign it to an attribute of the model before fit."
         )
 
     with _joined(refuse) if _alive else contextlib.nullcontext():
@@ -324,9 +323,9 @@ class Session:
         # synchronization.
         if not self.knows_lengths and not self.is_in_step:
             raise ValueError(
-                "Where each rank trains its own weights, and epochs have an unknown length, ranks "
-                f"communicate at the end of epochs only. Received: {received}. Leave it out, or "
-                "give fit steps_per_epoch."
+                "If each rank trains its own weights and the length of epochs is unknown, ranks "
+                f"can communicate at the end of epochs only. Received: {received}. Leave it out, "
+                "or pass steps_per_epoch to fit."
             )
 
     # ------------------------------------------------------------------ steps and the end of epochs
@@ -443,7 +442,8 @@ class Session:
         hooks = [hook for optimizer in self._watched for hook in optimizer.join_hooks()]
         if not hooks:
             raise RuntimeError(
-                "A rank without a single batch cannot end an epoch. Give every rank data."
+                "Every rank must have at least one batch to end an epoch. Received: a rank "
+                "without batches. Provide data on every rank."
             )
         others_went_on = join_until_all_have_ended(hooks, eagerly)
         were_absent = others_went_on or self.absent_ranks
@@ -458,9 +458,9 @@ def _check_is_in_step(optimizer: Any, model: Any) -> None:
     """Refuses an optimizer found in its first step although `fit` needed it before."""
     if not optimizer.fit_hooks(model).is_in_step:
         raise ValueError(
-            "An optimizer by which each rank trains its own weights must be an attribute of its "
-            f"model, or an item of a list or dictionary there. Received: {optimizer.name!r}, which "
-            f"was found only in its first step of {model.name!r}. Assign it to an attribute of the "
+            "An optimizer that trains local weights must be an attribute of its model, or an "
+            f"item of a list or dictionary attribute. Received: {optimizer.name!r}, which was "
+            f"found only in its first step of {model.name!r}. Assign it to an attribute of the "
             "model before fit."
         )
 
@@ -469,9 +469,10 @@ def _refuse_synchronized(model: Any) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise ValueError(
-                "A rank normalizes its samples by the statistics of its own batch. Received: "
-                f"{layer.name!r}, a BatchNormalization(synchronized=True). Leave `synchronized` "
-                "out: keras_callbacks.AverageBatchNorm() averages the moving statistics. For few "
+                "BatchNormalization must not be synchronized: a rank normalizes its samples by "
+                f"the statistics of its own batch. Received: {layer.name!r}, a "
+                "BatchNormalization(synchronized=True). Leave `synchronized` out, and use "
+                "keras_callbacks.AverageBatchNorm() to average the moving statistics. For few "
                 "samples on each rank, use GroupNormalization."
             )
 
@@ -489,10 +490,10 @@ def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
             other = owners.setdefault(id(variable), optimizer)
             if other is not optimizer:
                 raise ValueError(
-                    "Weights have one centre. Received: "
-                    f"{variable.path!r}, which both {other.name!r} and {optimizer.name!r} of this "
-                    "model train. Give each variable one optimizer, and delete the attribute of "
-                    "the model that holds one that trains no more."
+                    "A variable must have only one optimizer that synchronizes weights. "
+                    f"Received: {variable.path!r}, which both {other.name!r} and "
+                    f"{optimizer.name!r} of this model train. Use one optimizer for each "
+                    "variable, and delete the model attribute that holds an unused optimizer."
                 )
 
 

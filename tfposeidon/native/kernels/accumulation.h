@@ -26,7 +26,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
     OP_REQUIRES(context,
                 TensorShapeUtils::IsVector(values.shape()) && values.shape() == indices.shape(),
                 absl::InvalidArgumentError(absl::StrCat(
-                    "Values and indices must be vectors of one length. Received: ",
+                    "Values and indices must be vectors of the same length. Received: ",
                     values.shape().DebugString(), " and ", indices.shape().DebugString())));
     OP_REQUIRES(context,
                 TensorShapeUtils::IsVector(counts.shape()) &&
@@ -72,7 +72,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
   static absl::Status wrong_counts(const tensorflow::Tensor& counts,
                                    const tensorflow::Tensor& values) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "`counts` must not be negative and add up to the number of values. ",
+        "`counts` must be non-negative and sum to the number of values. ",
         "Received: counts=", counts.SummarizeValue(8), " for ", values.NumElements(), " values."));
   }
 };

@@ -29,13 +29,13 @@ class SelectionOp : public tensorflow::OpKernel {
     const Tensor& first = context->input(0);
     OP_REQUIRES(context, TensorShapeUtils::IsVector(first.shape()),
                 absl::InvalidArgumentError(
-                    absl::StrCat("What is selected from must be a vector. Received: shape ",
+                    absl::StrCat("The input of a selection must be a vector. Received: shape ",
                                  first.shape().DebugString())));
     for (int i = 1; i < vectors; ++i) {
       OP_REQUIRES(
           context, context->input(i).shape() == first.shape(),
           absl::InvalidArgumentError(absl::StrCat(
-              "Residual, gradient and velocity must have one shape. Received: ",
+              "Residual, gradient and velocity must have the same shape. Received: ",
               first.shape().DebugString(), " and ", context->input(i).shape().DebugString())));
     }
     for (int i = vectors; i < vectors + 2; ++i) {
@@ -51,8 +51,8 @@ class SelectionOp : public tensorflow::OpKernel {
                                                         " for a vector of n=", n, " elements.")));
     OP_REQUIRES(context, n - 1 <= std::numeric_limits<Index>::max(),
                 absl::InvalidArgumentError(absl::StrCat(
-                    "int32 indices end at 2^31 - 1. Received: a vector of ", n,
-                    " elements. Their length must be known while tracing, or cut the vector.")));
+                    "A vector with int32 indices must have at most 2^31 elements. Received: ", n,
+                    " elements. Make its length known while tracing, or split the vector.")));
     Tensor* values = nullptr;
     Tensor* indices = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({k}), &values));
