@@ -377,7 +377,7 @@ def main():
     options = parser.parse_args()
     if not options.results.exists():
         parser.error(
-            f"--results must be an existing file. Received: {options.results}, which is missing. Run "
+            f"--results must be an existing file. Received: {options.results}. Run "
             "python -m benchmarks.exchange --full --results docs/results/exchange_grid.json"
         )
     cells = json.loads(options.results.read_text())
