@@ -81,6 +81,14 @@ NEAR = 0.5
 """Points below all-reduce that are near it."""
 EPOCHS = {"digits": 8, "drawn images": 6, "drawn images, longer": 24}
 """Data sets, and the times that 64 steps are trained on them."""
+LABELS = {
+    "digits": "digits",
+    "drawn images": "synthetic images",
+    "drawn images, longer": "synthetic images, longer",
+    "alike": "IID",
+    "own classes": "non-IID",
+}
+"""Labels of data sets and shares, whose names are keys of stored results."""
 TIMED_EPOCHS = 4
 SEEDS_OF_A_JOB = {"digits": 10, "drawn images": 5, "drawn images, longer": 5}
 """Seeds that one job has at most."""
@@ -261,7 +269,7 @@ def show(cells):
     for (data, shares), systems in outcomes(cells).items():
         base = systems[BASE]
         print(
-            f"\n{data}, shares of the ranks: {shares}; {len(base.curves)} seeds, {base.steps} "
+            f"\n{LABELS[data]}, {LABELS[shares]}; {len(base.curves)} seeds, {base.steps} "
             "steps; test accuracy of the global weights, in brackets 95 % intervals of differences"
         )
         rows = [row(name, own, base, systems.get(LIKE_BASE)) for name, own in systems.items()]
@@ -339,7 +347,7 @@ def draw_panel(axis, kind, systems):
     axis.set_yticks([], minor=True)
     data, shares = kind
     axis.set(
-        title=f"{data}, {shares}: all-reduce {base.mean():.1f} %",
+        title=f"{LABELS[data]}, {LABELS[shares]}: all-reduce {base.mean():.1f} %",
         xlabel="MB sent per rank in training",
         ylabel="difference from all-reduce, points",
         xlim=(base.sent_bytes / 400e6, base.sent_bytes / 0.7e6),
