@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=time,
         default=0.0,
         metavar="TIME",
-        help="variation of one direction's delay, at most half of --rtt: 100us (default: 0)",
+        help="variation of the delay one way, at most half of --rtt, such as 100us (default: 0)",
     )
     cluster.add_argument(
         "--loss",
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit of each TCP connection between nodes, such as 5gbit (default: none)",
     )
     trouble = parser.add_argument_group(
-        "faults; may be repeated; seconds count from the start of the ranks"
+        "faults (may be repeated; seconds count from the start of the ranks)"
     )
     for name, reader, syntax, help_text in (
         ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
