@@ -2,12 +2,12 @@
 
     python -m benchmarks.accuracy             # short: two schemes, one seed
     python -m benchmarks.accuracy --full      # all dense schemes, three seeds; 5 minutes
-    python -m benchmarks.accuracy --sparse    # sparse ones beside the all-reduce; 16 minutes
-    python -m benchmarks.accuracy --one-bit   # one bit per gradient beside exact ones
+    python -m benchmarks.accuracy --sparse    # sparse schemes and all-reduce; 16 minutes
+    python -m benchmarks.accuracy --one-bit   # one-bit and exact gradients
 
 Every scheme trains the same CNN from the same seeds until the validation accuracy is reached, at
 most for 30 epochs; with `--sparse` and `--one-bit` (Poseidon, Fig. 11) always for all of them. An
-interrupted run goes on.
+interrupted run resumes.
 """
 
 import statistics
@@ -60,12 +60,12 @@ def parse_arguments():
     parser.add_argument(
         "--sparse",
         action="store_true",
-        help="measure convergence of sparse schemes beside the all-reduce",
+        help="compare the convergence of sparse schemes and all-reduce",
     )
     parser.add_argument(
         "--one-bit",
         action="store_true",
-        help="measure convergence with one bit for each gradient beside exact ones",
+        help="compare the convergence of one-bit and exact gradients",
     )
     others = {"sparse": COMMON | SPARSE, "one_bit": COMMON | ONE_BIT}
     return harness.parse(parser, COMMON | SHORT, COMMON | FULL, SMALLEST, others)
@@ -94,7 +94,7 @@ def show(cells):
     """Prints medians over seeds, with the lowest and the highest."""
     found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
-    header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "last accuracy")
+    header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "final accuracy")
     harness.show([header, *(cells_of(system, runs) for system, runs in found.items())])
 
 

@@ -1,12 +1,12 @@
-"""Measures `auto` beside every fixed exact scheme, in cells that nothing was fitted to.
+"""Compares `auto` with every fixed exact scheme, in configurations that nothing was fitted to.
 
     python -m benchmarks.auto            # short: GoogLeNet at 2 Gb/s
-    python -m benchmarks.auto --full     # nine cells; 45 minutes
+    python -m benchmarks.auto --full     # nine configurations; 45 minutes
 
-The cells were chosen after the code was finished, and have other models, layouts and bandwidths
-than those of the other benchmarks; one has a limit per connection, as clouds have, and one is of
-large layers with large batches, whose factors are few bytes and much work. Steps and times are
-those of `benchmarks.scaling`. An interrupted run goes on.
+The configurations were chosen after the code was finished. Their models, layouts and bandwidths
+differ from those of the other benchmarks. One has a limit per connection, as in clouds. One has
+large layers and large batches, whose sufficient factors need few bytes and much computation. Steps
+and times are those of `benchmarks.scaling`. An interrupted run resumes.
 """
 
 import argparse
@@ -79,8 +79,8 @@ def compared(cells):
 def show(cells):
     """Prints a line for each cell, and the mean distance from the best fixed scheme."""
     header = (
-        *("model", "ranks", "network", "best fixed scheme", "all-reduce", "auto", "of the best"),
-        *("of all-reduce", "chose", "predicted"),
+        *("model", "ranks", "network", "best fixed scheme", "all-reduce", "auto", "auto / best"),
+        *("auto / all-reduce", "chosen", "predicted"),
     )
     found = list(compared(cells))
     print(f"steps {harness.emulated(cells)}")
@@ -89,7 +89,7 @@ def show(cells):
     within = sum(regret <= 0.05 for regret in regrets)
     print(
         f"\nauto is slower than the best fixed scheme by {sum(regrets) / len(regrets):.1%} on "
-        f"average, and within 5 % of it in {within} of {len(regrets)} cells"
+        f"average, and within 5 % of it in {within} of {len(regrets)} configurations"
     )
 
 

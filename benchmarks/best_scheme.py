@@ -3,8 +3,7 @@
     python -m benchmarks.best_scheme
     python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
 
-The choice for each fully connected layer follows from bytes on paper: nothing is run, and the
-answer is there in seconds.
+The choice for each fully connected layer is computed from byte counts in seconds; no training runs.
 """
 
 import argparse
@@ -38,7 +37,7 @@ def parse_arguments():
         default=WORKERS,
         help="numbers of nodes, each worker and server (2 to 32)",
     )
-    parser.add_argument("--batch", nargs="*", type=int, help="samples of a worker (Poseidon's)")
+    parser.add_argument("--batch", nargs="*", type=int, help="samples per worker (as in Poseidon)")
     return parser.parse_args()
 
 
@@ -62,7 +61,7 @@ def cell(choice):
 
 def main():
     options = parse_arguments()
-    print("in brackets: bytes of the store / bytes of the factors, a node and step")
+    print("in brackets: bytes of parameter server / bytes of sufficient factors, per node and step")
     table = [("model", "batch", "layer", "kernel", *(f"{p} workers" for p in options.workers))]
     for name in options.models:
         model = models.model(name)

@@ -1,13 +1,13 @@
 """Measures the time to an accuracy of the DAWNBench example's small preset.
 
     python -m benchmarks.dawnbench          # short: one seed, all-reduce and the paper's schedule
-    python -m benchmarks.dawnbench --full   # three seeds, all schedules, parts left out; two hours
+    python -m benchmarks.dawnbench --full   # three seeds, all schedules, omitted parts; two hours
 
-Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets beside the
-backward pass (what PyTorch DDP does) in 32 and 16 bits, the 2D torus, hierarchical top 1 %
-throughout, the paper's schedule (16 bits on the wire) and `auto`; the same model, data, rates and
-evaluation for all. The link is what 25 GbE is to the paper's run: see `RATE`. Time is counted as
-DAWNBench does, with the tracing of steps and without evaluation. An interrupted run goes on.
+Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets during the
+backward pass (as in PyTorch DDP) in 32 and 16 bits, the 2D torus, hierarchical top 1 % in all
+phases, the paper's schedule (fp16 compression) and `auto`; the same model, data, rates and
+evaluation for all. The link corresponds to 25 GbE in the paper's run: see `RATE`. Time is counted
+as in DAWNBench, with the tracing of steps and without evaluation. An interrupted run resumes.
 """
 
 import functools
@@ -29,17 +29,17 @@ LOOKS = {
     # What a system is called, and whose line it has.
     "horovod": ("Horovod called directly", "horovod"),
     "allreduce": ("all-reduce in buckets, as DDP", "allreduce"),
-    "allreduce16": ("the same in 16 bits, as DDP's hook", "allreduce:float16"),
+    "allreduce16": ("fp16 all-reduce in buckets, as DDP's hook", "allreduce:float16"),
     "torus2d": ("2D torus", "torus2d"),
     "hitopk": ("hierarchical top 1 %", "hitopk:0.01"),
     "paper": ("the paper's schedule", "hitopk:0.01:float16"),
     "auto": ("auto", "auto"),
 }
 PARTS = {
-    "cache": "the paper's, without cache",
-    "resizing": "the paper's, without resizing",
-    "sparse": "the paper's, without the sparse phase",
-    "lars": "the paper's, without LARS",
+    "cache": "the paper's schedule, without cache",
+    "resizing": "the paper's schedule, without resizing",
+    "sparse": "the paper's schedule, without the sparse phase",
+    "lars": "the paper's schedule, without LARS",
 }
 """Parts of the paper's schedule to leave out."""
 COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
@@ -57,12 +57,12 @@ SMALLEST = {
 
 def parse_arguments():
     parser = harness.argument_parser("dawnbench", __doc__)
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="who exchanges, and how")
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="systems to compare")
     parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights, order and crops")
     parser.add_argument(
-        "--parts", nargs="*", choices=PARTS, help="parts to leave out of the paper's schedule"
+        "--parts", nargs="*", choices=PARTS, help="parts to omit from the paper's schedule"
     )
-    parser.add_argument("--layout", metavar="MxN", help="cluster, as nodes x ranks on each (2x2)")
+    parser.add_argument("--layout", metavar="MxN", help="cluster, as nodes x ranks per node (2x2)")
     parser.add_argument("--rate", help=f"rate between nodes ({RATE})")
     parser.set_defaults(shortest=None)
     return harness.parse(parser, SHORT, FULL, SMALLEST)
@@ -144,9 +144,9 @@ def show(cells):
         "seeds",
         f"seconds to {100 * target:g} %",
         "epochs",
-        "accuracy at the end",
+        "final accuracy",
     )
-    rows = [(*header, "seconds in all", "fastest epoch by pixels x batch, s")]
+    rows = [(*header, "total seconds", "fastest epoch by pixels x batch, s")]
     for key, seeds in runs.items():
         first = [reached(run) for run in seeds]
         missed = first.count(None)
@@ -156,7 +156,7 @@ def show(cells):
                 name(*key),
                 str(len(seeds)),
                 spread([line["seconds"] for line in first], "{:.0f}")
-                + (f"; {missed} did not reach it" if missed else ""),
+                + (f"; {missed} below target" if missed else ""),
                 spread([line["epoch"] + 1 for line in first], "{:.1f}"),
                 spread([100 * run["lines"][-1]["val_accuracy"] for run in seeds], "{:.1f}") + " %",
                 spread([run["lines"][-1]["seconds"] for run in seeds], "{:.0f}"),
@@ -205,7 +205,7 @@ def plot(cells, path):
             style = look(system) | {"linestyle": "", "label": None}
             times.plot(found, [height] * len(found), **style)
             if not found:
-                times.annotate("not reached", (0, height), va="center", fontsize=9)
+                times.annotate("below target", (0, height), va="center", fontsize=9)
         times.set_yticks(range(len(runs)), [name(*key) for key in runs])
         times.margins(x=0.06)
         times.set(xlabel=f"seconds to {target:g} %, a point for each seed")

@@ -1,14 +1,14 @@
-"""Measures workers around a server: their pace beside a slow one, and what they learn.
+"""Measures elastic averaging with a server: step rates with a slow worker, and accuracy.
 
     python -m benchmarks.elastic_averaging          # short: three seeds
     python -m benchmarks.elastic_averaging --full   # five seeds; 18 minutes
 
-Pace: eight workers, of which one takes four times as long for a step, exchange a million values
-with a server; each worker's steps are compared with its own without exchanges. Beside it the same
-eight train synchronously. Accuracy, after Theano-MPI's comparison: four workers train an MLP on
-scikit-learn's digits, synchronously (BSP) and by elastic averaging, over alpha and the steps
-between exchanges. Accuracies depend on which worker comes first, so that runs differ. An
-interrupted run goes on.
+Step rate: eight workers, of which one takes four times as long for a step, exchange a million
+values with a server; each worker's rate is compared with its rate without exchanges. The eight
+workers also train synchronously. Accuracy, after Theano-MPI's comparison: four workers train an MLP
+on scikit-learn's digits, synchronously (BSP) and by elastic averaging, over alpha and the steps
+between exchanges. Accuracies depend on the order of the workers' exchanges, so runs differ. An
+interrupted run resumes.
 """
 
 import statistics
@@ -57,8 +57,8 @@ SLOWNESS = 4
 
 def parse_arguments():
     parser = harness.argument_parser("elastic_averaging", __doc__)
-    parser.add_argument("--parts", nargs="*", choices=COMMON["parts"], help="what to measure")
-    parser.add_argument("--runs", nargs="*", choices=RUNS, help="what to train by")
+    parser.add_argument("--parts", nargs="*", choices=COMMON["parts"], help="parts to measure")
+    parser.add_argument("--runs", nargs="*", choices=RUNS, help="runs to train")
     parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and order")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -116,18 +116,18 @@ def accuracies(cells):
 
 def show(cells):
     """Prints a table for each part."""
-    rows = [("eight workers, one of them slow", "fast ones' pace: median", "lowest", "slow one's")]
+    rows = [("eight workers, one slow", "fast workers: median", "lowest", "slow worker")]
     for name, (fast, slow) in paces(cells).items():
         values = (statistics.median(fast), min(fast), slow)
         rows.append((name, *(f"{100 * value:.1f} %" for value in values)))
     if len(rows) > 1:
-        print("\npace of a worker's steps, of its own without exchanges")
+        print("\nstep rate of a worker, relative to its rate without exchanges")
         harness.show(rows)
     found = accuracies(cells)
     if BSP not in found:
         return
-    print(f"\nscikit-learn's digits, {len(found[BSP])} seeds; in brackets 95 %")
-    rows = [("system", "accuracy of the centre, %", "points from BSP")]
+    print(f"\nscikit-learn's digits, {len(found[BSP])} seeds; in brackets: 95 % intervals")
+    rows = [("system", "accuracy of the global weights, %", "difference from BSP, points")]
     for name, own in found.items():
         difference = "" if name == BSP else between(own - found[BSP])
         rows.append((name, f"{own.mean():.2f}", difference))
@@ -154,7 +154,7 @@ def _draw_paces(axis, cells):
         label = (lambda text: text) if height == 0 else (lambda text: None)
         shifted = height + np.linspace(-0.12, 0.12, len(fast))
         axis.plot(100 * np.array(fast), shifted, "o", color="#0072b2", label=label("fast workers"))
-        axis.plot([100 * slow], [height], "s", color="#d55e00", label=label("the slow one"))
+        axis.plot([100 * slow], [height], "s", color="#d55e00", label=label("slow worker"))
     axis.axvline(95, **figures.REFERENCE)
     names = list(paces(cells))
     axis.set_yticks(range(len(names)), names)
@@ -162,7 +162,7 @@ def _draw_paces(axis, cells):
         xlim=(0, 110),
         ylim=(len(names) - 0.4, -0.6),
         title="one of eight workers is four times as slow",
-        xlabel="pace, percent of a worker's own without exchanges",
+        xlabel="step rate, % of the rate without exchanges",
     )
     axis.legend(loc="center left")
 
@@ -190,7 +190,7 @@ def _draw_accuracies(axis, cells):
     axis.set(
         title=f"digits, four workers: BSP has {found[BSP].mean():.1f} %",
         xlabel="alpha",
-        ylabel="points from BSP",
+        ylabel="difference from BSP, points",
     )
     # Above the bars.
     low, high = axis.get_ylim()

@@ -1,22 +1,22 @@
-"""Measures time and bytes of single exchanges, beside the limit of the link.
+"""Measures time and bytes of single exchanges, and compares them with the limit of the link.
 
     python -m benchmarks.exchange            # short: 2 x 2 ranks, 200 Mb/s, 2^14 to 2^22 values
     python -m benchmarks.exchange --full     # the grid below: hours
     python -m benchmarks.exchange --layouts 2x2 4x2 --rates 200mbit --lengths 24
-    python -m benchmarks.exchange --systems factors:32 --shapes 4096x4096    # of 32 rows a rank
+    python -m benchmarks.exchange --systems factors:32 --shapes 4096x4096    # 32 rows per rank
     python -m benchmarks.exchange --flow 100mbit --rates 400mbit        # a limit per connection
     python -m benchmarks.exchange --sparse   # 25.6 M values, sparse, dense and DDP; 20 minutes
 
 The grid has 2x1 to 16x1 and 4x4 ranks, 100 Mb/s to unshaped, 2^10 to 2^26 values (2^24 above 8
-ranks), all schemes, factors of 4 to 512 rows a rank, and what exchanges consist of: single
-collectives ("all_gather@across") and local work ("select@work") with all ranks at it. Exchanges
-whose limit, or whose products, take more than 5 s are left out, and those beyond this memory.
+ranks), all schemes, sufficient factors of 4 to 512 batch rows per rank, and the parts of exchanges:
+single collectives ("all_gather@across") and local work ("select@work") with all ranks busy.
+Exchanges are skipped if their limit or their products take more than 5 s, or if they exceed memory.
 
 The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
 latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
-errors; without what the shaper lets through at once). Exchanges of one size are measured in turn,
+errors; without the burst that the shaper passes). Exchanges of one size are measured in turn,
 and those whose times differ by more than 10 % (the quartiles' distance, as a share of the median)
-are listed apart. An interrupted run goes on with what is missing, exchange by exchange.
+are listed separately. An interrupted run resumes with the missing exchanges.
 """
 
 import itertools
@@ -125,7 +125,7 @@ PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 
 def parse_arguments():
     parser = harness.argument_parser("exchange", __doc__)
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     parser.add_argument(
         "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit, or unshaped"
@@ -139,12 +139,12 @@ def parse_arguments():
         help="lengths of the vector: powers of two, or, from 64 on, numbers of values",
     )
     parser.add_argument(
-        "--shapes", nargs="*", metavar="MxN", help="shapes of the matrices that factors make"
+        "--shapes", nargs="*", metavar="MxN", help="shapes of the matrices for sufficient factors"
     )
     parser.add_argument(
         "--systems",
         nargs="*",
-        help="schemes with options, such as hitopk:0.01:float16 or factors:32, and peers",
+        help="schemes with options, such as hitopk:0.01:float16 or factors:32, or other frameworks",
     )
     parser.add_argument(
         "--sparse", action="store_true", help="measure sparse and dense exchanges of 25.6 M values"
@@ -176,7 +176,7 @@ def planned(options, kept=None):
                 found[key_of(job, kept)] = job | {"cells": cells}
     if left_out:
         print(
-            f"{left_out} exchanges of the grid are left out: their limit or their products take "
+            f"{left_out} exchanges of the grid are skipped: their limit or their products take "
             f"more than {LONGEST_LIMIT_S:g} s, or they do not fit into memory"
         )
     return found

@@ -63,24 +63,24 @@ STYLES = {
     "torus2d": Style("2D torus", "#e8596c"),
     "torus2d:float16": Style("2D torus, 16 bits", "#9d0b28", marker="s"),
     "torus2d:bfloat16": Style("2D torus, bfloat16", "#5e0618", marker="s"),
-    "topk:0.01": Style("flat top 1 %", "#f08a3c", marker="^"),
-    "topk:0.001": Style("flat top 0.1 %", "#f7c39a", marker="^"),
+    "topk:0.01": Style("top 1 %, all ranks", "#f08a3c", marker="^"),
+    "topk:0.001": Style("top 0.1 %, all ranks", "#f7c39a", marker="^"),
     "hitopk:0.1": Style("hierarchical top 10 %", "#c9b3f0", marker="^"),
     "hitopk:0.01": Style("hierarchical top 1 %", "#7d4fd6", marker="^"),
     "hitopk:0.01:float16": Style("hierarchical top 1 %, 16 bits", "#3f1a8a", marker="^"),
     "hitopk:0.01:exact": Style("hierarchical top 1 %, exact", "#b58cff", marker="D"),
     "hitopk:0.001": Style("hierarchical top 0.1 %", "#d669c8", marker="^"),
     "hitopk:0.001:exact": Style("hierarchical top 0.1 %, exact", "#f2a9ea", marker="D"),
-    "ps-late": Style("server, after backward", "#e3a857"),
+    "ps-late": Style("parameter server, after backward", "#e3a857"),
     "ps": Style("parameter server", "#5f9e3d"),
     "ps:server": Style("parameter server, sharded optimizer", "#a8c93a"),
-    "ps-adam": Style("server, factors to it (ps-adam)", "#8a7f3a"),
+    "ps-adam": Style("factor server (ps-adam)", "#8a7f3a"),
     "hybcomm": Style("HybComm", "#d6006e", marker="s"),
     "auto": Style("auto, exact", "#0072b2", marker="*"),
     "auto:fp16": Style("auto, 16 bits allowed", "#56b4e9", marker="*"),
     "auto:topk": Style("auto, top 1 % allowed", "#003f63", marker="*"),
     "factors": Style("sufficient factors", "#2e4a9e", marker="D"),
-    "adam": Style("one server (adam)", "#a0522d", marker="v"),
+    "adam": Style("factor server (Project Adam)", "#a0522d", marker="v"),
     "onebit": Style("one bit", "#e06a00", marker="^"),
     "no reading": Style("no reading", "#c8c8c8", ours=False),
     "tf.data": Style("tf.data", "#a5c4e8", ours=False),
@@ -204,7 +204,7 @@ def legend(figure, columns=4, more=(), title=None):
     ours = {own.label for own in STYLES.values() if own.ours} | set(more)
     theirs = {own.label for own in STYLES.values() if not own.ours}
     if title is None and theirs & set(labels):
-        title = "bold: tfposeidon; dashed or hatched: peers"
+        title = "bold: tfposeidon; dashed or hatched: other frameworks"
     drawn = figure.legend(
         [found[label] for label in labels],
         labels,
@@ -234,7 +234,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     try:
         import matplotlib as mpl
     except ImportError:
-        print("No plots: Matplotlib is missing. Run: pip install matplotlib")
+        print("Plots were skipped: Matplotlib is missing. Run: pip install matplotlib")
         return
     # Only files are written: there may be no display.
     mpl.use("Agg")

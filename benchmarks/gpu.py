@@ -1,11 +1,11 @@
-"""Measures the native library on a CUDA GPU, beside copies in its memory and PyTorch's `topk`.
+"""Compares the native library on a CUDA GPU with copies in its memory and PyTorch's `topk`.
 
     python -m benchmarks.gpu           # short: 25.6 M elements
     python -m benchmarks.gpu --full    # 256 K to 128 M elements; two minutes
 
-Needed are a GPU and nvcc; TensorFlow is not, and PyTorch is measured where it is installed. Each
-time is put beside the least that it can take: the bytes that must be read and written, at the
-rate of a copy of the same vector in the same run. An interrupted run goes on.
+It requires a GPU and nvcc, but not TensorFlow; PyTorch is measured if it is installed. Each time is
+compared with its minimum: the bytes that must be read and written, at the bandwidth of a copy of
+the same vector in the same run. An interrupted run resumes.
 """
 
 import itertools
@@ -27,7 +27,7 @@ ROUNDS = 21
 def parse_arguments():
     parser = harness.argument_parser("gpu", __doc__)
     parser.add_argument("--elements", nargs="*", type=int, help="lengths of the vectors")
-    parser.add_argument("--densities", nargs="*", type=float, help="parts that are selected")
+    parser.add_argument("--densities", nargs="*", type=float, help="selected fractions")
     parser.add_argument("--distributions", nargs="*", choices=COMMON["distributions"])
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -121,7 +121,9 @@ LABELS = {
 def show(cells):
     """Prints a table for each GPU: microseconds, and how many times the least that is."""
     for gpu in dict.fromkeys(cell["gpu"] for cell in cells.values()):
-        print(f"\n{gpu}: microseconds, in brackets times the least at the rate of the copy")
+        print(
+            f"\n{gpu}: microseconds; in brackets: multiples of the minimum at the copy's bandwidth"
+        )
         header = ("values", "elements", "density", "copy", *LABELS.values(), "memory")
         own = [cell for cell in cells.values() if cell["gpu"] == gpu]
         harness.show([header, *map(row, own)])
@@ -200,7 +202,7 @@ def plot(cells, path):
 def main():
     options = parse_arguments()
     if shutil.which("nvidia-smi") is None:
-        sys.exit("benchmarks.gpu needs a CUDA GPU, and no nvidia-smi is on the PATH.")
+        sys.exit("benchmarks.gpu requires a CUDA GPU. Received: no nvidia-smi on PATH.")
     harness.carry_out(options, planned(options), run, show, plot)
 
 

@@ -1,13 +1,13 @@
-"""Checks TensorFlow, Horovod and tfposeidon on a GPU: correct to the bit, and how fast.
+"""Checks TensorFlow, Horovod and tfposeidon on a GPU: bitwise correctness, and speed.
 
     python -m benchmarks.gpu_check libs see ops times one check speed
     horovodrun -np 2 python -m benchmarks.gpu_check two links    # ranks may share one GPU
-    horovodrun -np 2 python -m benchmarks.gpu_check nccl         # each with a GPU of its own
+    horovodrun -np 2 python -m benchmarks.gpu_check nccl         # each rank with its own GPU
 
-Each check is a line, `ok` or `FAIL`, with seconds and figures; a failure does not end a stage. The
-exit status is 1 if a check failed, and 3 if TensorFlow sees no GPU. Without a GPU the same code
-runs on the CPU. Environment: RESULTS is a file to which the lines are added, too; FEW=1 leaves out
-most of `two`; MODELS and POLICIES choose what `speed` times.
+Each check prints a line, `ok` or `FAIL`, with seconds and figures; a failure does not end a stage.
+The exit status is 1 if a check failed, and 3 if TensorFlow finds no GPU. Without a GPU the same
+code runs on the CPU. Environment: lines are also appended to the file RESULTS; FEW=1 omits most of
+`two`; MODELS and POLICIES choose the models and policies that `speed` times.
 """
 
 import argparse
@@ -44,10 +44,12 @@ def main():
         "stages", nargs="+", choices=STAGES, metavar="STAGE", help=", ".join(STAGES)
     )
     small = bool(os.environ.get("SMALL"))
-    parser.add_argument("--small", action="store_true", default=small, help="sizes for a CPU")
+    parser.add_argument(
+        "--small", action="store_true", default=small, help="use small sizes, for CPUs"
+    )
     budget_s = float(os.environ.get("BUDGET_S", "inf"))
     parser.add_argument(
-        "--budget-s", type=float, default=budget_s, help="begin no check after that"
+        "--budget-s", type=float, default=budget_s, help="seconds after which no check starts"
     )
     options = parser.parse_args()
     failures = [run(stage, options.small, options.budget_s) for stage in options.stages]

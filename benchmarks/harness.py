@@ -114,7 +114,7 @@ def argument_parser(name, description):
         help=f"JSON file to continue (docs/results/{name}.json; "
         f"with --smallest build/smallest/{name}.json)",
     )
-    parser.add_argument("--fresh", action="store_true", help="begin the file anew")
+    parser.add_argument("--fresh", action="store_true", help="discard the file first")
     parser.add_argument(
         "--full",
         action="store_true",
@@ -123,7 +123,7 @@ def argument_parser(name, description):
     parser.add_argument(
         "--smallest",
         action="store_true",
-        help="measure one small case of each kind, to see that all of it runs",
+        help="measure one small case of each kind, as a quick test",
     )
     return parser
 
@@ -200,7 +200,7 @@ def carry_out(options, planned, run, show, plot):
     if failed:
         sys.exit(
             f"{len(failed)} of {len(planned)} jobs failed: {', '.join(failed)}. "
-            "Run it again, and it goes on."
+            "Run the command again to continue."
         )
 
 
@@ -227,7 +227,7 @@ def jobs(results, planned, run):
             failed.append(key)
             if error.answer:
                 results.add(key, error.answer)
-            print(f"    failed, and will be tried again next time: {error}", flush=True)
+            print(f"    failed; the next run repeats it: {error}", flush=True)
         print(f"    {time.monotonic() - begin:.0f} s", flush=True)
     return failed
 
@@ -299,7 +299,7 @@ def in_lab(options, worker, task):
         found = _answer(answer, report, options, task, worker)
         if done.returncode:
             raise JobError(
-                f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}",
+                f"{shlex.join(command)} exited with {done.returncode}:\n{done.stderr[-4000:]}",
                 found,
             )
         return found

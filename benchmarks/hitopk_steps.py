@@ -2,8 +2,8 @@
 
     python -m benchmarks.hitopk_steps        # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s; 5 minutes
 
-Each step is timed by leaving out those behind it, at densities 0.01 and 0.001. An interrupted run
-goes on.
+Each step is timed by omitting the later steps, at densities 0.01 and 0.001. An interrupted run
+resumes.
 """
 
 import itertools
@@ -20,7 +20,7 @@ ELEMENTS = 25_557_032
 def parse_arguments():
     parser = harness.argument_parser("hitopk_steps", __doc__)
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     parser.add_argument(
         "--rates", nargs="*", help="rates of the links between nodes, such as 200mbit"
@@ -46,7 +46,7 @@ def rows(cells):
 
 def show(cells):
     """Prints milliseconds of each step and of all."""
-    header = ("ranks, link, scheme", *STEPS, "all")
+    header = ("ranks, link, scheme", *STEPS, "total")
     found = [
         (name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)
     ]

@@ -1,12 +1,12 @@
-"""Measures accuracy with large batches: LARS and LAMB with warm-up beside SGD, on digits.
+"""Compares accuracy with large batches: LARS and LAMB with warm-up, and SGD, on digits.
 
     python -m benchmarks.large_batch          # short: one seed
     python -m benchmarks.large_batch --full   # three seeds; 4 minutes
 
 One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by
-several rules: SGD at 2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. What 16 ranks
-with a batch of 16 each would do is the same, to rounding (tests/optimizers/test_layer_rates.py). An
-interrupted run goes on.
+several rules: SGD at 2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. 16 ranks with
+a batch of 16 each give the same result, up to rounding (tests/optimizers/test_layer_rates.py). An
+interrupted run resumes.
 """
 
 import statistics
@@ -70,7 +70,7 @@ SMALLEST = {
 
 def parse_arguments():
     parser = harness.argument_parser("large_batch", __doc__)
-    parser.add_argument("--rules", nargs="*", choices=RULES, help="rules to train by")
+    parser.add_argument("--rules", nargs="*", choices=RULES, help="rules to train with")
     parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and batches")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -112,7 +112,7 @@ def runs_of(cells, rule):
 def show(cells):
     """Prints the accuracy at the end by rule, and by how much it is below the small batch."""
     print(
-        f"\nscikit-learn's digits, {EPOCHS} epochs; validation accuracy at the end, "
+        f"\nscikit-learn's digits, {EPOCHS} epochs; final validation accuracy, "
         "mean over seeds (lowest, highest)"
     )
     small = [cell["accuracies"][-1] for cell in runs_of(cells, "SGD, small batch")]

@@ -1,11 +1,11 @@
-"""Measures how well a job finds out about its links: beside the rates that the lab was given.
+"""Measures the accuracy of a job's network profile, compared with the rates set in the lab.
 
     python -m benchmarks.links            # short: 2 x 2 ranks, 200 Mb/s
     python -m benchmarks.links --full     # 2x1 to 4x4 ranks, 100 Mb/s to 1 Gb/s; 15 minutes
 
-Each job measures several times as `tp.init()` does, quiet and with a process that keeps one of the
-cores busy. Rates are compared with the lab's, and latencies with the median of the quiet
-measurements. An interrupted run goes on.
+Each job measures several times as `tp.init()` does, without load and with a process that keeps one
+core busy. Rates are compared with the lab's, and latencies with the median of the measurements
+without load. An interrupted run resumes.
 """
 
 import itertools
@@ -33,7 +33,7 @@ ASKED_FOR = {"quiet": {"rate": 0.10, "latency": 0.25}, "loaded": {"rate": 0.20, 
 def parse_arguments():
     parser = harness.argument_parser("links", __doc__)
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     parser.add_argument("--rates", nargs="*", help="rates of the links between nodes")
     parser.add_argument("--repeats", type=int, help=f"measurements of each kind ({REPEATS})")
@@ -94,7 +94,9 @@ def show(cells):
         *("uncertainty", "seconds", "longest"),
     )
     harness.show([header, *map(cells_of, rows(cells))])
-    print("\nwithin: rates 10 % and latencies 25 %; with a load on one core 20 and 50 %")
+    print(
+        "\nwithin: rates within 10 % and latencies within 25 %; with a load on one core 20 and 50 %"
+    )
 
 
 def cells_of(row):
@@ -118,7 +120,7 @@ def plot(cells, path):
     """Saves measured over given rates and latencies over their median, a point for each try."""
     found = list(rows(cells))
     panels = ("rate", "latency")
-    titles = ("measured rate / rate of the lab", "measured latency / median of quiet ones")
+    titles = ("measured rate / rate of the lab", "measured latency / median without load")
 
     def draw(figure, axes):
         names = list(dict.fromkeys((row["layout"], row["rate"]) for row in found))

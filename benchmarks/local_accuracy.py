@@ -1,17 +1,17 @@
-"""Measures what local updates cost in accuracy, by the bytes that they send, beside all-reduce.
+"""Compares the accuracy of local updates with all-reduce, by the bytes that they send.
 
     python -m benchmarks.local_accuracy                       # short: digits, three seeds
     python -m benchmarks.local_accuracy --full                # ten seeds, images too; three hours
-    python -m benchmarks.local_accuracy --full --parts time   # of it the time of steps at 200 Mb/s
+    python -m benchmarks.local_accuracy --full --parts time   # only the step times at 200 Mb/s
     python -m benchmarks.local_accuracy --full --data "drawn images, longer"   # seven hours more
 
-Four ranks, each a node of its own, train an MLP on scikit-learn's digits, and a CNN with batch
-normalization on drawn images (examples/data/draw_shapes.py), these for 384 steps, or for four
-times as many. Samples of the ranks are alike, or each rank has classes of its own. Under a seed all
-systems begin with the same weights and see the same samples in the same order, so that differences
-are those of pairs. Bytes are those of the plan. Accuracies, which do not depend on links, are
-measured without a limit on them, and times of steps at 200 Mb/s by themselves. An interrupted run
-goes on.
+Four ranks on four nodes train an MLP on scikit-learn's digits, and a CNN with batch normalization
+on synthetic images (examples/data/draw_shapes.py), for 384 steps or for four times as many. Samples
+of the ranks are IID ("alike"), or non-IID ("own classes"). With the same seed all systems start
+with the same weights and read the same samples in the same order, so differences are paired. Bytes
+are those of the plan. Accuracies, which do not depend on links, are measured without a limit on
+them, and step times are measured separately, at 200 Mb/s. An interrupted run
+resumes.
 """
 
 import statistics
@@ -81,6 +81,14 @@ NEAR = 0.5
 """Points below all-reduce that are near it."""
 EPOCHS = {"digits": 8, "drawn images": 6, "drawn images, longer": 24}
 """Data sets, and the times that 64 steps are trained on them."""
+LABELS = {
+    "digits": "digits",
+    "drawn images": "synthetic images",
+    "drawn images, longer": "synthetic images, longer",
+    "alike": "IID",
+    "own classes": "non-IID",
+}
+"""Labels of data sets and shares, whose names are keys of stored results."""
 TIMED_EPOCHS = 4
 SEEDS_OF_A_JOB = {"digits": 10, "drawn images": 5, "drawn images, longer": 5}
 """Seeds that one job has at most."""
@@ -109,10 +117,15 @@ SMALLEST = COMMON | {
 
 def parse_arguments():
     parser = harness.argument_parser("local_accuracy", __doc__)
-    parser.add_argument("--parts", nargs="*", choices=COMMON["parts"], help="what to measure")
-    parser.add_argument("--data", nargs="*", choices=EPOCHS, help="what to train on")
-    parser.add_argument("--shares", nargs="*", choices=COMMON["shares"], help="samples of a rank")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="how to train")
+    parser.add_argument("--parts", nargs="*", choices=COMMON["parts"], help="parts to measure")
+    parser.add_argument("--data", nargs="*", choices=EPOCHS, help="data sets")
+    parser.add_argument(
+        "--shares",
+        nargs="*",
+        choices=COMMON["shares"],
+        help="IID (alike) or non-IID samples (own classes)",
+    )
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="kinds of systems")
     parser.add_argument("--seeds", nargs="*", type=int, help="seeds of weights and order")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -240,13 +253,13 @@ def judged(differences):
 HEADER = (
     "system",
     "exchanges",
-    "kB a rank sends",
+    "kB sent per rank",
     "of all-reduce",
-    "after half and all, %",
-    "points from all-reduce",
+    "after half and all steps, %",
+    "difference from all-reduce, points",
     f"within {NEAR:g} points",
-    "from all-reduce by AdamW",
-    f"a step at {figures.rate(RATE)}",
+    "difference from all-reduce by AdamW",
+    f"step at {figures.rate(RATE)}",
     "all steps",
 )
 
@@ -256,8 +269,8 @@ def show(cells):
     for (data, shares), systems in outcomes(cells).items():
         base = systems[BASE]
         print(
-            f"\n{data}, shares of the ranks: {shares}; {len(base.curves)} seeds, {base.steps} "
-            "steps; accuracy of the centre on test samples, in brackets 95 % of a difference"
+            f"\n{LABELS[data]}, {LABELS[shares]}; {len(base.curves)} seeds, {base.steps} "
+            "steps; test accuracy of the global weights, in brackets 95 % intervals of differences"
         )
         rows = [row(name, own, base, systems.get(LIKE_BASE)) for name, own in systems.items()]
         harness.show([HEADER, *rows])
@@ -303,8 +316,8 @@ def plot(cells, path):
             draw_panel(axis, kind, systems)
         methods = {system.method for system in SYSTEMS.values()}
         title = (
-            "lines: every 64, 16 and 4 steps from left to right; bars: 95 % of the mean difference "
-            f"under a seed;\nband: within {NEAR:g} points of all-reduce; dotted: 1/16 of its bytes"
+            "lines: sync_every 64, 16 and 4 from left to right; bars: 95 % intervals of mean "
+            f"differences;\nband: within {NEAR:g} points of all-reduce; dotted: 1/16 of its bytes"
         )
         figures.legend(figure, columns=4, more=methods, title=title)
 
@@ -334,9 +347,9 @@ def draw_panel(axis, kind, systems):
     axis.set_yticks([], minor=True)
     data, shares = kind
     axis.set(
-        title=f"{data}, {shares}: all-reduce {base.mean():.1f} %",
-        xlabel="MB that a rank sends in training",
-        ylabel="points from all-reduce",
+        title=f"{LABELS[data]}, {LABELS[shares]}: all-reduce {base.mean():.1f} %",
+        xlabel="MB sent per rank in training",
+        ylabel="difference from all-reduce, points",
         xlim=(base.sent_bytes / 400e6, base.sent_bytes / 0.7e6),
         ylim=(1.3 * lowest, 2),
     )

@@ -1,11 +1,11 @@
-"""Measures what `LocalUpdates` costs in a step over a slow link, and the bytes of its rounds.
+"""Measures the cost of `LocalUpdates` per step over a slow link, and bytes per synchronization.
 
     python -m benchmarks.local_updates          # short: 2 x 2 ranks
     python -m benchmarks.local_updates --full   # 2 x 2 and 4 x 1 ranks; ten minutes
 
-The model has the 25.6 million parameters of ResNet-50; steps sleep for the time that they are to
-compute. What communication costs is the mean time of a step, less that of one which exchanges
-nothing. An interrupted run goes on.
+The model has the 25.6 million parameters of ResNet-50; steps sleep for their compute time. The cost
+of communication is the mean time of a step, minus that of a step without exchange. An
+interrupted run resumes.
 """
 
 from benchmarks import figures, harness
@@ -41,8 +41,10 @@ SMALLEST = COMMON | {
 
 def parse_arguments():
     parser = harness.argument_parser("local_updates", __doc__)
-    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="who exchanges, and when")
-    parser.add_argument("--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks")
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, help="systems to compare")
+    parser.add_argument(
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
+    )
     parser.add_argument("--rate", help=f"rate between nodes ({RATE})")
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -88,8 +90,8 @@ def by_layout(cells):
 
 def show(cells):
     """Prints a line for each layout and system."""
-    header = ("ranks", "system", "a step without", "communication adds", "of all-reduce / every")
-    rows = [(*header, "sent in a round, MB", "planned, MB")]
+    header = ("ranks", "system", "step without it", "communication", "x steps / all-reduce")
+    rows = [(*header, "sent per synchronization, MB", "planned, MB")]
     for layout, systems in by_layout(cells).items():
         dense = systems.get(next(iter(SYSTEMS)))
         for system, cell in systems.items():

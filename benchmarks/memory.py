@@ -1,10 +1,10 @@
-"""Measures memory of optimizers whose state lies whole on every rank, or in shards.
+"""Measures memory of optimizers whose state is replicated on all ranks, or sharded.
 
     python -m benchmarks.memory      # momentum, Adam and AdamW on 2 and 4 ranks; 5 minutes
 
-Each line is a job of its own that makes three updates of one variable of 33.6 M values by "ps",
+Each line is a separate job that applies three updates to one variable of 33.6 M values with "ps",
 with `DistributedOptimizer` ("worker" updates) or `ShardedOptimizer` ("server"). An interrupted run
-goes on.
+resumes.
 """
 
 import itertools
@@ -32,7 +32,7 @@ SMALLEST = {
 def parse_arguments():
     parser = harness.argument_parser("memory", __doc__)
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     return harness.parse(parser, CASES, CASES, SMALLEST)
 
@@ -82,7 +82,7 @@ def show(cells):
         for (layout, optimizer, update), slots, resident in rows(cells)
     ]
     harness.show(
-        [("ranks", "optimizer", "update", "slots", "resident beyond SGD without slots"), *table]
+        [("ranks", "optimizer", "update", "optimizer state", "resident beyond plain SGD"), *table]
     )
 
 
@@ -120,7 +120,7 @@ def plot(cells, path):
                     textcoords="offset points",
                     va="center",
                 )
-            mark.set_label("optimizer state (slots), by its sizes")
+            mark.set_label("optimizer state, from its shapes")
             axis.set_yticks(range(len(names)), names)
             axis.set(
                 title=figures.ranks(layout),

@@ -1,12 +1,12 @@
-"""Measures norms of all layers: the native op beside TensorFlow's, and shares of ranks beside all.
+"""Measures norms of all layers: the native op and TensorFlow's, on all ranks and in parallel.
 
     python -m benchmarks.norms            # short: ResNet-50, 4 ranks
     python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8, 16 ranks; 10 minutes
 
 Norms are those that LARS needs: of each variable and of its gradient. In parallel (CommLib,
-section 5.4) is the largest share, computed alone, and the all-gather of the results by ranks with
-nothing else to do: here 16 ranks share two CPU cores, so that side by side each takes eight times
-as long as on a machine of its own. That is measured, too. An interrupted run goes on.
+section 5.4) is the largest share, computed on an idle machine, and the all-gather of the results:
+here 16 ranks share two CPU cores, so that at the same time each takes eight times as long as on
+its own machine. That is measured, too. An interrupted run resumes.
 """
 
 import math
@@ -32,10 +32,10 @@ def parse_arguments():
         "--models",
         nargs="*",
         choices=sorted(models.MODELS),
-        help="models whose variables are taken",
+        help="models whose variables are used",
     )
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     return harness.parse(parser, SHORT, FULL, SMALLEST)
 
@@ -122,11 +122,11 @@ def show(cells):
         for kind in ("library", "op", "parallel")
     }
     if own["library"]:
-        print("\nlibrary, beside one read of the same values")
+        print("\nlibrary, compared with one read of the same values")
         header = ("model", "tensors", "values", "one read", "norms", "norms / read")
         harness.show([header, *map(library_row, own["library"])])
     if own["op"]:
-        print("\nop, beside tf.norm of each tensor, and the root of twice tf.nn.l2_loss")
+        print("\nop, compared with tf.norm of each tensor, and the root of twice tf.nn.l2_loss")
         header = (
             "model",
             "tf.norm",
@@ -137,17 +137,17 @@ def show(cells):
         )
         harness.show([header, *map(op_row, own["op"])])
     if own["parallel"]:
-        print(f"\nin parallel, {RATE} between nodes: the largest share alone, and the all-gather")
+        print(f"\nin parallel, {RATE} between nodes: the largest share, and the all-gather")
         header = (
             "model",
             "ranks",
-            "every rank for itself",
+            "all on every rank",
             "share",
             "all-gather",
             "in parallel",
             "ratio",
         )
-        header += ("pays from", "side by side: for itself", "in parallel")
+        header += ("faster from", "all ranks busy: on every rank", "in parallel")
         harness.show([header, *map(parallel_row, own["parallel"])])
 
 
@@ -203,7 +203,11 @@ def crossover(seconds):
 
 
 LINES = {
-    "local": {"label": "every rank takes all norms", "color": figures.BASELINE, "linewidth": 2.4},
+    "local": {
+        "label": "every rank computes all norms",
+        "color": figures.BASELINE,
+        "linewidth": 2.4,
+    },
     "share": {"label": "largest share of a rank", "color": figures.PARTS[1], "linewidth": 1.4},
     "all-gather": {"label": "all-gather of shares", "color": figures.PARTS[2], "linewidth": 1.4},
     "both": {

@@ -1,10 +1,10 @@
-"""Measures what the README shows: time per step of `auto` and the peers on slow networks.
+"""Measures the README's figures: time per step of `auto` and other frameworks on slow networks.
 
     python -m benchmarks.overview            # short: ResNet-50 at 10 Gb/s
     python -m benchmarks.overview --full     # three models at 1, 10 and 25 Gb/s; an hour
 
-Steps, models and links are those of `benchmarks.scaling`, and so are bandwidths and times: as on
-the real cluster. An interrupted run goes on.
+Steps, models and links are those of `benchmarks.scaling`. Bandwidths and times are those of the
+real cluster. An interrupted run resumes.
 """
 
 from benchmarks import figures, harness, scaling
@@ -67,8 +67,8 @@ def show(cells):
         for system in ("alone", *SYSTEMS)
     )
     harness.show([header, *lines])
-    print("\nwhat was chosen")
-    header = ("model", "Gb/s", "system", "chose", "predicted", "measured", "of the prediction")
+    print("\nchosen schemes")
+    header = ("model", "Gb/s", "system", "chosen", "predicted", "measured", "measured / predicted")
     harness.show([header, *choices(cells)])
 
 
@@ -111,7 +111,7 @@ def plot(cells, path):
                 continue
             figures.bars(axis, shown, names=index % len(names) == 0)
             compute_s = models.model(model).step_s
-            axis.axvline(1e3 * compute_s, label="computing, without any exchange", **LIMIT)
+            axis.axvline(1e3 * compute_s, label="compute time, without communication", **LIMIT)
             axis.set_title(f"{figures.MODELS.get(model, model)}, {gbit:g} Gb/s")
             if index >= len(panels) - len(names):
                 axis.set_xlabel("milliseconds per step")

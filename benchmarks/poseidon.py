@@ -1,13 +1,13 @@
-"""Measures Poseidon's figures again, on emulated accelerators.
+"""Reproduces the figures of the Poseidon paper, on emulated accelerators.
 
     python -m benchmarks.poseidon            # short: one model on 2 and 4 ranks
     python -m benchmarks.poseidon --full     # the paper's bandwidths on up to 16 ranks; 2.5 hours
 
 These are speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that
-ranks stand still (Fig. 7), and what each node sends and receives (Fig. 10). "ps-late" exchanges
-after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server a layer;
+ranks are stalled (Fig. 7), and bytes that each node sends and receives (Fig. 10). "ps-late" sends
+after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server per layer;
 "horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling.
-An interrupted run goes on.
+An interrupted run resumes.
 """
 
 import statistics
@@ -95,8 +95,8 @@ def speedups(cells):
 def show(cells):
     """Prints speed-ups, the paper's, the share of time that ranks stand still, and traffic."""
     print(
-        f"\nspeed-up over one rank alone, {harness.emulated(cells)}; "
-        "in brackets the share of time that the ranks stand still, on average"
+        f"\nspeed-up over one rank, {harness.emulated(cells)}; "
+        "in brackets: mean share of time in which ranks are stalled"
     )
     rows = [("model", "Gb/s", "ranks", *SYSTEMS, "paper")]
     stalled = {
@@ -156,7 +156,7 @@ def plot(cells, path):
             draw_nodes(axis, model, found)
         for axis, model in zip(axes[len(names) :], names, strict=True):
             draw_bandwidth(axis, model, found)
-        title = "bold: tfposeidon; dashed: peers; rings and crosses show lines that others cover"
+        title = "bold: tfposeidon; dashed: other frameworks; rings and crosses: covered lines"
         figures.legend(figure, title=title)
 
     figures.save(path, 2 * len(names), draw, columns=len(names), height_in=3.2)

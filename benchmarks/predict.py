@@ -1,20 +1,20 @@
-"""Compares predicted exchanges and steps with those that were measured; runs no ranks.
+"""Compares predicted exchanges and steps with stored measurements; runs no ranks.
 
     python -m benchmarks.predict                 # the grid in docs/results/exchange_grid.json
     python -m benchmarks.predict --worst 20      # and the largest errors
     python -m benchmarks.predict --steps         # steps of scaling, Poseidon, the README, ...
-    python -m benchmarks.predict --constants     # what each constant is worth that is not measured
+    python -m benchmarks.predict --constants     # effect of each constant that is not measured
 
 The grid comes from `python -m benchmarks.exchange --full --results
-docs/results/exchange_grid.json`. Links and speeds of ranks are estimated, as before the first step
-of a job, from the single collectives and the local work in it; no scheme's exchange decides about
-them. What the lab's shaper lets through at once is taken off, and what a call takes is added, for
-both are in all measured times.
+docs/results/exchange_grid.json`. The network profile is fitted, as before the first step of a job,
+to the single collectives and the local work in it, not to exchanges of schemes. The burst that the
+lab's shaper passes is subtracted and the time of a call is added, because all measured times
+contain both.
 
 Errors are (predicted - measured) / measured, where the measured median is known to 5 % (standard
-error); the others are a group of their own. Then the exchange that `auto` would choose is compared
-with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators compute as
-long as they are told to, and exchanges take what the same links and speeds predict.
+error); the others are a separate group. Then the exchange that `auto` would choose is compared
+with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators have fixed
+compute times, and exchanges take the times that the same profile predicts.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def show(rows, some, holds):
       some: Name of a group that is hard to predict.
       holds: Function that tells whether a row belongs to it.
     """
-    groups = {"all": lambda row: True, "of auto's schemes": is_considered, some: holds}
+    groups = {"all": lambda row: True, "schemes of auto": is_considered, some: holds}
     for key in ("file", "layout", "rate"):
         if key not in rows[0]:
             continue
@@ -230,7 +230,7 @@ def show_worst(rows, number):
 
 CHOICES = {
     "exact": ("allreduce", "alltoall", "torus2d"),
-    "with halves": (
+    "with fp16": (
         "allreduce",
         "alltoall",
         "torus2d",
@@ -238,7 +238,7 @@ CHOICES = {
         "alltoall:float16",
         "torus2d:float16",
     ),
-    "with the top 1 %": ("allreduce", "alltoall", "torus2d", "hitopk:0.01", "topk:0.01"),
+    "with top 1 %": ("allreduce", "alltoall", "torus2d", "hitopk:0.01", "topk:0.01"),
 }
 """Schemes among which an exchange is chosen."""
 
@@ -284,7 +284,7 @@ def show_choices(rows):
     for row in rows:
         key = (row["layout"], row["rate"], row["size"])
         by_cell.setdefault(key, {})[row["system"]] = row
-    table = [("allowed", "cells", "race", "regret", "within 5 %", "slower than all-reduce by 2 %")]
+    table = [("allowed", "cases", "trial", "regret", "within 5 %", "slower than all-reduce by 2 %")]
     for name, systems in CHOICES.items():
         cells = [
             {system: cell[system] for system in considered(systems, layout) if system in cell}
@@ -370,14 +370,14 @@ def main():
     parser.add_argument(
         "--plot", type=Path, default=harness.RESULTS / "predict.png", help="file to write"
     )
-    parser.add_argument("--steps", action="store_true", help="compare steps, not exchanges")
+    parser.add_argument("--steps", action="store_true", help="compare steps instead of exchanges")
     parser.add_argument(
         "--constants", action="store_true", help="predict with other values of the constants"
     )
     options = parser.parse_args()
     if not options.results.exists():
         parser.error(
-            f"there must be measured exchanges. Received: {options.results}, which is missing. Run "
+            f"--results must be an existing file. Received: {options.results}. Run "
             "python -m benchmarks.exchange --full --results docs/results/exchange_grid.json"
         )
     cells = json.loads(options.results.read_text())
@@ -387,7 +387,7 @@ def main():
         return
     if options.steps:
         found = list(predict_steps.compared(rows))
-        show(found, "communication shows", lambda row: row["shows"])
+        show(found, "exposed communication", lambda row: row["shows"])
     else:
         everything = list(compared(rows))
         found = [row for row in everything if row["is_known"]]
@@ -395,7 +395,7 @@ def main():
         show(found, name, lambda row: row["link_share"] < LINK_BOUND)
         unknown = [row for row in everything if not row["is_known"]]
         if unknown:
-            print(f"\nmeasured to more than {LARGEST_ERROR:.0%} only:")
+            print(f"\nmeasured with an error above {LARGEST_ERROR:.0%}:")
             harness.show([HEADER, summary("all", unknown)])
         show_choices(found)
         plot(cells, options.plot)

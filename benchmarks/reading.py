@@ -2,13 +2,13 @@
 
     python -m benchmarks.reading                          # short
     python -m benchmarks.reading --full                   # as in docs/results; 45 minutes
-    python -m benchmarks.reading --full --parts jobs      # new jobs on a warm pool; 13 minutes
+    python -m benchmarks.reading --full --parts jobs      # new jobs on a warm store; 13 minutes
 
-The slow source is a folder that a preloaded library makes slow (`native/slow_source.c`): every
-open takes 4 ms, and all processes share 30 or 10 MB/s. The limit of reading from memory is one
-thread that copies the same records of the same file in random order into one buffer
+The slow source is a folder that a preloaded library slows down (`native/slow_source.c`): every open
+takes 4 ms, and all processes share 30 or 10 MB/s. The limit of reading from memory is one thread
+that copies the same records of the same file in random order into one buffer
 (`native/random_records.c`). Training is that of CommLib's Fig. 9. Ratios are of one run,
-everything in turn. An interrupted run goes on.
+in which systems take turns. An interrupted run resumes.
 """
 
 import json
@@ -69,7 +69,7 @@ def parse_arguments():
     parser.add_argument(
         "--sizes", nargs="*", type=int, choices=[96, 224], help="sides of the images, in pixels"
     )
-    parser.add_argument("--rounds", type=int, help="number of turns of each system")
+    parser.add_argument("--rounds", type=int, help="number of rounds of each system")
     parser.add_argument("--images", type=int, help="number of files of the slow source")
     parser.add_argument("--mb-s", nargs="*", type=int, help="rates of the slow source, in MB/s")
     parser.add_argument("--data-mb", type=int, help="megabytes of records in memory")
@@ -207,7 +207,7 @@ def rates(cell, what="samples_per_second"):
 
 def show_warm(cells):
     rows = [
-        ("pixels", "", "one thread copies", "datacache", "tf.data cache", "of copies", "of tf.data")
+        ("pixels", "", "one thread copies", "datacache", "tf.data cache", "/ copies", "/ tf.data")
     ]
     for cell in cells:
         for what, text in (
@@ -233,7 +233,7 @@ def show_warm(cells):
 
 
 def show_jobs(cells):
-    rows = [("pixels", "a new job's first epoch", "later", "first of later", "quartiles")]
+    rows = [("pixels", "first epoch of a new job", "later", "first / later", "quartiles")]
     for cell in cells:
         for name, measured in cell["systems"].items():
             ratios = [
@@ -255,7 +255,7 @@ def show_jobs(cells):
             )
     if cells:
         print(
-            "\na new process on a warm pool: its first epoch and the three after it, "
+            "\na new process on a warm store: its first epoch and the next three, "
             "in samples per second"
         )
         harness.show(rows)
@@ -268,7 +268,7 @@ def ratio(cell, one, other, what):
 
 
 def show_cold(cells):
-    rows = [("", "samples/s", "of the limit")]
+    rows = [("", "samples/s", "share of limit")]
     for cell in (cell for cell in cells if cell["kind"] == "cold"):
         limit = cell["mb_s"] * 1e6 / (cell["bytes"] / cell["images"])
         rows.append((f"limit: {cell['mb_s']} MB/s", f"{limit:,.0f}", ""))
@@ -277,9 +277,7 @@ def show_cold(cells):
     for cell in (cell for cell in cells if cell["kind"] == "decoding"):
         speeds = rates(cell)
         share = ratio(cell, "datacache, first epoch", "decoding", "samples_per_second")
-        rows.append(
-            ("limit: decoding, on a source that is not slow", f"{speeds['decoding']:,.0f}", "")
-        )
+        rows.append(("limit: decoding, on a fast source", f"{speeds['decoding']:,.0f}", ""))
         rows.append(
             ("datacache, first epoch", f"{speeds['datacache, first epoch']:,.0f}", f"{share:.2f}")
         )
@@ -344,11 +342,11 @@ def show_nodes(cells):
             )
         ]
         print(
-            f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a cache in parts brings "
+            f"\n{cell['layout']} ranks, {cell['rate']}/s: an epoch of a partitioned cache sends "
             f"{systems['bytes']['measured'] / 1e6:.2f} MB over a node's link, predicted "
             f"{systems['bytes']['predicted'] / 1e6:.2f};\n"
             f"steps take {1e3 * steps['replicate']:.0f} ms on local data "
-            f"and {1e3 * steps['split']:.0f} ms on parts "
+            f"and {1e3 * steps['split']:.0f} ms on a partition "
             f"(median of the rounds' ratios {statistics.median(ratios):.3f})"
         )
 

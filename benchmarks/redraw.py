@@ -1,9 +1,9 @@
-"""Draws the plots of docs/results again from the JSON files beside them; nothing is measured.
+"""Redraws the plots of docs/results from the JSON files in that folder; nothing is measured.
 
     python -m benchmarks.redraw                    # all plots, some seconds
     python -m benchmarks.redraw scaling exchange   # some of them
 
-Each benchmark draws its plot itself when it ends. Needed is Matplotlib: `pip install -e
+Each benchmark also draws its plot when it ends. Plots require Matplotlib: `pip install -e
 '.[plots]'`.
 """
 

@@ -1,15 +1,15 @@
-"""Measures step time, exposed communication, stalls and scaling efficiency, beside the peers.
+"""Compares step time, exposed communication, stalls and scaling efficiency with other frameworks.
 
     python -m benchmarks.scaling            # short: ResNet-50 on 2 x 2 ranks, one bandwidth
     python -m benchmarks.scaling --full     # two models, 4 and 8 ranks, three bandwidths; 2 hours
     python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems torus2d hitopk
     python -m benchmarks.scaling --gbits 25 --flow-gbit 5   # a limit per connection, as in clouds
 
-Accelerators are emulated: compute takes the papers' times, dilated (everything is D times slower,
-links too; D is 4, and 1 up to 1 Gb/s, where the link alone makes steps long), and where a model
-would not fit into memory it is shrunk by f, and links by f squared. Bandwidths are named as they
-would be on the real cluster. Peers are Horovod called directly, PyTorch DDP, Keras on JAX with
-`keras.distribution` and MultiWorkerMirroredStrategy. An interrupted run goes on.
+Accelerators are emulated: compute takes the papers' times, dilated (computation and links are D
+times slower; D is 4, and 1 up to 1 Gb/s, where the link alone makes steps long). A model that does
+not fit into memory is shrunk by f, and links by f squared. Bandwidths are those of the real
+cluster. Other frameworks are Horovod called directly, PyTorch DDP, Keras on JAX with
+`keras.distribution` and MultiWorkerMirroredStrategy. An interrupted run resumes.
 """
 
 import importlib.util
@@ -80,14 +80,16 @@ def parse_arguments():
     parser = harness.argument_parser("scaling", __doc__)
     parser.add_argument("--models", nargs="*", choices=models.MODELS, help="models of the papers")
     parser.add_argument(
-        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks on each"
+        "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
     parser.add_argument(
         "--gbits", nargs="*", type=float, help="bandwidths between real nodes, in Gb/s"
     )
     parser.add_argument("--flow-gbit", type=float, help="limit of each connection, in Gb/s (none)")
     parser.add_argument(
-        "--systems", nargs="*", help="schemes with options, such as hitopk:0.01, and peers"
+        "--systems",
+        nargs="*",
+        help="schemes with options, such as hitopk:0.01, and other frameworks",
     )
     parser.add_argument(
         "--dilation",
@@ -104,10 +106,10 @@ def without_missing_peers(systems):
     """Returns the systems that can run here, and tells how to install the others."""
     missing = []
     if not importlib.util.find_spec("torch"):
-        print("Left out: PyTorch DDP, for PyTorch is missing. Run: pip install torch==2.13.0")
+        print("Skipped PyTorch DDP: PyTorch is missing. Run: pip install torch==2.13.0")
         missing.append("ddp")
     if not harness.JAX.exists():
-        print(f"Left out: Keras on JAX, for its environment is missing. Run: {harness.JAX_REMEDY}")
+        print(f"Skipped Keras on JAX: its environment is missing. Run: {harness.JAX_REMEDY}")
         missing.append("jax")
     return [system for system in systems if system.partition("-")[0] not in missing]
 

@@ -1,11 +1,12 @@
-"""Measures selection, error feedback and scatter-add beside one pass over the same data.
+"""Compares selection, error feedback and scatter-add with one pass over the same data.
 
     python -m benchmarks.selection           # short: 4 M and 25.6 M elements
     python -m benchmarks.selection --full    # 256 K to 128 M, four kinds of values; 12 minutes
 
 Selection is compared with one read, error feedback with one addition, and scatter-add with one zero
-fill. The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, beside
-TensorFlow's own selection. Ratios are of one run, everything in turn. An interrupted run goes on.
+fill. The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, with
+TensorFlow's own selection. Ratios are of one run, in which functions take turns. An
+interrupted run resumes.
 """
 
 import itertools

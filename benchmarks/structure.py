@@ -1,4 +1,4 @@
-"""Prints how the code is built: folders, files, complexity, members, docstrings, README.
+"""Prints figures of the code: folders, files, complexity, members, docstrings, README.
 
     python -m benchmarks.structure v0.1 HEAD     # a table with one column per revision
     python -m benchmarks.structure --missing     # public functions that lack `Args` or `Returns`
@@ -66,7 +66,10 @@ def figures(root: Path) -> dict[str, object]:
     returning = [function for function, _ in functions if returns(function)]
     modules = Counter(path.parent for path in sources if path.name != "__init__.py")
     return {
-        **{f"modules on top of {package}": modules[root / package] for package in PACKAGES},
+        **{
+            f"modules in the top folder of {package}": modules[root / package]
+            for package in PACKAGES
+        },
         "folders with modules": len(modules),
         "modules in a folder, median": statistics.median_high(modules.values()),
         "modules in the largest flat folder": max(modules.values()),

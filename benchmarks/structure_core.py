@@ -42,7 +42,7 @@ def figures(root: Path) -> dict[str, object]:
     methods = methods_of(BASE, trees) or wrapper
     return {
         "modules of tfposeidon": len(sources),
-        "rooms on top of one another": rooms(root),
+        "layers of the import contract": rooms(root),
         "longest chain of imports": longest_chain(imports, sources),
         "methods of the optimizers' base class": len(methods),
         "of these abstract, constant or empty": sum(map(is_trivial, methods)),

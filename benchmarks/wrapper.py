@@ -1,4 +1,4 @@
-"""Measures what the wrapper costs in a step of `fit`, beside Horovod's exchange and plain Keras.
+"""Measures the cost of the wrapper in a step of `fit`, against Horovod and plain Keras.
 
     python -m benchmarks.wrapper                                             # 10 minutes
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
@@ -6,13 +6,13 @@
     python -m benchmarks.wrapper --pairs 21 --systems "small 1" "small 10"   # steps of 4 ms; 3 min
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
-Steps include what `fit` has the wrapper do: samples are counted, gradients weighted, exchanges
-timed. Both sides are timed in turn, A B B A, and each such pair gives a ratio, so that a machine
-that becomes slower does not count. Beside the median of the ratios stand the interval in which it
-lies with 95 %, and their quartiles. "comparison" is that of values over ranks, which `fit` makes
-between epochs, beside a step of 8 images a rank. "small 10" is a step of `fit` by "allreduce", with
-`steps_per_execution` 10, of four dense layers of 64 on two ranks, beside `grouped_allreduce` in a
-train step by hand. An interrupted run goes on.
+Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
+Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
+has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
+"comparison" is the comparison of values over ranks, which `fit` makes between epochs, relative to a
+step of 8 images per rank. "small 10" is a step of `fit` with "allreduce", `steps_per_execution` 10
+and four dense layers of 64 on two ranks, relative to `grouped_allreduce` in a hand-written train
+step. An interrupted run resumes.
 """
 
 import itertools
@@ -101,10 +101,10 @@ def ratios(cell):
 
 def show(cells):
     """Prints times, ratios and their intervals."""
-    header = ("", "pairs", "ours", "theirs", "ratio", "95 % of the median", "quartiles")
+    header = ("", "pairs", "tfposeidon", "baseline", "ratio", "95 % of the median", "quartiles")
     print(
-        "\nsteps of two ranks on one machine by a scheme and buckets of so many MiB; "
-        "of one rank, ten by `fit`"
+        "\none step of two ranks on one machine, by scheme and bucket size in MiB; "
+        "ten steps of `fit` on one rank"
     )
     harness.show([header, *map(row, cells.values())])
     for system, found in map(ratios, cells.values()):

@@ -18,8 +18,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=12, help="times that all samples are seen")
-    parser.add_argument("--global-batch", type=int, default=64, help="samples of all ranks a step")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the training samples")
+    parser.add_argument("--global-batch", type=int, default=64, help="samples per step, all ranks")
     parser.add_argument("--scheme", default="auto", help="name of a communication scheme")
     parser.add_argument(
         "--goal", type=float, default=0.95, help="test accuracy below which the job fails"
@@ -65,7 +65,7 @@ def main():
     options = parse_arguments()
     tp.init()
     if tp.size() > (batch := options.global_batch):
-        sys.exit(f"--global-batch must be {tp.size()} (the ranks) or more. Received: {batch}")
+        sys.exit(f"--global-batch must be {tp.size()} (number of ranks) or more. Received: {batch}")
     keras.utils.set_random_seed(tp.rank())
     data, test = load_data(options.global_batch)
     model = build_model()

@@ -5,8 +5,8 @@ horovodrun -np 128 -H node1:8,...,node16:8 python examples/dawnbench_resnet50.py
 python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
   python examples/dawnbench_resnet50.py --preset tiny --out /tmp/tiny
 
-The small preset trains the same way on images that a script draws. A run that was interrupted goes
-on when it is started again.
+The tiny preset trains in the same way on synthetic images. An interrupted run resumes when it is
+started again.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_arguments(arguments=None):
         "--preset",
         choices=recipes.RECIPES,
         default="paper",
-        help="paper: ResNet-50, 28 epochs as 13 at 96 pixels, 11 at 128, 3 at 224 and 1 at 288, "
+        help="paper: ResNet-50, 28 epochs: 13 at 96 pixels, 11 at 128, 3 at 224 and 1 at 288, "
         "with batches of 256, 256, 256 and 128 on each rank; tiny: a small ResNet, 18 epochs at 24 "
         "to 46 pixels (paper)",
     )
@@ -46,37 +46,41 @@ def parse_arguments(arguments=None):
         "--schedule",
         choices=recipes.SCHEDULES,
         default="paper",
-        help="schemes of the phases: paper is top 1 %% in the first and 2D torus in the others, "
-        "both with 16 bits on the wire (paper)",
+        help="schemes of the phases; paper: top 1 %% in the first and 2D torus in the others, "
+        "both with fp16 compression (paper)",
     )
     parser.add_argument(
         "--data",
         help="folder with train/<class>/*.jpeg and validation/<class>/*.jpeg (or val/, or test/), "
         "or with TFRecord files train-* and validation-*, or tfds:NAME[@FOLDER] for "
-        "tensorflow-datasets, such as tfds:imagenet2012@/data/tfds; the tiny preset draws its own "
-        "into OUT/shapes",
+        "tensorflow-datasets, such as tfds:imagenet2012@/data/tfds; the tiny preset creates "
+        "synthetic images in OUT/shapes",
     )
     parser.add_argument(
-        "--out", type=Path, help="folder of snapshots, records and plot; all ranks see it"
+        "--out", type=Path, help="folder for snapshots, records and plot, shared by all ranks"
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print steps, plans, memory and predicted time on V100s, and train nothing",
+        help="print steps, plans, memory and predicted time on V100s, without training",
     )
     parser.add_argument(
-        "--variables", action="store_true", help="print a line for each variable of these plans"
+        "--variables",
+        action="store_true",
+        help="print a line for each variable of the dry run's plans",
     )
     parser.add_argument("--nodes", type=int, default=16, help="nodes of a dry run (16)")
-    parser.add_argument("--per-node", type=int, default=8, help="ranks of each node (8)")
-    parser.add_argument("--network", default="25gbit", help="rate between nodes (25gbit)")
-    parser.add_argument("--memory", default="auto", help="folder of the cache in memory")
-    parser.add_argument("--disk", type=Path, help="folder on a local disk for the files as read")
+    parser.add_argument("--per-node", type=int, default=8, help="ranks per node of a dry run (8)")
+    parser.add_argument(
+        "--network", default="25gbit", help="rate between nodes of a dry run (25gbit)"
+    )
+    parser.add_argument("--memory", default="auto", help="folder of the shared-memory cache")
+    parser.add_argument("--disk", type=Path, help="folder on a local disk for copies of the files")
     parser.add_argument(
         "--precision",
         default="float32",
         choices=["float32", "mixed_float16", "mixed_bfloat16"],
-        help="mixed_float16 on GPUs (float32)",
+        help="dtype policy; use mixed_float16 on GPUs (float32)",
     )
     parser.add_argument(
         "--snapshot-steps", type=int, help="steps between snapshots within epochs (none)"
@@ -86,26 +90,24 @@ def parse_arguments(arguments=None):
         nargs="*",
         default=[],
         choices=["cache", "resizing", "sparse", "lars"],
-        help="parts to leave out, to see what each brings: without cache each image is read and "
-        "decoded in each epoch, without resizing all phases train at the largest resolution, "
-        "without sparse the first phase exchanges as the others do, and without lars SGD trains "
-        "(none)",
+        help="parts to omit, to measure their effect; without cache, each epoch reads and decodes "
+        "each image; without resizing, all phases train at the largest resolution; without "
+        "sparse, the first phase uses the scheme of the others; without lars, SGD trains (none)",
     )
     parser.add_argument(
         "--shortest",
         action="store_true",
-        help="train one epoch a phase, on few images where they are drawn, to see that all of it "
-        "runs",
+        help="train one epoch per phase, on few images if they are synthetic, as a quick test",
     )
     parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard (none)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, order and crops (0)")
     options = parser.parse_args(arguments)
     if options.out is None and not options.dry_run:
-        parser.error("--out is needed: the folder of snapshots, records and plot")
+        parser.error("--out is required: the folder for snapshots, records and plot")
     if options.variables and not options.dry_run:
-        parser.error("--variables is of a dry run: give --dry-run, too")
+        parser.error("--variables requires --dry-run")
     if options.dry_run and options.preset != "paper":
-        parser.error("--dry-run is of the paper's preset, whose times on V100s are known")
+        parser.error("--dry-run requires --preset paper, whose times on V100s are known")
     return options
 
 
@@ -140,7 +142,9 @@ def images_of(options):
     if options.data is not None:
         return images.open_images(options.data)
     if options.preset != "tiny":
-        raise SystemExit("--data is needed: see --help. Only --preset tiny draws images of its own")
+        raise SystemExit(
+            "--data is required; see --help. Only --preset tiny creates its own images"
+        )
     if tp.rank() == 0:
         counts = {"train": 160, "test": 80} if options.shortest else {}
         draw_shapes.draw(options.out / "shapes", **counts)
@@ -321,7 +325,7 @@ def report(model, kept, options):
     if reached:
         print(
             f"time to {100 * kept.target:g} %: {reached['seconds']:.1f} s of training, "
-            f"{reached['epoch'] + 1} epochs; evaluation is left out" + kept.interruptions(reached)
+            f"{reached['epoch'] + 1} epochs; evaluation is excluded" + kept.interruptions(reached)
         )
     else:
         print(f"{100 * kept.target:g} % was not reached in {last['seconds']:.1f} s of training")

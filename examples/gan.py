@@ -1,4 +1,4 @@
-"""Trains a GAN, with two optimizers and a train step of its own, to draw 8 x 8 digits.
+"""Trains a GAN with two optimizers and a custom train step, to generate 8 x 8 digits.
 
 horovodrun -np 2 python examples/gan.py --images digits.png
 """
@@ -68,13 +68,13 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=60, help="times that all samples are seen")
-    parser.add_argument("--images", type=Path, help="PNG file for 64 drawn digits (none)")
-    parser.add_argument("--goal", type=float, default=0.1, help="largest distance of mean images")
+    parser.add_argument("--epochs", type=int, default=60, help="passes over the training samples")
+    parser.add_argument("--images", type=Path, help="PNG file for 64 generated digits")
+    parser.add_argument("--goal", type=float, default=0.1, help="maximum distance of mean images")
     options = parser.parse_args()
     tp.init()
     if tp.size() > BATCH:
-        sys.exit(f"Each rank needs one of {BATCH} samples. Received: {tp.size()} ranks. Use fewer")
+        sys.exit(f"At most {BATCH} ranks are supported. Received: {tp.size()} ranks. Use fewer")
     keras.utils.set_random_seed(tp.rank())
     images = (load_digits().data / 8 - 1).astype("float32")
     gan = Gan()

@@ -32,9 +32,9 @@ def parse_arguments():
         "--folder",
         type=Path,
         default="/tmp/datacache-digits",
-        help="folder of images, with one folder per class; drawn if it is missing",
+        help="folder of images, with one folder per class; created if it is missing",
     )
-    parser.add_argument("--memory", default="auto", help="folder of the pool in memory")
+    parser.add_argument("--memory", default="auto", help="folder of the shared-memory store")
     parser.add_argument(
         "--tfds", action="store_true", help="read the images from a tensorflow-datasets builder"
     )
@@ -42,13 +42,11 @@ def parse_arguments():
     parser.add_argument(
         "--global-batch", type=int, default=64, help="samples per step over all ranks together"
     )
-    parser.add_argument(
-        "--disk", type=Path, help="folder on a local disk that keeps the files as read"
-    )
+    parser.add_argument("--disk", type=Path, help="folder on a local disk for copies of the files")
     parser.add_argument(
         "--partition",
         default="auto",
-        help="auto, replicate (each node keeps all samples) or split (each node keeps a part)",
+        help="auto, replicate (each node holds all samples) or split (each node holds a part)",
     )
     parser.add_argument(
         "--goal", type=float, default=0.85, help="training accuracy below which the job fails"

@@ -30,7 +30,9 @@ def parse_arguments():
     parser.add_argument("--scheme", default="auto", help="auto, allreduce, alltoall, torus2d, ps")
     parser.add_argument("--ranks-per-node", type=int, help="regroup the ranks into emulated nodes")
     parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="save there after each epoch, and resume from it"
+        "--checkpoint",
+        metavar="FOLDER",
+        help="folder of snapshots, saved after each epoch and resumed from",
     )
     parser.add_argument(
         "--goal", type=float, default=0.97, help="validation accuracy below which the job fails"

@@ -2,7 +2,7 @@
 
 horovodrun -np 2 python examples/transformer.py --scheme hybcomm
 
-Any number of ranks trains to the loss of one process: each takes its share of the same batches.
+Any number of ranks reaches the loss of one process, because ranks share the same batches.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse_arguments():
     )
     parser.add_argument("--steps", type=int, default=200, help="steps to train (200)")
     parser.add_argument(
-        "--global-batch", type=int, default=32, help="samples per step on all ranks together (32)"
+        "--global-batch", type=int, default=32, help="samples per step over all ranks together (32)"
     )
     parser.add_argument("--width", type=int, default=128, help="width of the model (128)")
     parser.add_argument("--blocks", type=int, default=2, help="blocks of the model (2)")
@@ -89,8 +89,8 @@ def main():
     tp.init()
     if tp.size() > options.global_batch:
         sys.exit(
-            "Each rank needs a sample of each step. Received: --global-batch "
-            f"{options.global_batch} on {tp.size()} ranks. Use a larger one, or fewer ranks"
+            "--global-batch must be at least the number of ranks. Received: --global-batch "
+            f"{options.global_batch} on {tp.size()} ranks. Use a larger batch, or fewer ranks"
         )
     keras.utils.set_random_seed(options.seed)
     model = build_model(options.width, options.blocks)

@@ -50,7 +50,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             return
         if problem := replicated.difference(self.model, runtime.wire()):
             raise RuntimeError(
-                f"{problem} The model's optimizer does not communicate: wrap it, as in "
+                f"{problem} The model's optimizer does not communicate. Wrap it: "
                 "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
             )
 

@@ -261,9 +261,9 @@ class Checkpoint(keras.callbacks.Callback):
         unknown = [variable.path for variable in trained if id(variable) not in indices]
         if unknown:
             raise SnapshotError(
-                "Checkpoint saves variables of the model. Received: an optimizer that trains "
-                f"{unknown[0]!r}, which is not among them. Assign its layer to an attribute of the "
-                "model."
+                "Checkpoint requires an optimizer that trains only variables of the model. "
+                f"Received: {unknown[0]!r}, which is not a variable of the model. Assign its layer "
+                "to an attribute of the model."
             )
         trains = [indices[id(variable)] for variable in trained]
         return {"scheme": policy, "trains": trains, "planning": planning}
@@ -293,9 +293,9 @@ class Checkpoint(keras.callbacks.Callback):
             self._check_samples(snapshot)
         if batches and self._session.shuffles:
             runtime.say(
-                "tfposeidon: `fit` shuffles, and draws another order than the run that is resumed: "
-                "the %d batches that are skipped have other samples than those that were trained "
-                'on. Pass shuffle=False to fit, or Checkpoint(..., resume="epoch").',
+                "tfposeidon: `fit` shuffles the data in another order than the interrupted run, so "
+                "the %d skipped batches differ from the batches that were trained on before. Pass "
+                'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
         _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
@@ -332,11 +332,11 @@ class Checkpoint(keras.callbacks.Callback):
         for what, before in then.items():
             if before is not None and now[what] is not None and before != now[what]:
                 raise SnapshotError(
-                    "Within an epoch, training goes on where the same samples come in the same "
-                    f"steps. Received: a snapshot of batch {snapshot.meta['batches']} with "
-                    f"{before} {what} in {self.folder}, and {now[what]} now. Begin that epoch anew "
-                    'with Checkpoint(..., resume="epoch"), or read a datacache.Cache with '
-                    "keras_callbacks.CachePosition, whose order is that of the global batch."
+                    "To resume within an epoch, each step must read the same samples as before. "
+                    f"Received: a snapshot at batch {snapshot.meta['batches']} with {before} "
+                    f"{what} in {self.folder}, and {now[what]} in this run. Restart the epoch with "
+                    'Checkpoint(..., resume="epoch"), or read a datacache.Cache with '
+                    "keras_callbacks.CachePosition, whose order depends only on the global batch."
                 )
 
     def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
@@ -393,7 +393,7 @@ class Checkpoint(keras.callbacks.Callback):
         found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
         if len(found) != len(saved):
             raise SnapshotError(
-                "A checkpoint must be of the same model and optimizer. Received: "
+                "A checkpoint must match the model and its optimizers. Received: "
                 f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model. Use "
                 "another folder, or Checkpoint(..., resume=False)."
             )
@@ -423,8 +423,8 @@ class Checkpoint(keras.callbacks.Callback):
             return redistribute(saved, list(zip(pieces, _values(variables), strict=True)))
         except ValueError as error:
             raise SnapshotError(
-                f"A checkpoint must be of the same schemes. Received: {error}. Use those it was "
-                "made with, or Checkpoint(..., resume=False)."
+                f"A checkpoint must match the schemes of the optimizer. Received: {error}. Use the "
+                "schemes that it was saved with, or Checkpoint(..., resume=False)."
             ) from error
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
@@ -438,9 +438,9 @@ class Checkpoint(keras.callbacks.Callback):
         found = snapshot.meta.get("format", 1)
         if found != FORMAT:
             raise SnapshotError(
-                f"A checkpoint must be of format {FORMAT}. Received: format {found} in "
-                f"{self.folder}, from another release of tfposeidon. Resume with that release, or "
-                "use another folder, or Checkpoint(..., resume=False)."
+                f"A checkpoint must have format {FORMAT}. Received: format {found} in "
+                f"{self.folder}, from another release of tfposeidon. Resume with that release, use "
+                "another folder, or use Checkpoint(..., resume=False)."
             )
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -450,7 +450,7 @@ class Checkpoint(keras.callbacks.Callback):
         if difference:
             index, saved, built = difference
             raise SnapshotError(
-                "A checkpoint must be of the same model and optimizer. The first difference is "
+                "A checkpoint must match the model and its optimizers. The first difference is "
                 f"variable {index}: {saved} in {self.folder}, {built} in the model. Use another "
                 "folder, or Checkpoint(..., resume=False)."
             )
@@ -487,8 +487,8 @@ def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     pairs = itertools.zip_longest(variables, values)
     if any(v is None or value is None or not _fits(v, value) for v, value in pairs):
         raise SnapshotError(
-            f"A checkpoint must be of the same model and optimizer. Received: {len(values)} arrays "
-            f"for {len(variables)} variables, or other shapes. Use another folder, or "
+            f"A checkpoint must match the model and its optimizers. Received: {len(values)} arrays "
+            f"for {len(variables)} variables, or arrays of other shapes. Use another folder, or "
             "Checkpoint(..., resume=False)."
         )
     for variable, value in zip(variables, values, strict=True):

@@ -74,7 +74,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if multiplier is None:
             raise TypeError(
                 "`multiplier` must be a number or a function of the epoch. Received: none. Pass "
-                "1.0 for a rate that stays."
+                "1.0 for a constant rate."
             )
         super().__init__()
         self.initial_learning_rate = ranges.check_number(
@@ -106,8 +106,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self._steps:
             raise ValueError(
-                "Without `staircase` the rate changes by fractions of an epoch. Received: data of "
-                "unknown length. Pass steps_per_epoch."
+                "Without `staircase`, the rate changes within epochs, so the number of their steps "
+                "must be known. Received: data of unknown length. Pass steps_per_epoch."
             )
 
     @override
@@ -134,22 +134,21 @@ class LearningRateSchedule(keras.callbacks.Callback):
             count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
-                "The callback has to know whose rate it sets. Received: a model with "
-                f"{count} DistributedOptimizer(s) beside its own `optimizer`. Pass optimizer=..., "
-                "and one callback for each."
+                "A callback sets the rate of one optimizer. Received: a model with "
+                f"{count} DistributedOptimizer(s) in addition to `model.optimizer`, and no "
+                "`optimizer`. Create one callback for each, with optimizer=...."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(
-                "A callback sets one rate. Received: an optimizer that holds "
-                f"{len(leaves(self.optimizer))} others. Give each of them a schedule of its own."
+                "A callback sets the rate of one optimizer. Received: an optimizer that contains "
+                f"{len(leaves(self.optimizer))} others. Give each of them its own schedule."
             )
         # Keras's public `learning_rate` would return the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
-                "A callback can only set a plain learning rate. Received: an optimizer whose "
-                f"learning_rate is {rate!r}. Give the optimizer a number, or leave the callback "
-                "out."
+                "A callback can only set a learning rate that is a number. Received: an optimizer "
+                f"with learning_rate={rate!r}. Give the optimizer a number, or remove the callback."
             )
 
     def _set(self, epoch: float) -> None:

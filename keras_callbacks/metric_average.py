@@ -105,8 +105,8 @@ def _weighted_mean(name: str, pairs: dict[int, list[Any]]) -> Any:
     """Returns the mean of pairs of weight and value; if all weights are 0, the plain mean."""
     agreement.require_equal(
         {rank: np.shape(value) for rank, (_, value) in pairs.items()},
-        f"All ranks must have metric {name!r} of one shape",
-        "Leave MetricAverage out, or give the model a metric that has it.",
+        f"All ranks must have the same shape of metric {name!r}",
+        "Remove MetricAverage, or use a metric whose shape is the same on all ranks.",
     )
     weights = np.array([weight for weight, _ in pairs.values()])
     values = np.array([value for _, value in pairs.values()], np.float64)

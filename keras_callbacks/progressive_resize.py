@@ -66,7 +66,7 @@ class Phase:
         if self.learning_rate is not None and not callable(self.learning_rate):
             ranges.check_number("learning_rate", self.learning_rate, ranges.NOT_NEGATIVE)
         if self.momentum is not None:
-            ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Leave it out to keep.")
+            ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Omit to retain it.")
         if self.weight_decay is not None:
             ranges.check_number("weight_decay", self.weight_decay, ranges.NOT_NEGATIVE)
         if self.scheme is not None:
@@ -202,7 +202,7 @@ class ProgressiveResize(keras.callbacks.Callback):
             if epoch < phase.end_epoch:
                 return phase
         raise ValueError(
-            f"Epochs must be those of the phases, 0 to {self.phases[-1].end_epoch - 1}. Received: "
+            f"Epochs must be within the phases, 0 to {self.phases[-1].end_epoch - 1}. Received: "
             f"epoch {epoch}. Train with fit(..., epochs=phase.end_epoch), or add a phase."
         )
 
@@ -239,13 +239,13 @@ class ProgressiveResize(keras.callbacks.Callback):
         if self._session.is_resumed:
             raise ValueError(
                 "ProgressiveResize must come before Checkpoint in the list of callbacks. Received: "
-                "after it."
+                "Checkpoint first. Move Checkpoint to the end of the list."
             )
         if len(optimizers(self.model)) > 1:
             raise ValueError(
-                "ProgressiveResize sets the rate of one optimizer. Received: a model with "
-                f"{len(optimizers(self.model))}. Set rates by a LearningRateSchedule for each, and "
-                "schemes by a SchemeSchedule."
+                "ProgressiveResize supports models with one optimizer. Received: a model with "
+                f"{len(optimizers(self.model))} optimizers. Use a LearningRateSchedule for each "
+                "optimizer, and a SchemeSchedule for the schemes."
             )
         for callback in self._callbacks:
             callback.on_train_begin(logs)
@@ -257,8 +257,8 @@ class ProgressiveResize(keras.callbacks.Callback):
             raise ValueError(
                 f"A `fit` must end with the phase of its epochs. Received: epoch {epoch}, of the "
                 f"phase of {phase.size} pixels up to epoch {phase.end_epoch - 1}, in a fit up to "
-                f"epoch {self.params['epochs'] - 1}. Train phase by phase what remaining() "
-                "returns; after a phase that has stopped early, ask for it again."
+                f"epoch {self.params['epochs'] - 1}. Call `fit` for each phase that remaining() "
+                "returns. After a phase that stopped early, call remaining() again."
             )
         if phase is not self._phase:
             self._begin(phase)
@@ -308,9 +308,9 @@ class ProgressiveResize(keras.callbacks.Callback):
         scheme = self._kept("scheme", phase)
         return (
             f"phase {self.phases.index(phase) + 1} of {len(self.phases)}: epochs {first} to "
-            f"{last}, {phase.size} pixels, batches of {phase.batch} on each rank, rate "
-            f"{rates[0]:.3g} to {rates[1]:.3g}"
-            f"{'' if scheme is None else f', by {policies.parse(scheme)}'}."
+            f"{last}, {phase.size} pixels, batches of {phase.batch} on each rank, "
+            f"learning rate {rates[0]:.3g} to {rates[1]:.3g}"
+            f"{'' if scheme is None else f', scheme {policies.parse(scheme)}'}."
         )
 
 
@@ -328,8 +328,8 @@ def _counted(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 def _check_every_phase_knows_its_rate(phases: Sequence[Phase], rate: Rate | None) -> None:
     if rate is None and (missing := [p.size for p in phases if p.learning_rate is None]):
         raise ValueError(
-            "Each phase must know its learning rate. Received: none for the phase of "
-            f"{missing[0]} pixels. Give ProgressiveResize a learning_rate, or each Phase one."
+            "Each phase must have a learning rate. Received: none for the phase of "
+            f"{missing[0]} pixels. Pass learning_rate to ProgressiveResize, or to each Phase."
         )
 
 
@@ -337,9 +337,9 @@ def _check_first_phase_has(name: str, phases: Sequence[Phase]) -> None:
     later = [phase for phase in phases if getattr(phase, name) is not None]
     if later and later[0] is not phases[0]:
         raise ValueError(
-            f"Where `{name}` changes, the first phase must say what it is at the beginning. "
+            f"If a later phase sets `{name}`, the first phase must set it, too. "
             f"Received: {name}={getattr(later[0], name)!r} from epoch {later[0].first_epoch} on. "
-            f"Give the first Phase a {name}."
+            f"Pass {name} to the first Phase."
         )
 
 
@@ -350,8 +350,8 @@ def _set(optimizer: Any, name: str, value: float) -> None:
     is_possible = before is not None and (name != "momentum" or bool(before) == bool(value))
     if not is_possible:
         raise ValueError(
-            f"A phase can set `{name}` only where the optimizer has it from the beginning. "
+            f"A phase can set `{name}` only if the optimizer was created with it. "
             f"Received: {name}={value} for {type(optimizer).__name__} with {name}={before}. "
-            f"Make the optimizer with {name}={value}."
+            f"Create the optimizer with {name}={value}."
         )
     setattr(optimizer, name, value)

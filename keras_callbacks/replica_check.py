@@ -73,16 +73,20 @@ class ReplicaCheck(keras.callbacks.Callback):
             return
         path, ranks = next(iter(found.items()))
         problem = (
-            f"Replicas must hold the same bits. After {self._steps} steps {len(found)} of "
-            f"{len(variables) + len(layers)} variables and layers' states differ; the first is "
-            f"{path!r}, on rank(s) {ranks} against rank 0."
+            f"Replicas must be equal bit by bit. After {self._steps} steps, {len(found)} of "
+            f"{len(variables) + len(layers)} variables and layer states differ. The first is "
+            f"{path!r}, which differs on rank(s) {ranks} from rank 0."
         )
         if self.action == "stop":
             raise RuntimeError(
-                f'{problem} Use ReplicaCheck(action="repair") to go on with rank 0\'s values.'
+                f'{problem} Use ReplicaCheck(action="repair") to continue with rank 0\'s values.'
             )
         repairs = self.action == "repair"
-        runtime.say("tfposeidon: %s%s", problem, " All ranks get rank 0's." if repairs else "")
+        runtime.say(
+            "tfposeidon: %s%s",
+            problem,
+            " All ranks receive the values of rank 0." if repairs else "",
+        )
         if repairs:
             replicas.broadcast(variables, wire)
             layer_state.broadcast(self.model, wire)

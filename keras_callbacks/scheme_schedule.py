@@ -52,15 +52,15 @@ class SchemeSchedule(keras.callbacks.Callback):
         }
         if min(self.schedule, default=None) != 0:
             raise ValueError(
-                "`schedule` must say by which scheme epoch 0 goes. Received: epochs "
-                f"{list(self.schedule)}"
+                "`schedule` must contain a scheme for epoch 0. Received: epochs "
+                f"{list(self.schedule)}. Add the first scheme with key 0."
             )
         corrects_momentum = {policy.corrects_momentum for policy in self.schedule.values()}
         if len(corrects_momentum) > 1:
             raise ValueError(
-                "Momentum must be either the schemes' or the optimizer's, all the time. Received: "
-                "a schedule in which some schemes correct momentum and others do not. Leave "
-                "momentum to the optimizer."
+                "All schemes of a schedule must correct momentum, or none of them. Received: a "
+                "schedule in which some schemes correct momentum and others do not. Omit momentum "
+                "from the schemes, and set it in the optimizer."
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
@@ -82,7 +82,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         if self._session.is_resumed:
             raise ValueError(
                 "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
-                "after it."
+                "Checkpoint first. Move Checkpoint to the end of the list."
             )
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
@@ -112,7 +112,7 @@ class SchemeSchedule(keras.callbacks.Callback):
                 self._session.change_scheme(wanted)
             return
         if self.verbose:
-            runtime.say("tfposeidon: epoch %d goes by %s.", epoch, wanted)
+            runtime.say("tfposeidon: epoch %d changes the scheme to %s.", epoch, wanted)
         self._next = wanted
         if not self._session.has_flushed:
             self._session.flush()

@@ -111,8 +111,8 @@ def _gpu(say):
         say(tf.config.experimental.get_device_details(gpu))
     if not gpus():
         if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-            raise RuntimeError("\n".join(["TensorFlow sees no GPU", *_why_no_gpu()]))
-        say("no GPU, as asked for")
+            raise RuntimeError("\n".join(["TensorFlow finds no GPU", *_why_no_gpu()]))
+        say("no GPU, as requested")
 
 
 def _why_no_gpu():

@@ -194,7 +194,7 @@ def _refusals(say):
         [np.ones(3, "float32")],
         "after refusals",
     )
-    say("4 of 4, and the device goes on")
+    say("4 of 4 raised, and the device still works")
 
 
 def _many_calls(say):

@@ -40,7 +40,7 @@ def _auto(say):
         model.fit(x, y, **fit)
         ms = median_ms(lambda model=model, fit=fit: model.fit(x, y, **fit), 3, 0) / 16
         same_everywhere(model.get_weights())
-        say(f"{scheme} {ms:.1f} ms a step")
+        say(f"{scheme} {ms:.1f} ms per step")
         if scheme == "auto":
             lines = str(optimizer.plan).splitlines()
             print(*lines, sep="\n", flush=True)

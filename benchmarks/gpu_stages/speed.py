@@ -92,4 +92,4 @@ def _step(say, small, build, policy, wrapped, xla, times):
     times[wrapped, xla] = ms = 1e3 * min(clock.seconds[2:]) / steps
     plain = times.get((False, xla), ms)
     first_s = clock.seconds[0]
-    say(f"{ms:.1f} ms a step, {ms / plain:.2f} of Keras; three steps at first {first_s:.1f} s")
+    say(f"{ms:.1f} ms per step, {ms / plain:.2f} of Keras; first three steps {first_s:.1f} s")

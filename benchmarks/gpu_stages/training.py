@@ -283,7 +283,7 @@ def _overflow(say, case):
             same_everywhere(model.get_weights())
         finally:
             keras.config.set_dtype_policy("float32")
-    say("skipped on all ranks, the scale halved, and training goes on")
+    say("skipped on all ranks, the scale halved, and training continues")
 
 
 def _local_updates(say, case):
@@ -336,4 +336,4 @@ def _large_buckets(say):
         model.fit(x, y, **fit)
         ms = median_ms(lambda model=model, fit=fit: model.fit(x, y, **fit), 3, 0) / 8
         same_everywhere(model.get_weights())
-        say(f"{scheme}: {ms:.1f} ms a step")
+        say(f"{scheme}: {ms:.1f} ms per step")

@@ -20,7 +20,7 @@ try:
     import torch
 except ImportError as error:
     raise ImportError(
-        "The peer `ddp` needs PyTorch. Install it: pip install torch==2.13.0"
+        "The system `ddp` requires PyTorch. Run: pip install torch==2.13.0"
     ) from error
 
 from torch import distributed
@@ -72,7 +72,7 @@ def measure(task, system):
       ValueError: If the system is unknown, or the warm-up too short for PowerSGD.
     """
     if system not in SYSTEMS:
-        raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
+        raise ValueError(f"`systems` must be among {', '.join(SYSTEMS)}. Received: {system!r}")
     if system == "ddp-powersgd" and task.warm_up < POWERSGD_WARM_UP:
         raise ValueError(
             f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}"

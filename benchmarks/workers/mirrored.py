@@ -69,7 +69,7 @@ def step_under(strategy, task, system):
       ValueError: If the system is unknown.
     """
     if system not in SYSTEMS:
-        raise ValueError(f"`systems` must be of {', '.join(SYSTEMS)}. Received: {system!r}")
+        raise ValueError(f"`systems` must be among {', '.join(SYSTEMS)}. Received: {system!r}")
     communication = ring(pack_bytes(task, system))
     with strategy.scope():
         model = emulated_model(task.emulated(), dilation=task.dilation, seed=task.rank)

@@ -2,9 +2,9 @@
 
 python examples/data/draw_shapes.py /tmp/shapes
 
-They stand in for photographs where there are none: colors, places, sizes, turns and backgrounds
-vary at random, so that only shape and texture together tell the class. There is a folder for each
-class in FOLDER/train and in FOLDER/test, as ImageNet's are.
+They replace photographs in tests: colors, positions, sizes, rotations and backgrounds vary at
+random, so that only shape and texture together determine the class. FOLDER/train and FOLDER/test
+contain a folder for each class, as in ImageNet.
 """
 
 import argparse
@@ -36,11 +36,11 @@ def parse_arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--train", type=int, default=4000, help="images to train on (4000)")
-    parser.add_argument("--test", type=int, default=1000, help="images to test on (1000)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
+    parser.add_argument("--train", type=int, default=4000, help="training images (4000)")
+    parser.add_argument("--test", type=int, default=1000, help="test images (1000)")
     parser.add_argument("--size", type=int, default=72, help="side of an image in pixels (72)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images (0)")
     return parser.parse_args()
 
 
@@ -114,7 +114,9 @@ def draw(folder, train=4000, test=1000, size=72, seed=0):
 def main():
     options = parse_arguments()
     if options.folder.exists():
-        sys.exit(f"{options.folder} is there already: give another folder, or remove it")
+        sys.exit(
+            f"FOLDER must not exist. Received: {options.folder}. Pass another folder, or remove it"
+        )
     draw(options.folder, options.train, options.test, options.size, options.seed)
     print(f"{options.train} and {options.test} images of {len(CLASSES)} classes: {options.folder}")
 

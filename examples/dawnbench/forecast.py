@@ -21,8 +21,8 @@ FORWARD = 1 / 3
 """Share of a step's computation that comes before its first gradient."""
 IMAGES = {"train": 1_281_167, "test": 50_000}
 """Images of ImageNet."""
-TIMES = ("pixels", "epochs", "steps", "computing", "step", "efficiency", "images/s")
-TIMES += ("of the paper", "seconds", "of the paper", "cache per node")
+TIMES = ("pixels", "epochs", "steps", "compute", "step", "efficiency", "images/s")
+TIMES += ("in the paper", "seconds", "in the paper", "cache per node")
 PLANS = ("pixels", "buckets", "within the node", "between nodes", "schemes")
 
 
@@ -46,7 +46,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
         for phase, step in zip(recipe.phases, steps, strict=True)
     ]
     print("\n".join(table([TIMES, *rows])))
-    print("\nplans, and what rank 0 sends by them in each step:")
+    print("\nplans, and the bytes that rank 0 sends in each step:")
     rows = [_plan(phase, step.plan) for phase, step in zip(recipe.phases, steps, strict=True)]
     print("\n".join(table([PLANS, *rows])))
     total_s = sum(
@@ -56,7 +56,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
     ranks = f"{topology.size} V100 with {network} between nodes"
     print(f"\ntraining: {total_s:.0f} s on {ranks}, without evaluation, tracing and reading")
     print(_memory(model, [step.plan for step in steps]))
-    print("images in the cache: two resolutions at a time, split over nodes where memory is short")
+    print("cached images: two resolutions at a time, split over nodes if memory is insufficient")
     if with_variables:
         for plan in {step.plan.digest: step.plan for step in steps}.values():
             print(f"\n{plan}")
@@ -127,9 +127,9 @@ def _memory(model, plans):
         for variables in (model.variables, model.trainable_variables)
     )
     return (
-        f"weights, gradients and velocity: {readable_size(weights + 2 * gradients)} per rank, and "
-        f"{readable_size(max(map(_kept_bytes, plans)))} for what top-k keeps; activations come on "
-        "top"
+        f"weights, gradients and velocity: {readable_size(weights + 2 * gradients)} per rank; "
+        f"residuals of top-k: {readable_size(max(map(_kept_bytes, plans)))}; "
+        "activations are not included"
     )
 
 

@@ -70,8 +70,8 @@ def open_images(data):
         if sources[0].class_names != sources[1].class_names:
             different = set(sources[0].class_names) ^ set(sources[1].class_names)
             raise SystemExit(
-                f"train and {test} must have the same classes. Received: {data}, where one has no "
-                f"{', '.join(sorted(different)[:3])}. Add the folders that are missing"
+                f"train and {test} must have the same classes. Received: {data}, where one lacks "
+                f"{', '.join(sorted(different)[:3])}. Add the missing folders"
             )
         return Images(
             *sources, len(sources[0].class_names), lambda contents, label: (contents, label)
@@ -96,8 +96,8 @@ def _of_tfds(name, folder):
     test = _test_name(lambda one: one in builder.info.splits)
     if test is None:
         raise SystemExit(
-            f"--data must have images to test on. Received: tfds:{name} with the splits "
-            f"{', '.join(builder.info.splits)}. Take a builder with a validation or test split"
+            f"--data must have a split to test on. Received: tfds:{name} with the splits "
+            f"{', '.join(builder.info.splits)}. Use a builder with a validation or test split"
         )
     sources = [datacache.from_tfds(builder, one, decoders=undecoded) for one in ("train", test)]
     classes = builder.info.features["label"].num_classes
@@ -106,7 +106,7 @@ def _of_tfds(name, folder):
 
 def pair_of_record(features):
     label = features["image/class/label"]
-    rule = f"classes of TFRecords must be from 1 to {RECORD_CLASSES}, as ImageNet's"
+    rule = f"classes of TFRecords must be from 1 to {RECORD_CLASSES}, as in ImageNet"
     # Another class would be a target of zeros.
     checks = [
         tf.debugging.assert_positive(label, rule),

@@ -47,8 +47,8 @@ class Recipe:
         """Returns the numbers that no option changes, as a sentence."""
         return (
             f"the rate of LARS rises in {self.warmup_epochs:g} epochs to {self.peak_rate:g} for "
-            f"{self.rate_batch} images a step (that of SGD to {self.sgd_rate:g}), in proportion "
-            f"for other batches, and falls to 0 with power {self.power:g}; momentum "
+            f"{self.rate_batch} images per step (SGD: to {self.sgd_rate:g}), proportional to the "
+            f"batch, and decays to 0 with power {self.power:g}; momentum "
             f"{self.momentum:g}, weight decay {self.weight_decay:g}, label smoothing "
             f"{self.smoothing:g}; the target is {100 * self.target:g} % top-{self.top}"
         )

@@ -54,7 +54,7 @@ class Records(keras.callbacks.Callback):
     def interruptions(self, line):
         """Returns a text on the interruptions before a line; nothing without any."""
         count = line["interrupted"]
-        return f"; interrupted in {count} epoch(s), whose lost time is left out" if count else ""
+        return f"; interrupted in {count} epoch(s), whose lost time is excluded" if count else ""
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
@@ -113,7 +113,7 @@ def plot(records, path):
       path: File of the picture.
     """
     if not importlib.util.find_spec("matplotlib"):
-        print("no plot is drawn, for Matplotlib is missing: pip install matplotlib")
+        print("the plot was skipped: Matplotlib is missing. Run: pip install matplotlib")
         return
     import matplotlib.pyplot as plt
 

@@ -92,9 +92,9 @@ def test_steps_are_no_shorter_than_their_computation(rows, capsys):
     assert len(found) > 30
     for row in found:
         assert row["predicted_s"] > 0
-    predict.show(found, "communication shows", lambda row: row["shows"])
+    predict.show(found, "exposed communication", lambda row: row["shows"])
     predict.show_worst(found, 2)
-    assert "communication shows" in capsys.readouterr().out
+    assert "exposed communication" in capsys.readouterr().out
 
 
 def test_a_missing_grid_is_named(monkeypatch, capsys, tmp_path):

@@ -176,7 +176,8 @@ def test_checkpoint_of_another_model_is_refused(wire):
     checkpoint_job(models.mlp, folder, sgd, epochs=1)
     with Raises(
         snapshots.SnapshotError,
-        "same model and optimizer. The first difference is variable 0: .*20, 24.*20, 16",
+        "must match the model and its optimizers. The first difference is variable 0: .*20, 24"
+        ".*20, 16",
     ):
         checkpoint_job(noisy, folder, sgd)
     exchange_objects(None, wire, "done")
@@ -198,7 +199,8 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
         shutil.copy(saved / "rank-1.npz", saved / "rank-2.npz")
     exchange_objects(None, wire, "changed")
     with Raises(
-        snapshots.SnapshotError, r"snapshot of batch 2 with 3 ranks in .*, and 2 now.*=\"epoch\""
+        snapshots.SnapshotError,
+        r"snapshot at batch 2 with 3 ranks in .*, and 2 in this run.*=\"epoch\"",
     ):
         checkpoint_job(noisy, folder, sgd)
     with Raises(snapshots.SnapshotError, "with 3 steps per epoch in .*, and 4 now.*CachePosition"):
@@ -242,7 +244,7 @@ def test_an_order_that_fit_draws_is_told_of(wire):
         exchange_objects(None, wire, "the one of its end is gone")
         with LogLines() as lines:
             model.fit(*data, verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)], **options)
-        said = [line for line in lines if "draws another order" in line]
+        said = [line for line in lines if "shuffles the data in another order" in line]
         assert len(said) == (is_told and wire.topology.rank == 0), lines
         exchange_objects(None, wire, "done")
         if wire.topology.rank == 0:

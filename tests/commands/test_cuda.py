@@ -60,7 +60,7 @@ def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("release", "driver", "message"),
     [
-        (None, None, r"GPU code is compiled by nvcc.*apt-get install cuda-nvcc-12-5.*pip install"),
+        (None, None, r"GPU code requires nvcc.*apt-get install cuda-nvcc-12-5.*pip install"),
         ("11.8", None, r"nvcc 12 or later is needed. Received: nvcc 11.8"),
         ("13.0", (12, 4), r"CUDA 13.0 needs NVIDIA's driver 580 or later.*up to 12.4"),
     ],

@@ -167,7 +167,7 @@ def test_missing_nvcc_is_named_before_anything_is_downloaded(monkeypatch, capsys
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(install, "_pip", lambda *arguments: pytest.fail(f"pip {arguments}"))
     assert install.main(argparse.Namespace(horovod_only=False, tensorflow=None, cuda=True)) == 1
-    assert f"GPU code is compiled by nvcc. Received: none in {tmp_path}" in capsys.readouterr().err
+    assert f"GPU code requires nvcc. Received: none in {tmp_path}" in capsys.readouterr().err
 
 
 def test_mpi_passes_through(monkeypatch):

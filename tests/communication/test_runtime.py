@@ -176,7 +176,7 @@ def test_check_reports(capsys):
     ("versions", "remedy"),
     [
         ({"horovod": None}, "horovod is missing. Run: python -m tfposeidon install"),
-        ({"horovod": "0.28.1"}, "Received: 0.28.1 without them"),
+        ({"horovod": "0.28.1"}, "Received: 0.28.1 without patches"),
         ({"keras": "3.9.0"}, "Keras 3.15.* is needed. Received: 3.9.0"),
     ],
 )

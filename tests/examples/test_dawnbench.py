@@ -125,7 +125,7 @@ def test_help_tells_the_numbers_that_no_option_changes(script, capsys):
     with pytest.raises(SystemExit):
         script.parse_arguments(["--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "paper: the rate of LARS rises in 5 epochs to 29 for 32768 images a step" in told
+    assert "paper: the rate of LARS rises in 5 epochs to 29 for 32768 images per step" in told
     assert "power 2; momentum 0.9, weight decay 5e-05, label smoothing 0.1" in told
     assert "the target is 93 % top-5." in told
 

@@ -73,7 +73,7 @@ def test_pytorch_ddp_sends_what_its_hooks_leave(outcome):
     check(found["ddp-powersgd"], all_reduce_bytes(powersgd_elements()))
     assert found["ddp-powersgd"]["sent_bytes"] < found["ddp"]["sent_bytes"] / 5
     assert (
-        "`systems` must be of ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'"
+        "`systems` must be among ddp, ddp-fp16, ddp-powersgd. Received: 'unknown'"
         in found["unknown"]["error"]
     )
 

@@ -52,29 +52,33 @@ def test_load_over_time_is_a_share_of_the_link():
 
 
 REFUSED = {
-    "--nodes 2 --": "A command is missing. Put it last",
+    "--nodes 2 --": "A command is required. Received: none. Append it",
     "--nodes 0 -- true": "`--nodes` must be in 1..250. Received: 0",
     "--nodes 2 --per-node 0 -- true": "`--per-node` must be an integer >= 1. Received",
     "--nodes 2 --inter 200 -- true": "A rate must be between 8kbit and 1tbit. Received: '200'",
     "--nodes 2 --inter fast -- true": "A rate must be a number with a unit, such as 200mbit",
     "--nodes 2 --rtt 1 -- true": "A duration must be a number with a unit",
     "--nodes 2 --rtt 1ms --jitter 1ms -- true": "`--jitter` must not exceed half of `--rtt`",
-    "--nodes 2 --loss 100% -- true": "A share must be below 100%",
-    "--nodes 2 --kill 1 -- true": "A fault reads RANK@SECONDS, like 1@30. Received: '1'",
-    "--nodes 2 --kill 2@1 -- true": "`--kill` names one of the ranks 0..1. Received: rank 2",
+    "--nodes 2 --loss 100% -- true": "`--loss` must be below 100%",
+    "--nodes 2 --kill 1 -- true": (
+        "A fault must have the form RANK@SECONDS, such as 1@30. Received: '1'"
+    ),
+    "--nodes 2 --kill 2@1 -- true": "`--kill` must name a rank in 0..1. Received: rank 2",
     "--nodes 2 --stop 1@1 -- true": "RANK@SECONDS+SECONDS",
-    "--nodes 2 --cut 2@1 -- true": "`--cut` names one of the nodes 0..1. Received: node 2",
-    "--nodes 2 --slow 2=1mbit -- true": "`--slow` names one of the nodes 0..1. Received: node 2",
-    "--nodes 2 --slow 1 -- true": "A slow node reads NODE=RATE",
-    "--nodes 2 -- no-such-program": "The command must be there. Received: 'no-such-program'",
+    "--nodes 2 --cut 2@1 -- true": "`--cut` must name a node in 0..1. Received: node 2",
+    "--nodes 2 --slow 2=1mbit -- true": "`--slow` must name a node in 0..1. Received: node 2",
+    "--nodes 2 --slow 1 -- true": "`--slow` must have the form NODE=RATE",
+    "--nodes 2 -- no-such-program": (
+        "The command must be an executable file, or on PATH. Received: 'no-such-program'"
+    ),
     "--nodes 200 --per-node 100 -- true": (
         "All ranks must fit into memory. Received: 20000 ranks of 400.00 MB"
     ),
     "--nodes 2 --report /no/such/folder/r.json -- true": (
-        "`--report` must name a file in a directory that"
+        "`--report` must name a file in a writable directory"
     ),
     "--nodes 2 --report /tmp -- true": (
-        "`--report` must name a file in a directory that can be written. Received: /tmp"
+        "`--report` must name a file in a writable directory. Received: /tmp"
     ),
     "--nodes 2 --inter 2000000tbit -- true": "A rate must be between 8kbit and 1tbit",
 }

@@ -141,5 +141,5 @@ def test_a_callback_that_sets_one_rate_is_refused():
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: 1.0)
-    with pytest.raises(ValueError, match="an optimizer that holds 2 others"):
+    with pytest.raises(ValueError, match="an optimizer that contains 2 others"):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[schedule])

@@ -168,7 +168,7 @@ def test_replica_check_sees_it(wire):
         model = fit("repair")
     everybody = exchange_objects(_predictions(model), wire, "repaired")
     assert everybody[0] == everybody[1]
-    assert len([line for line in lines if "All ranks get rank 0's" in line]) == (
+    assert len([line for line in lines if "All ranks receive the values of rank 0" in line]) == (
         wire.topology.rank == 0
     )
 

@@ -152,7 +152,7 @@ def test_shapes_that_differ_are_refused(wire):
         def on_epoch_end(self, epoch, logs=None):
             logs["odd"] = np.zeros(1 + wire.topology.rank)
 
-    with Raises(RuntimeError, r"metric 'odd' of one shape. Received: \(1,\) on rank 0, \(2,\)"):
+    with Raises(RuntimeError, r"same shape of metric 'odd'. Received: \(1,\) on rank 0, \(2,\)"):
         model = _compiled()
         mine = models.share(models.mlp.data(16), 8, wire.topology)
         model.fit(*mine, verbose=0, callbacks=[Adds(), keras_callbacks.MetricAverage()])

@@ -144,13 +144,13 @@ PHASE = Phase(epochs=1, size=6, batch=4)
         (lambda: Phase(epochs=1, size=6, batch=4, momentum=1.0), r"`momentum` must be .*\[0, 1\)"),
         (lambda: Phase(epochs=1, size=6, batch=4, scheme="gossip"), "`scheme` must be one of"),
         (lambda: ProgressiveResize([], 0.1), "one phase or more. Received: none"),
-        (lambda: ProgressiveResize([PHASE]), "must know its learning rate. Received: none"),
+        (lambda: ProgressiveResize([PHASE]), "must have a learning rate. Received: none"),
         (lambda: ProgressiveResize([PHASE], -1.0), "`learning_rate` must be"),
         (
             lambda: ProgressiveResize(
                 [PHASE, Phase(epochs=1, size=8, batch=4, scheme="alltoall")], 0.1
             ),
-            "first phase must say .* Received: scheme='alltoall' from epoch 1 on",
+            "first phase must set it, too. Received: scheme='alltoall' from epoch 1 on",
         ),
     ],
 )

@@ -27,11 +27,13 @@ class CheckError(RuntimeError):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon check`."""
-    parser.add_argument("--ranks-per-node", type=int, help="as in tfposeidon.init()")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="ranks on each node, as for tfposeidon.init()"
+    )
     parser.add_argument(
         "--network",
         metavar="FILE",
-        help="measure the network between ranks, and write its profile",
+        help="measure the network between ranks, and write its profile to FILE",
     )
 
 
@@ -70,8 +72,8 @@ def _versions() -> list[tuple[str, str]]:
         )
     if not (version_of("horovod") or "").endswith(CORRECTED_MARK):
         raise CheckError(
-            "Horovod needs corrections to work over several hosts. Received: "
-            f"{version_of('horovod')} without them. "
+            "Horovod requires patches to work over several hosts. Received: "
+            f"{version_of('horovod')} without patches. "
             "Run: python -m tfposeidon install --horovod-only"
         )
     return rows
@@ -126,12 +128,12 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
     gpus = len(tf.config.list_physical_devices("GPU"))
     if ranks_here <= gpus and "nccl" not in built:
         raise CheckError(
-            "Horovod must be built with NCCL where each rank has a GPU of its own. Received: "
+            "Horovod must be built with NCCL if each rank has its own GPU. Received: "
             f"{ranks_here} rank(s) and {gpus} GPU(s) on this node, and Horovod without NCCL. "
             "Run: python -m tfposeidon install --horovod-only --cuda"
         )
     return [
-        ("horovod with", f"{', '.join(built)}; ranks find one another over {controller}"),
+        ("horovod with", f"{', '.join(built)}; ranks connect over {controller}"),
         *gpu_report.rows(gpus),
     ]
 
@@ -152,8 +154,8 @@ def _wrong_schemes() -> list[str]:
         mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
             problems.append(
-                f"PROBLEM: scheme {name!r} gave {mean} instead of {expected}; reinstall Horovod "
-                "with python -m tfposeidon install --horovod-only"
+                f"PROBLEM: scheme {name!r} returned {mean} instead of {expected}. "
+                "Reinstall Horovod: python -m tfposeidon install --horovod-only"
             )
     return problems
 
@@ -178,7 +180,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
     """Measures the network between ranks; rank 0 writes its profile to a file."""
     if topology.size == 1:
         raise CheckError(
-            "Links are between ranks. Received: --network on a single rank. Run: horovodrun -np N "
+            "`--network` requires two ranks or more. Received: one rank. Run: horovodrun -np N "
             "python -m tfposeidon check --network FILE"
         )
     from tfposeidon.communication import runtime
@@ -189,14 +191,14 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
         _write_whole(path, links.to_json())
     rows = [
         (f"link {where}", _about_link(link))
-        for where, link in (("in the node", links.node), ("across nodes", links.across))
+        for where, link in (("within nodes", links.node), ("between nodes", links.across))
         if link is not None
     ]
     return [
         *rows,
-        ("collective begins", f"after {1e3 * links.collective_s:.3g} ms"),
-        ("a rank", _about_rates(links.rates)),
-        ("measured", f"{links.measured_at}; times uncertain by {links.uncertainty:.0%}; in {path}"),
+        ("start of a collective", f"{1e3 * links.collective_s:.3g} ms"),
+        ("compute of a rank", _about_rates(links.rates)),
+        ("profile", f"{path}, {links.measured_at}; bandwidth uncertain by {links.uncertainty:.0%}"),
     ]
 
 
@@ -210,13 +212,13 @@ def _about_link(link: Any) -> str:
 
 def _about_rates(rates: Any) -> str:
     nanoseconds = {
-        "adds an element": rates.sum_s,
-        "rounds one to 16 bits": rates.encode_s,
-        "selects among them": rates.select_s,
-        "packs a pair": rates.pair_s,
+        "add an element": rates.sum_s,
+        "cast an element to 16 bits": rates.encode_s,
+        "scan an element for selection": rates.select_s,
+        "pack a pair of index and value": rates.pair_s,
     }
-    parts = [f"{name} in {1e9 * seconds:.3g} ns" for name, seconds in nanoseconds.items()]
-    return f"{', '.join(parts)}, with all ranks at work"
+    parts = [f"{name}: {1e9 * seconds:.3g} ns" for name, seconds in nanoseconds.items()]
+    return f"{', '.join(parts)}, with all ranks busy"
 
 
 def _write_whole(path: str, text: str) -> None:

@@ -120,7 +120,7 @@ def require_toolkit() -> Toolkit:
             return toolkit
         problems.append(problem)
     looked_in = os.environ.get("HOROVOD_CUDA_HOME") or "PATH and /usr/local/cuda"
-    problems.append(f"GPU code is compiled by nvcc. Received: none in {looked_in}.")
+    problems.append(f"GPU code requires nvcc. Received: none in {looked_in}.")
     raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
 
 
@@ -161,7 +161,7 @@ def problem_with_driver(built_for: Version) -> str | None:
     driver = driver_version()
     if driver is None or driver[0] >= built_for[0]:
         return None
-    needed = DRIVERS.get(built_for[0], "a newer one")
+    needed = DRIVERS.get(built_for[0], "for this CUDA")
     return (
         f"Code for CUDA {dotted(built_for)} needs NVIDIA's driver {needed} or later. "
         f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
@@ -176,7 +176,7 @@ def _how_to_get_nvcc() -> str:
         f"Install nvcc {cuda[0]} from NVIDIA's repository (apt-get install cuda-nvcc-{release} "
         f"cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers {DRIVERS[13]} and later, "
         f"nvcc 13 (pip install {WHEELS_OF_NVCC}). "
-        "HOROVOD_CUDA_HOME names a toolkit elsewhere; install --no-cuda needs none, for CPUs."
+        "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
     )
 
 
@@ -185,8 +185,8 @@ def _version_of(nvcc: Path) -> Version:
     match = re.search(r"release (\d+)\.(\d+)", said)
     if match is None:
         raise CudaError(
-            f"nvcc must run and name its release. Received from {nvcc} --version: {said!r}. "
-            "Install it again, or name another toolkit by HOROVOD_CUDA_HOME."
+            f"nvcc must run and print its release. Received from {nvcc} --version: {said!r}. "
+            "Reinstall it, or set HOROVOD_CUDA_HOME to another toolkit."
         )
     return int(match[1]), int(match[2])
 
@@ -209,10 +209,10 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
     nccl = find_nccl(toolkit)
     if nccl is None:
         raise CudaError(
-            "Horovod on GPUs needs NCCL, nccl.h and libnccl.so. Received: none in "
+            "Horovod on GPUs requires NCCL (nccl.h and libnccl.so). Received: none in "
             f"{os.environ.get('HOROVOD_NCCL_HOME') or 'the environment, the toolkit and /usr'}. "
             "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
-            "Another place is named by HOROVOD_NCCL_HOME."
+            "Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
         )
     return nccl
 

@@ -41,16 +41,17 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
         return str(gpus)
     if tensorflow_cuda is None:
         return (
-            "0 for TensorFlow, which is built for CPUs; python -m tfposeidon install --cuda tells"
+            "0 for TensorFlow, which is built for CPUs; python -m tfposeidon install --cuda prints "
+            "the remedy"
         )
     problem = cuda.problem_with_driver(_numbers(tensorflow_cuda))
     if problem:
         return f"0 for TensorFlow. {problem}"
     # TensorFlow logs the libraries that it did not find, but not at our log level.
     return (
-        "0 for TensorFlow, though there is a driver. TF_CPP_MIN_LOG_LEVEL=0 python -c 'import "
-        'tensorflow as tf; tf.config.list_physical_devices("GPU")\' says why; mostly its libraries '
-        "are missing: pip install 'tensorflow[and-cuda]', in the version that is here"
+        "0 for TensorFlow, although a driver is loaded. TF_CPP_MIN_LOG_LEVEL=0 python -c 'import "
+        'tensorflow as tf; tf.config.list_physical_devices("GPU")\' logs the cause. Usually CUDA '
+        "libraries are missing: pip install 'tensorflow[and-cuda]', in the installed version"
     )
 
 
@@ -85,7 +86,7 @@ def _built_for(horovod_cuda: str | None) -> str:
     import horovod.tensorflow as hvd
 
     # Only builds by `install` record the version.
-    return horovod_cuda or ("a CUDA that its build did not note" if hvd.cuda_built() else "CPUs")
+    return horovod_cuda or ("an unknown version of CUDA" if hvd.cuda_built() else "CPUs")
 
 
 def _cudnn() -> str | None:
@@ -135,6 +136,6 @@ def _native_ops(gpus: int) -> str:
     if not gpus:
         return "on CPUs"
     return (
-        "on CPUs, to which TensorFlow copies GPU tensors: install nvcc, then pip install "
-        "--force-reinstall --no-deps . in tfposeidon's folder"
+        "on CPUs only, so TensorFlow copies GPU tensors to host memory. Install nvcc, then run in "
+        "tfposeidon's folder: pip install --force-reinstall --no-deps ."
     )

@@ -134,8 +134,8 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
         _pip("install", requirement, f"keras=={KERAS_VERSION}")
     elif release and versions.release_of(present.split()[1]) != release:
         raise InstallError(
-            "TensorFlow is kept where it is installed. "
-            f"Received: --tensorflow {release}, and {present} is installed. "
+            "This command does not replace an installed TensorFlow. "
+            f"Received: --tensorflow {release}, but {present} is installed. "
             f"Run: pip install '{present.split()[0]}=={release}.*', "
             "then python -m tfposeidon install"
         )
@@ -150,7 +150,7 @@ def install_horovod(with_cuda: bool) -> None:
     present = _tensorflow_version()
     if present is None:
         raise InstallError(
-            "Horovod is built against TensorFlow, which is missing here. "
+            "Building Horovod requires TensorFlow, which is not installed. "
             "Run: python -m tfposeidon install (without --horovod-only)."
         )
     versions.require_tensorflow(*present.split())
@@ -171,10 +171,10 @@ def _require_tensorflow_with_cuda(present: str) -> None:
     if cuda.tensorflow_cuda() is None:
         release = versions.release_of(present.split()[1])
         raise InstallError(
-            "A Horovod with NCCL needs a TensorFlow for GPUs. "
+            "Horovod with NCCL requires TensorFlow for GPUs. "
             f"Received: {present}, which is for CPUs. "
             f"Run: pip uninstall -y {present.split()[0]}, "
-            f"then pip install 'tensorflow[and-cuda]=={release}.*' and repeat; "
+            f"then pip install 'tensorflow[and-cuda]=={release}.*', and repeat this command; "
             "or add --no-cuda to train on CPUs."
         )
 
@@ -243,8 +243,8 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
         )
     if result.returncode:
         raise InstallError(
-            f"{_compilers_last_lines(log)}\n\nHorovod could not be built; all lines are in {log}. "
-            "It needs a C++17 compiler, cmake, make and Python's headers: "
+            f"{_compilers_last_lines(log)}\n\nHorovod could not be built; the full log is {log}. "
+            "The build requires a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev "
             "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
@@ -264,12 +264,12 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
     nccl = cuda.require_nccl(toolkit)
     for_tensorflow = cuda.tensorflow_cuda() or "unknown"
     _say(
-        f"with nvcc {cuda.dotted(toolkit.version)} in {toolkit.home} (TensorFlow: CUDA "
+        f"using nvcc {cuda.dotted(toolkit.version)} in {toolkit.home} (TensorFlow: CUDA "
         f"{for_tensorflow}) and NCCL {nccl.version} of {nccl.library}"
     )
     if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
-        needed = cuda.DRIVERS.get(toolkit.version[0], "that supports it")
-        _say(f"what is built will need NVIDIA's driver {needed} or later on each machine")
+        needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
+        _say(f"the GPU code requires NVIDIA's driver {needed} or later on each machine")
     # Wheels contain libnccl.so.2 and libcudart.so.13 only, but CMake searches names without a
     # version.
     links = scratch / "links"
@@ -346,25 +346,25 @@ def for_gpus() -> bool:
         return False
     present = _tensorflow_version()
     if present and cuda.tensorflow_cuda() is None:
-        _say(f"{present} is for CPUs, so Horovod is built without NCCL; --cuda says what to change")
+        _say(f"{present} is for CPUs, so Horovod is built without NCCL; --cuda prints the remedy")
         return False
     return True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon install`."""
-    parser.add_argument("--horovod-only", action="store_true", help="leave TensorFlow as it is")
+    parser.add_argument("--horovod-only", action="store_true", help="do not install TensorFlow")
     parser.add_argument(
         "--cuda",
         action=argparse.BooleanOptionalAction,
-        help="install for GPUs: TensorFlow with CUDA, and Horovod with NCCL; it needs nvcc and no "
-        "driver; default: if an NVIDIA driver is loaded",
+        help="install TensorFlow with CUDA, and Horovod with NCCL; requires nvcc, but no driver "
+        "(default: if an NVIDIA driver is loaded)",
     )
     parser.add_argument(
         "--tensorflow",
         choices=versions.TENSORFLOW,
-        help="the release to install where there is none; "
-        "default: the newest that is supported on this Python",
+        help="release of TensorFlow to install if it is missing "
+        "(default: that of the native library, or else the newest for this Python)",
     )
 
 

@@ -33,7 +33,7 @@ def require_python() -> None:
         raise UnsupportedVersionError(
             f"tfposeidon needs Python {either(PYTHON)}. "
             f"Received: Python {received} in {sys.executable}. "
-            f"Make an environment with one of them: python{PYTHON[-1]} -m venv .venv"
+            f"Create an environment with one of them: python{PYTHON[-1]} -m venv .venv"
         )
 
 

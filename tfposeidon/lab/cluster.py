@@ -73,14 +73,14 @@ class Cluster:
         """Raises `ValueError` if the node that a command-line option names does not exist."""
         if not 0 <= node < self.nodes:
             raise ValueError(
-                f"`{option}` names one of the nodes 0..{self.nodes - 1}. Received: node {node}"
+                f"`{option}` must name a node in 0..{self.nodes - 1}. Received: node {node}"
             )
 
     def check_rank(self, option: str, rank: int) -> None:
         """Raises `ValueError` if the rank that a command-line option names does not exist."""
         if not 0 <= rank < self.size:
             raise ValueError(
-                f"`{option}` names one of the ranks 0..{self.size - 1}. Received: rank {rank}"
+                f"`{option}` must name a rank in 0..{self.size - 1}. Received: rank {rank}"
             )
 
     def __str__(self) -> str:

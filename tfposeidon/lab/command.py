@@ -58,37 +58,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
-        "--per-node", type=int, default=1, metavar="N", help="ranks on each node (1)"
+        "--per-node", type=int, default=1, metavar="N", help="ranks on each node (default: 1)"
     )
     cluster.add_argument(
         "--inter",
         type=rate,
         metavar="RATE",
-        help="rate of a node's link in each direction: 200mbit (unshaped)",
+        help="rate of each node's link in each direction, such as 200mbit (default: not limited)",
     )
     cluster.add_argument(
-        "--intra", type=rate, metavar="RATE", help="rate between ranks of a node: 10gbit (unshaped)"
+        "--intra",
+        type=rate,
+        metavar="RATE",
+        help="rate between the ranks of a node, such as 10gbit (default: not limited)",
     )
     cluster.add_argument(
         "--rtt",
         type=time,
         default=0.0,
         metavar="TIME",
-        help="time added to each round trip: 1ms (none)",
+        help="time added to each round trip, such as 1ms (default: 0)",
     )
     cluster.add_argument(
         "--jitter",
         type=time,
         default=0.0,
         metavar="TIME",
-        help="variation of one direction's delay, at most half of rtt: 100us (none)",
+        help="variation of the delay one way, at most half of --rtt, such as 100us (default: 0)",
     )
     cluster.add_argument(
         "--loss",
         type=_type(_loss),
         default=0.0,
         metavar="SHARE",
-        help="share of packets that are lost: 0.1%% (none)",
+        help="share of lost packets, such as 0.1%% (default: 0)",
     )
     cluster.add_argument(
         "--slow",
@@ -96,21 +99,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NODE=RATE",
-        help="another rate for one node",
+        help="rate of the link of one node, such as 1=50mbit; may be repeated",
     )
     cluster.add_argument(
         "--flow",
         type=rate,
         metavar="RATE",
-        help="limit of each TCP connection between nodes, as clouds have one: 5gbit (none)",
+        help="limit of each TCP connection between nodes, such as 5gbit (default: none)",
     )
     trouble = parser.add_argument_group(
-        "faults, which may be repeated; seconds count from the start of the ranks"
+        "faults (may be repeated; seconds count from the start of the ranks)"
     )
     for name, reader, syntax, help_text in (
         ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
         ("--stop", faults.stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
-        ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link for good"),
+        ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link permanently"),
     ):
         trouble.add_argument(
             name,
@@ -126,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show",
         choices=("all", "first"),
         default="all",
-        help="whose output is shown: every rank's, or rank 0's (all)",
+        help="ranks whose output is shown: all, or rank 0 only (default: all)",
     )
     output.add_argument("--report", type=Path, metavar="FILE", help="also write the report as JSON")
     output.add_argument(
@@ -134,10 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_type(parse_size),
         default=RANK_BYTES,
         metavar="SIZE",
-        help="memory that each rank will need: 1.5GB (400MB)",
+        help="memory that each rank requires, such as 1.5GB (default: 400MB)",
     )
     parser.add_argument(
-        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs"
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of each rank"
     )
 
 
@@ -174,11 +177,11 @@ def read_request(options: argparse.Namespace) -> Request:
         options.command_line[1:] if options.command_line[:1] == ["--"] else options.command_line
     )
     if not command:
-        raise ValueError("A command is missing. Put it last: ... -- python train.py")
+        raise ValueError("A command is required. Received: none. Append it: ... -- python train.py")
     if not shutil.which(command[0]):
         raise ValueError(
-            f"The command must be there. Received: {command[0]!r}, which is neither on PATH nor a "
-            "program"
+            f"The command must be an executable file, or on PATH. Received: {command[0]!r}. Check "
+            "its name, or pass its full path."
         )
     show = None if options.show == "all" else {0}
     return Request(
@@ -195,16 +198,14 @@ def check_machine(cluster: Cluster, rank_bytes: float) -> None:
 def _check_horovod() -> None:
     if not importlib.util.find_spec("horovod"):
         raise ValueError(
-            "The lab needs Horovod, in whose store ranks find one another. Run: "
+            "The lab requires Horovod, whose rendezvous server connects the ranks. Run: "
             "python -m tfposeidon install"
         )
 
 
 def _check_report(path: Path | None) -> None:
     if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-        raise ValueError(
-            f"`--report` must name a file in a directory that can be written. Received: {path}"
-        )
+        raise ValueError(f"`--report` must name a file in a writable directory. Received: {path}")
 
 
 def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
@@ -213,23 +214,27 @@ def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
             f"All ranks must fit into memory. Received: {cluster.size} ranks of "
-            f"{readable_size(rank_bytes)} (what TensorFlow takes by itself), "
+            f"{readable_size(rank_bytes)} (by default, the memory that TensorFlow alone uses), "
             f"{readable_size(free_bytes)} free. "
-            "Ask for fewer, or set --rank-memory if they need less."
+            "Start fewer ranks, or lower --rank-memory if they need less."
         )
 
 
 def _slow(text: str) -> tuple[int, float]:
     node, equals, rate = text.partition("=")
     if not equals or not node.isdigit():
-        raise ValueError(f"A slow node reads NODE=RATE, like 1=50mbit. Received: {text!r}")
+        raise ValueError(
+            f"`--slow` must have the form NODE=RATE, such as 1=50mbit. Received: {text!r}"
+        )
     return int(node), parse_rate(rate)
 
 
 def _loss(text: str) -> float:
     share = parse_share(text)
     if share == 1:
-        raise ValueError(f"A share must be below 100%, or nothing arrives. Received: {text!r}")
+        raise ValueError(
+            f"`--loss` must be below 100%. Received: {text!r}. At 100% no packet arrives."
+        )
     return share
 
 

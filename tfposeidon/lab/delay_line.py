@@ -113,9 +113,9 @@ def start(
     if answer != "ready":
         process.wait()
         raise UnavailableError(
-            f"Delay, jitter and loss need TAP devices. Received: {answer or 'no answer'}. Load the "
-            f"kernel module `tun` (modprobe tun), let containers see {TUN_DEVICE}, or leave --rtt, "
-            "--jitter and --loss out."
+            f"Delay, jitter and loss require TAP devices. Received: {answer or 'no answer'}. Load "
+            f"the kernel module `tun` (modprobe tun), pass {TUN_DEVICE} to the container, or omit "
+            "--rtt, --jitter and --loss."
         )
     return process
 

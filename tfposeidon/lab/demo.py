@@ -62,14 +62,14 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon demo`."""
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="steps that are timed, per scheme (3)"
+        "--steps", type=int, default=3, metavar="N", help="timed steps per scheme (default: 3)"
     )
     parser.add_argument(
         "--plot",
         type=Path,
         default=Path("tfposeidon-demo.png"),
         metavar="FILE",
-        help="where the plot goes (tfposeidon-demo.png)",
+        help="file of the plot (default: tfposeidon-demo.png)",
     )
 
 
@@ -85,9 +85,9 @@ def main(options: argparse.Namespace) -> int:
         sandbox.namespaces()
     except (ValueError, sandbox.UnavailableError) as error:
         reason = str(error).splitlines()[0].removesuffix(" Tried:")
-        print(f"The comparison on a slow network is left out, as the lab cannot run here: {reason}")
+        print(f"tfposeidon demo: skipped, because the lab cannot run on this machine: {reason}")
         return 0
-    print(f"{ABOUT}; its accelerators are emulated, its links shaped.", flush=True)
+    print(f"{ABOUT}; the accelerators and links are emulated.", flush=True)
     try:
         found = measure(options.steps)
     except DemoError as error:
@@ -109,7 +109,7 @@ def measure(steps: int) -> dict[str, Measured]:
         except subprocess.TimeoutExpired as error:
             raise DemoError(str(error)) from error
         if done.returncode:
-            raise DemoError(f"the lab ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+            raise DemoError(f"the lab exited with status {done.returncode}:\n{done.stderr[-4000:]}")
         found = json.loads(path.read_text())
     return {scheme: Measured(**figures) for scheme, figures in found.items()}
 
@@ -129,12 +129,12 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     ...          "hitopk": Measured(step_s=0.8, sent_bytes=1e6)}
     >>> for row in rows(found):
     ...     print(*row, sep=" | ")
-    scheme | per step | sent per rank to other nodes | times faster
+    scheme | step time | sent per rank to other nodes | speedup
     Horovod's all-reduce | 2400 ms | 27.00 MB | 1.0
     tfposeidon hitopk, top 1 % | 800 ms | 1.00 MB | 3.0
     """
     slowest_s = next(iter(found.values())).step_s
-    header = ("scheme", "per step", "sent per rank to other nodes", "times faster")
+    header = ("scheme", "step time", "sent per rank to other nodes", "speedup")
     return [
         header,
         *(
@@ -156,7 +156,7 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
         # Matplotlib is optional, so it is not imported above.
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
-        return "No plot, for Matplotlib is missing. Run: pip install matplotlib"
+        return "The plot was skipped: Matplotlib is missing. Run: pip install matplotlib"
     # This backend needs no display.
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
@@ -166,7 +166,7 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130, bbox_inches="tight")
     except OSError as error:
-        return f"No plot: {error}"
+        return f"The plot was not written: {error}"
     finally:
         pyplot.close(figure)
     return f"wrote {path}"
@@ -186,7 +186,7 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
         label.set_fontweight("bold" if own else "normal")
     axis.set_title(ABOUT, fontsize=10, pad=16)
     axis.figure.suptitle("A training step on a slow network", y=1.12, fontweight="bold")
-    axis.set_xlabel("milliseconds per step, and megabytes that a rank sends to other nodes")
+    axis.set_xlabel("milliseconds per step; labels: megabytes that a rank sends to other nodes")
     axis.set_xlim(0, 1.35 * max(steps_ms))
     axis.spines[["top", "right"]].set_visible(False)
     axis.invert_yaxis()

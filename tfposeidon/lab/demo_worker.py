@@ -94,7 +94,7 @@ def show_choice(plan: Plan) -> None:
     """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
     for forecast in plan.forecasts:
         if forecast.others:
-            print(f"  it took: {forecast.chosen}")
+            print(f"  chosen plan: {forecast.chosen}")
             print("\n".join(f"  {line}" for line in forecast.lines()), flush=True)
 
 

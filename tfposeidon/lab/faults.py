@@ -27,7 +27,7 @@ class Fault:
 
 def kill(text: str) -> list[Fault]:
     """Parses the value of `--kill`, `RANK@SECONDS`."""
-    rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, like 1@30")
+    rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, such as 1@30")
     return [Fault(kind="kill", target=int(rank), at_s=at_s)]
 
 
@@ -38,7 +38,7 @@ def stop(text: str) -> list[Fault]:
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
     """
     rank, at_s, for_s = _numbers(
-        r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, like 1@30+5"
+        r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, such as 1@30+5"
     )
     return [
         Fault(kind="stop", target=int(rank), at_s=at_s),
@@ -48,7 +48,7 @@ def stop(text: str) -> list[Fault]:
 
 def cut(text: str) -> list[Fault]:
     """Parses the value of `--cut`, `NODE@SECONDS`."""
-    node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, like 1@30")
+    node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, such as 1@30")
     return [Fault(kind="cut", target=int(node), at_s=at_s)]
 
 
@@ -58,4 +58,4 @@ def _numbers(pattern: str, text: str, form: str) -> tuple[float, ...]:
         return tuple(float(part) for part in found.groups())  # type: ignore[union-attr]
     except (AttributeError, ValueError):
         # The pattern did not match, or a number is malformed, such as "1.2.3".
-        raise ValueError(f"A fault reads {form}. Received: {text!r}") from None
+        raise ValueError(f"A fault must have the form {form}. Received: {text!r}") from None

@@ -37,12 +37,12 @@ async def _run(request: command.Request) -> int:
             try:
                 await job.run(request.command, environments)
             except asyncio.CancelledError:
-                say("interrupted; all ranks are ended")
+                say("interrupted; ended all ranks")
                 return ENDED
             # Read the counters inside the context: they disappear with the interfaces.
             found = report.Report.of(request.cluster, request.command, job, built.traffic())
     except subprocess.CalledProcessError as error:
-        say(f"the kernel refused: {' '.join(error.cmd)}\n  {error.stderr}")
+        say(f"the kernel rejected a command: {' '.join(error.cmd)}\n  {error.stderr}")
         return 2
     except UnavailableError as error:
         say(str(error))

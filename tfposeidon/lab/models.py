@@ -89,7 +89,7 @@ VASWANI = (
     "sentences of 25"
 )
 NO_BATCH = (
-    "the batch is not told: 8 explains Table 3, given the exposed time per parameter of VGG-19 and "
+    "no batch is published: 8 explains Table 3, given the exposed time per parameter of VGG-19 and "
     "ResNet-50"
 )
 

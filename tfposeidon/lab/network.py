@@ -144,7 +144,7 @@ class Network:
         # Cheaper than `traffic`, but without the headers that segmentation adds later.
         if self._line is not None and self._line.poll() is not None:
             raise UnavailableError(
-                f"the process that delays packets has ended, with status {self._line.returncode}"
+                f"the process that delays packets exited with status {self._line.returncode}"
             )
         lines = (
             line.split(":", 1)

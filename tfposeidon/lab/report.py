@@ -84,7 +84,7 @@ class Report:
             f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
         )
         header = (
-            "link of",
+            "node",
             "sent",
             "packets",
             "used",
