@@ -29,7 +29,9 @@ SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
 READ = np.dtype([("job", "int32"), ("sample", "int32")])
 """Record of a read in the log."""
-SPAWN = multiprocessing.get_context("spawn")
+JOBS = multiprocessing.get_context("forkserver")
+"""Starts processes that have run nothing yet, all from one that has imported TensorFlow."""
+JOBS.set_forkserver_preload([__name__])
 EVERY_EPOCH = range(sys.maxsize)
 """Endless as `itertools.count()`, which Python 3.14 no longer gives to another process."""
 
@@ -154,12 +156,12 @@ def test_kills_at_any_moment(tmp_path):
     """
     draw, kills, most_reads = np.random.default_rng(0), 5, 8
     assert kills * (most_reads + BATCH) < SAMPLES // 2, "every job must have something left to read"
-    permits = SPAWN.Semaphore(0)
+    permits = JOBS.Semaphore(0)
     paced = functools.partial(Paced, permits=permits)
-    steady = SPAWN.Process(target=_epochs, args=(tmp_path, 0, EVERY_EPOCH, paced), daemon=True)
+    steady = JOBS.Process(target=_epochs, args=(tmp_path, 0, EVERY_EPOCH, paced), daemon=True)
     steady.start()
     for kill in range(kills):
-        began = SPAWN.Event()
+        began = JOBS.Event()
         deadly = functools.partial(
             Deadly,
             reads=int(draw.integers(1, most_reads + 1)),
@@ -167,7 +169,7 @@ def test_kills_at_any_moment(tmp_path):
             began=began,
         )
         # In an order of its own: behind the steady job it would find nothing to read.
-        job = SPAWN.Process(
+        job = JOBS.Process(
             target=_epochs,
             args=(tmp_path, 1000 * (kill + 1), EVERY_EPOCH, deadly),
             daemon=True,
@@ -211,7 +213,7 @@ def _check_what_was_read_again(folder):
 
 @pytest.mark.slow
 def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
-    jobs = [SPAWN.Process(target=_epochs, args=(tmp_path, 10 * job, range(2))) for job in range(3)]
+    jobs = [JOBS.Process(target=_epochs, args=(tmp_path, 10 * job, range(2))) for job in range(3)]
     for job in jobs:
         job.start()
     for job in jobs:

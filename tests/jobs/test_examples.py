@@ -90,25 +90,42 @@ def test_transformer(outcome):
 
 
 def dawnbench():
-    """Runs all phases, and then once more what is complete."""
-    options = "--nodes 2 --inter 200mbit --show first"
+    """Runs all phases; once more what is complete; and in another folder with kills.
+
+    Returns:
+      The finished processes, the lines of the first, and what `start_and_kill` returned of each
+      kill; the last process is that which went on behind the kills.
+    """
+    pauses = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = (sys.executable, EXAMPLES / "dawnbench_resnet50.py", "--preset", "tiny")
-        where = ("--shortest", "--out", out, "--memory", f"{folder}/memory")
-        where += ("--precision", "mixed_float16")
-        runs = [lab(options, *command, *where) for _ in range(2)]
-        records = out / "records.jsonl"
+        outs = [Path(folder) / name for name in ("whole", "killed")]
+        options = ("--preset", "tiny", "--shortest", "--precision", "mixed_float16")
+        options += ("--snapshot-steps", "1", "--memory", f"{folder}/memory")
+        script = (sys.executable, EXAMPLES / "dawnbench_resnet50.py", *options)
+        whole, killed = ((*script, "--out", out) for out in outs)
+        runs = [lab(LAB, *whole) for _ in range(2)]
+        records = outs[0] / "records.jsonl"
         lines = records.read_text().splitlines() if records.exists() else []
-        return runs, [json.loads(line) for line in lines]
+        kills = [
+            start_and_kill(killed, outs[1], number, pauses.uniform(0, 0.1), bool(index % 2))
+            for index, number in enumerate(KILLED_AFTER)
+        ]
+        return [*runs, lab(LAB, *killed)], [json.loads(line) for line in lines], kills
+
+
+LAB = "--nodes 2 --inter 200mbit --show first"
 
 
 @ahead(dawnbench)
 def test_dawnbench(outcome):
-    """Four resolutions by the paper's schedule, in halves; a complete run trains nothing more."""
-    (first, second), lines = outcome
-    assert first.returncode == 0, first.stdout[-4000:]
-    assert second.returncode == 0, second.stdout[-4000:]
+    """Four resolutions by the paper's schedule, in halves; a complete run trains nothing more.
+
+    Each start behind a kill goes on from the newest snapshot, and the weights are those without.
+    """
+    runs, lines, kills = outcome
+    for done in runs:
+        assert done.returncode == 0, done.stdout[-4000:]
+    first, second, last = (done.stdout for done in runs)
     assert [(line["pixels"], line["batch"]) for line in lines] == SIZES
     seconds = [line["seconds"] for line in lines]
     assert seconds == sorted(seconds)
@@ -116,10 +133,25 @@ def test_dawnbench(outcome):
     assert all(0 <= line["val_accuracy"] <= 1 for line in lines)
     schemes = [line["scheme"].partition("(")[0] for line in lines]
     assert schemes == ["hitopk", "torus2d", "torus2d", "torus2d"]
-    assert len(re.findall(r"phase \d of 4", first.stdout)) == 4
-    assert not re.findall(r"phase \d of 4", second.stdout)
-    last = [re.search(r"accuracy after all epochs: .*", one.stdout)[0] for one in (first, second)]
-    assert last[0] == last[1]
+    assert len(re.findall(r"phase \d of 4", first)) == 4
+    assert not re.findall(r"phase \d of 4", second)
+    ends = [re.search(r"accuracy after all epochs: .*", one)[0] for one in (first, second)]
+    assert ends[0] == ends[1]
+    _check_kills([*(output for output, _, _ in kills), last], kills)
+    weights = [re.search(r"weights ([0-9a-f]{8})", one)[1] for one in (first, last)]
+    assert weights[0] == weights[1]
+    assert "interrupted in 1 epoch(s)" in last
+    assert "interrupted" not in first
+
+
+def _check_kills(outputs, kills):
+    assert all(is_killed for _, _, is_killed in kills)
+    assert "resumed from" not in outputs[0]
+    for (_, place, _), output in zip(kills, outputs[1:], strict=True):
+        # The first one: each later phase goes on from a snapshot, too.
+        found = re.search(r"resumed from .* (at epoch \d+, batch \d+\.)", output)
+        assert found, output[-4000:]
+        assert found[1] == place
 
 
 SIZES = [(24, 32), (30, 32), (38, 32), (46, 16)]
@@ -141,7 +173,7 @@ def snapshots_in_parts(out):
 
 
 def start_and_kill(command, out, number, pause_s, while_writing):
-    """Starts the run, and kills it once it has written a snapshot.
+    """Starts the run in the lab, and kills it once it has written a snapshot.
 
     Returns:
       The output; where the newest snapshot is, as the next start should say; and whether the run
@@ -149,7 +181,7 @@ def start_and_kill(command, out, number, pause_s, while_writing):
     """
     # What an earlier kill left says nothing about this start.
     left = snapshots_in_parts(out)
-    process = horovodrun(*command, background=True)
+    process = lab(LAB, *command, background=True)
     while newest_snapshot(out) < number and process.poll() is None:
         time.sleep(0.02)
     time.sleep(pause_s)
@@ -161,46 +193,6 @@ def start_and_kill(command, out, number, pause_s, while_writing):
     folder = out / "snapshots" / f"snapshot-{newest_snapshot(out):06d}"
     meta = json.loads((folder / "meta.json").read_text())
     return output, f"at epoch {meta['epoch']}, batch {meta['batches']}.", is_killed
-
-
-def killed_dawnbench():
-    """Runs the small run whole, and once more with kills.
-
-    Returns:
-      Both finished processes, and what `start_and_kill` returned of each kill.
-    """
-    pauses = random.Random(0)
-    options = ("--preset", "tiny", "--shortest", "--snapshot-steps", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder) / name for name in ("whole", "killed")]
-        script = (2, EXAMPLES / "dawnbench_resnet50.py", *options, "--memory", f"{folder}/memory")
-        commands = [(*script, "--out", out) for out in outs]
-        whole = horovodrun(*commands[0])
-        kills = [
-            start_and_kill(commands[1], outs[1], number, pauses.uniform(0, 0.1), bool(index % 2))
-            for index, number in enumerate(KILLED_AFTER)
-        ]
-        return whole, horovodrun(*commands[1]), kills
-
-
-@ahead(killed_dawnbench)
-def test_dawnbench_killed_in_two_phases(outcome):
-    """Each start goes on from the newest snapshot, and the weights are those without a kill."""
-    whole, last, kills = outcome
-    for done in (whole, last):
-        assert done.returncode == 0, done.stdout[-4000:]
-    assert all(is_killed for _, _, is_killed in kills)
-    outputs = [output for output, _, _ in kills] + [last.stdout]
-    assert "resumed from" not in outputs[0]
-    for (_, place, _), output in zip(kills, outputs[1:], strict=True):
-        # The first one: each later phase goes on from a snapshot, too.
-        found = re.search(r"resumed from .* (at epoch \d+, batch \d+\.)", output)
-        assert found, output[-4000:]
-        assert found[1] == place
-    weights = [re.search(r"weights ([0-9a-f]{8})", done.stdout)[1] for done in (whole, last)]
-    assert weights[0] == weights[1]
-    assert "interrupted in 1 epoch(s)" in last.stdout
-    assert "interrupted" not in whole.stdout
 
 
 def test_no_example_is_forgotten():
