@@ -134,7 +134,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self._build_inner(variables)
         if self.gradient_accumulation_steps:
             self._check_accumulates_inside()
-            self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+            self._accumulation = Accumulation(self, variables)
         self._exchange.build()
         self._adopt(variables)
 
@@ -299,11 +299,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         # first step needs it.
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
-        accumulated = (
-            self._accumulation.rank_state(runtime.rank(), runtime.size())
-            if self._accumulation
-            else []
-        )
+        accumulated = self._accumulation.rank_state(runtime.size()) if self._accumulation else []
         return [*accumulated, *self._exchange.plans.rank_state()]
 
 

@@ -139,7 +139,8 @@ class AgreedPlans:
         self.planner.measure_links()
         if self.planner.policy.reads_factors or self.planner.leaves_open:
             replicated = [*variables, *inner_optimizer.variables]
-            self._plan_again(grads, variables, replicated)
+            steps = settings["gradient_accumulation_steps"]
+            self._plan_again(grads, variables, replicated, steps)
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
 
@@ -284,15 +285,25 @@ class AgreedPlans:
         forecasts = tuple(replace(one, measured_s=step_s) for one in plan.forecasts)
         return replace(plan, forecasts=forecasts)
 
-    def _plan_again(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
+    def _plan_again(
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        replicated: list[Any],
+        accumulated_steps: int | None,
+    ) -> None:
         """Plans again, now that the graph shows the ops that compute the gradients."""
         exchanger = self._exchangers[_key(variables)]
         descriptions = [describe(v) for v in variables]
-        found = factor_agreement.find_factors(grads, descriptions, replicated)
-        with tf.init_scope():
-            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        merged = factor_agreement.merge_findings(descriptions, everybody)
-        plan = self.planner.plan_first_step(merged)
+        if accumulated_steps:
+            why = f"gradients are accumulated over {accumulated_steps} steps"
+            descriptions = [replace(d, why_no_factors=why) for d in descriptions]
+        else:
+            found = factor_agreement.find_factors(grads, descriptions, replicated)
+            with tf.init_scope():
+                everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
+            descriptions = factor_agreement.merge_findings(descriptions, everybody)
+        plan = self.planner.plan_first_step(descriptions)
         if self.planner.leaves_open:
             self._check_same_plan(plan, f"{exchanger.prefix}.plan")
         factor_agreement.check_any_factors(plan, self.planner.policy)
@@ -327,11 +338,6 @@ class AgreedPlans:
         self._note(key, _weighing(settings))
         plan = self._exchangers[key].plan
         by_rows = {d.path for b in plan.buckets if b.takes_factors for d in b.descriptions}
-        steps = settings["gradient_accumulation_steps"]
-        if steps and by_rows:
-            self._note(
-                key, f"rows of factors are kept over {steps} steps, other gradients are added up"
-            )
         for grad, variable in zip(grads, variables, strict=True):
             if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
                 path = describe(variable).path

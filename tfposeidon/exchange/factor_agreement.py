@@ -106,7 +106,7 @@ def check_any_factors(plan: Plan, policy: Policy) -> None:
             raise ValueError(
                 f"{scheme.name!r} needs gradients that are a product of two thin matrices: those "
                 f"of kernels of {sufficient_factors.LAYERS}. Received: none; that of "
-                f"{description.path!r} is no product, because {description.why_no_factors}. Use "
+                f"{description.path!r} has no factors, because {description.why_no_factors}. Use "
                 '"hybcomm", or rules that give it another scheme.'
             )
 

@@ -165,11 +165,10 @@ class ChoosePlan(keras.callbacks.Callback):
     def _measured(self) -> Found:
         found: Found = {}
         for number, plans in self._find_open().items():
-            calls = self._calls_of(number)
             for place, exchanger in enumerate(plans.agreed_exchangers):
                 means = exchanger.times.means
                 if means is not None:
-                    rows = (calls * exchanger.own_rows.numpy()).tolist()
+                    rows = exchanger.own_rows.numpy().tolist()
                     times = [means.first_s, means.compute_s, means.step_s]
                     found[f"{number} {place}"] = [*times, rows]
         return found
