@@ -68,7 +68,7 @@ from tfposeidon import schemes
         (lambda: tp.LocalUpdates(SGD(), scheme="auto"), "can carry differences.*scheme=Auto"),
         (
             lambda: tp.LocalUpdates(SGD(), scheme="factors"),
-            "differences of weights have no factors",
+            "no graph of a step computes differences of weights",
         ),
         (
             lambda: tp.LocalUpdates(SGD(), scheme=schemes.HiTopK(momentum=0.9)),

@@ -58,7 +58,7 @@ def test_embeddings_send_rows(wire):
                 b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
             ]
             assert bucket.scheme.name == ("factors" if scheme == "hybcomm" else "factorserver")
-            assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
+            assert bucket.descriptions[0].structure.rows == 4 * BATCH // wire.topology.size
             assert "sent as a dense matrix" not in str(optimizer.plan)
 
 
@@ -107,7 +107,7 @@ def test_factors_in_half_precision(wire):
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
     same_on_all_ranks(weights, wire)
     sent = [
-        d.factors.dtype
+        d.structure.dtype
         for b in optimizer.plan.buckets
         for d in b.descriptions
         if b.scheme.name == "factors"

@@ -157,7 +157,7 @@ def test_rules_that_need_whole_variables_are_refused(optimizer):
 
 
 def test_bad_settings_are_refused():
-    for other, why in (("hybcomm", "it depends on factors"), ("auto", "the predicted step")):
+    for other, why in (("hybcomm", "the graph of the first step"), ("auto", "the predicted step")):
         with pytest.raises(ValueError, match=f"known before the first step.*{why}"):
             tp.ShardedOptimizer(sgd(), [("kernel", "ps"), (".*", other)])
     weight = keras.Variable(np.zeros(3), name="weight")

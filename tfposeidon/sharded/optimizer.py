@@ -69,7 +69,7 @@ class ShardedOptimizer(DistributedOptimizer):
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is not a function.
       ValueError: If an argument is out of its range, if the inner optimizer needs whole variables,
-        or if the scheme shards no variable or depends on factors.
+        or if the scheme shards no variable or depends on the first step.
 
     Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does, and one
     small all-reduce if norms of gradients or layers are needed.
@@ -225,12 +225,12 @@ class ShardedOptimizer(DistributedOptimizer):
 
 
 def _check_policy(policy: policies.Policy) -> None:
-    if policy.reads_factors or policy.leaves_open:
-        why = "it depends on factors" if policy.reads_factors else "the predicted step decides"
+    if policy.reader is not None or policy.leaves_open:
+        decides = "the predicted step" if policy.leaves_open else "the graph of the first step"
         raise ValueError(
             "What is sharded has to be known before the first step, and some schemes are known "
-            f'only then. Received: scheme={policy}: {why}. Use "ps", or rules with "ps" and '
-            'schemes that are fixed, such as "allreduce".'
+            f"only then. Received: scheme={policy}: {decides} decides. Use "
+            '"ps", or rules with "ps" and schemes that are fixed, such as "allreduce".'
         )
 
 

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests import keras_layers
-from tfposeidon.gradients import embedding_rows, sufficient_factors
-from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError, as_factors
+from tfposeidon.factors import graph, rows
+from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, as_factors
 
 L = keras.layers
 
@@ -130,8 +130,8 @@ def _read_all(model, shape, whole, batch):
 
 def _factors(gradient, variable, model):
     if isinstance(gradient, tf.IndexedSlices):
-        return embedding_rows.read(gradient, variable.shape)
-    return sufficient_factors.read(gradient, variable.shape, "float32", model.trainable_variables)
+        return rows.read(gradient, variable.shape)
+    return graph.read(gradient, variable.shape, "float32", model.trainable_variables)
 
 
 def test_no_layer_of_keras_is_forgotten():
@@ -183,9 +183,7 @@ def _why_not(step, variables, *inputs):
             loss = step(*inputs)
         (gradient, *_) = tape.gradient(loss, variables)
         try:
-            found.append(
-                sufficient_factors.read(gradient, variables[0].shape, "float32", variables)
-            )
+            found.append(graph.read(gradient, variables[0].shape, "float32", variables))
         except NoFactorsError as error:
             found.append(str(error))
         return gradient

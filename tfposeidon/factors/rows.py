@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError, as_factors
+from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, as_factors
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ Source: Zhang et al. 2017 (Poseidon), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
+
+from tfposeidon.gradients.description import Description
+from tfposeidon.schemes.cost import Work
 
 WEIGHT_COLUMNS = 2
 """Columns next to 16-bit factors that hold their rank's weight as a high and a low part.
@@ -62,6 +65,38 @@ class FactorShape:
         """Bytes of the product, which is float64 if the factors are, else float32."""
         return self.left * self.right * max(4, self.itemsize)
 
+    @property
+    def is_sized(self) -> bool:
+        """True if the number of batch rows is known."""
+        return self.rows is not None
+
+    def sized(self, size: float | None) -> FactorShape:
+        """Returns the shape with this mean number of batch rows."""
+        return replace(self, rows=size)
+
+    def multiplication(self, ranks: int) -> Work:
+        """Describes the product of the factors of several ranks.
+
+        Args:
+          ranks: Number of ranks whose batch rows are multiplied.
+
+        Returns:
+          The work: one multiplication and one addition per batch row and element of the product;
+          none before the first step.
+        """
+        rows = ranks * (self.rows or 0)
+        return Work(
+            name="product",
+            kind="multiply",
+            elements=self.left * self.right,
+            operations=2.0 * rows * self.left_columns * self.right,
+        )
+
+
+def shape_of(description: Description) -> FactorShape | None:
+    """Returns the shape of the factors that all ranks found, `None` if they found none."""
+    return cast(FactorShape | None, description.structure)
+
 
 @dataclass(frozen=True)
 class FactorPair:
@@ -86,6 +121,11 @@ class FactorPair:
     local: tf.Tensor | None = None
     constants: str = ""
     weight: tf.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[tf.Tensor]:
+        """Tensors of which the exchange is made."""
+        return [self.left, self.right]
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -192,12 +232,3 @@ def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
         if like.left <= like.right
         else FactorPair(tf.transpose(matrix), unit)
     )
-
-
-def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns a gradient's tensors: itself, its values, both factors, or none for `None`."""
-    if gradient is None:
-        return []
-    if isinstance(gradient, FactorPair):
-        return [gradient.left, gradient.right]
-    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]
