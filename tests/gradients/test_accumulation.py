@@ -45,7 +45,7 @@ def test_means_are_weighted(dtype):
         for call, count in enumerate(counts):
             matrix = draw.normal(size=SHAPE).astype(dtype)
             matrices.append(matrix)
-            rows = tf.IndexedSlices(tf.constant(matrix), tf.range(SHAPE[0]), SHAPE)
+            rows = tf.IndexedSlices(tf.constant(matrix), tf.range(SHAPE[0]), tf.constant(SHAPE))
             calls.add(rows if call % 2 else tf.constant(matrix), count)
         (mean,) = calls.means
         calls.means.clear()
