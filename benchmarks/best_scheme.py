@@ -10,8 +10,8 @@ import argparse
 
 from benchmarks import harness
 from tfposeidon.communication.topology import Topology
+from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.lab import models
 from tfposeidon.policies import HybComm
 

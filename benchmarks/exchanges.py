@@ -5,7 +5,7 @@ import re
 
 from benchmarks import baselines
 from tfposeidon import ops
-from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.schemes import REGISTRY
 from tfposeidon.schemes.cost import Transfer, total_cost
 from tfposeidon.schemes.wire_format import WIRE_DTYPES

@@ -7,8 +7,8 @@ import statistics
 from benchmarks import grid, harness
 from benchmarks.exchanges import one_server_each, scheme_named
 from tfposeidon import policies, schemes
+from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.lab import models
 from tfposeidon.planning import search
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan

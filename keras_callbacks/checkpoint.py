@@ -485,7 +485,7 @@ def _values(variables: Sequence[Any]) -> list[np.ndarray]:
 
 def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     pairs = itertools.zip_longest(variables, values)
-    if any(v is None or value is None or not _fits(v, value) for v, value in pairs):
+    if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
         raise SnapshotError(
             f"A checkpoint must match the model and its optimizers. Received: {len(values)} arrays "
             f"for {len(variables)} variables, or arrays of other shapes. Use another folder, or "
@@ -493,8 +493,3 @@ def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
-
-
-def _fits(variable: Any, value: np.ndarray) -> bool:
-    # Some state grows with each step, such as rows of factors during accumulation.
-    return tf.TensorShape(variable.shape).is_compatible_with(value.shape)

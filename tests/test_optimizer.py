@@ -225,7 +225,7 @@ class _SeesXla(keras.layers.Layer):
 @pytest.mark.parametrize("asked", [True, "auto", False])
 @pytest.mark.parametrize(
     ("scheme", "suits"),
-    [("allreduce", True), ("hybcomm", True), ("hitopk", False), ([("x", "topk")], False)],
+    [("allreduce", True), ("hitopk", False), ([("x", "topk")], False)],
 )
 def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something(scheme, suits, asked):
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")

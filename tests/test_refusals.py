@@ -71,7 +71,7 @@ from tfposeidon import schemes
         ),
         (
             lambda: tp.LocalUpdates(SGD(), scheme="factors"),
-            "pseudo-gradients have no factors",
+            "it reads the graph of gradients",
         ),
         (
             lambda: tp.LocalUpdates(SGD(), scheme=schemes.HiTopK(momentum=0.9)),

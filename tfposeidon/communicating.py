@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
@@ -22,6 +22,7 @@ from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapper import OptimizerWrapper
 from tfposeidon.planning.plan import Plan
+from tfposeidon.schemes import names
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches, one_writer, session
 from tfposeidon.training.hooks import FitHooks
@@ -89,6 +90,12 @@ class CommunicatingOptimizer(OptimizerWrapper):
     def bytes_per_step(self) -> float:
         """Predicted payload bytes that this rank sends per step, the mean over steps."""
         return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
+
+    @override
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        names.register_all()
+        return super().from_config(config, custom_objects)
 
     @override
     def save_own_variables(self, store: Any) -> None:

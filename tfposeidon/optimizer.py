@@ -46,12 +46,11 @@ class DistributedOptimizer(CommunicatingOptimizer):
     Args:
       inner_optimizer: A Keras optimizer that is not distributed yet. If it has
         `gradient_accumulation_steps`, there is one exchange per update.
-      scheme: Scheme of the gradient exchange (default `"auto"`), the same on all ranks: a name
-        (`"auto"`, `"allreduce"`, `"alltoall"`, `"torus2d"`, `"ps"`, `"factors"`, `"hybcomm"`,
-        `"hitopk"`, `"topk"`); an object of `tfposeidon.schemes` such as
-        `AllToAll(wire_dtype="float16")`, of `tfposeidon.policies` or of a custom scheme; or rules
-        `[(pattern, scheme), ...]`, of which the first whose pattern is found in a variable's path
-        decides.
+      scheme: Scheme of the gradient exchange (default `"auto"`), the same on all ranks: a
+        name, such as `"auto"`, `"allreduce"`, `"torus2d"`, `"ps"` or `"hitopk"` (`docs/schemes.md`
+        lists all); an object of `tfposeidon.schemes` such as `AllToAll(wire_dtype="float16")`, of
+        `tfposeidon.policies` or of a custom scheme; or rules `[(pattern, scheme), ...]`, of which
+        the first whose pattern is found in a variable's path decides.
       bucket_bytes: Maximum size in bytes of a bucket of fused gradients (default 4 MiB); gradients
         of a quarter of it or more are not fused. Smaller buckets start earlier. Larger ones need
         fewer messages, which matters more for `"alltoall"` and `"torus2d"` than for `"allreduce"`.
@@ -134,7 +133,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self._build_inner(variables)
         if self.gradient_accumulation_steps:
             self._check_accumulates_inside()
-            self._accumulation = Accumulation(self, variables, self.gradient_accumulation_steps)
+            self._accumulation = Accumulation(self, variables)
         self._exchange.build()
         self._adopt(variables)
 
@@ -175,11 +174,11 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        with self._exchange.call(grads, variables, count) as sent:
+        with self._exchange.call(grads, variables, count):
             if self._accumulation is None:
-                self._update(variables, sent, count)
+                self._update(variables, grads, count)
             else:
-                self._accumulate(self._accumulation, sent, variables, count)
+                self._accumulate(self._accumulation, grads, variables, count)
 
     def _accumulate(
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
@@ -299,11 +298,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         # first step needs it.
         if self.built and not self._exchange.exchangers:
             self._exchange.exchanger(self._trainable_variables)
-        accumulated = (
-            self._accumulation.rank_state(runtime.rank(), runtime.size())
-            if self._accumulation
-            else []
-        )
+        accumulated = self._accumulation.rank_state(runtime.size()) if self._accumulation else []
         return [*accumulated, *self._exchange.plans.rank_state()]
 
 

@@ -45,7 +45,7 @@ class FactorServer(schemes.FactorScheme):
 
     @override
     def factor_stages(self, factors, topology):
-        world, product = topology.world, schemes.stages.product(factors, topology.size)
+        world, product = topology.world, factors.multiplication(topology.size)
         if world.size == 1:
             return (product,)
         pushed = [float(factors.bytes) if rank == self.server else 0.0 for rank in world.ranks]

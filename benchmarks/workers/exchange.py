@@ -20,7 +20,7 @@ from benchmarks.workers.task import Task
 from tfposeidon import ops
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.gradients.factors import FactorPair
+from tfposeidon.factors.pairs import FactorPair
 from tfposeidon.lab.network import payload_bytes
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20

@@ -58,7 +58,7 @@ def test_embeddings_send_rows(wire):
                 b for b in optimizer.plan.buckets if "embeddings" in b.descriptions[0].path
             ]
             assert bucket.scheme.name == ("factors" if scheme == "hybcomm" else "factorserver")
-            assert bucket.descriptions[0].factors.rows == 4 * BATCH // wire.topology.size
+            assert bucket.descriptions[0].structure.rows == 4 * BATCH // wire.topology.size
             assert "sent as a dense matrix" not in str(optimizer.plan)
 
 
@@ -107,7 +107,7 @@ def test_factors_in_half_precision(wire):
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
     same_on_all_ranks(weights, wire)
     sent = [
-        d.factors.dtype
+        d.structure.dtype
         for b in optimizer.plan.buckets
         for d in b.descriptions
         if b.scheme.name == "factors"
@@ -220,34 +220,34 @@ def test_a_trace_without_factors_sends_the_matrix(wire):
     start = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
     x = np.random.default_rng(1).normal(size=(wire.topology.size, 3, 6)).astype("float32")
 
-    def train(regularised):
+    def train(regularized):
         weight = tf.Variable(start)
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="factors")
 
         def step(change):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.matmul(x[wire.topology.rank], weight) ** 2)
-                loss += tf.reduce_sum(weight**2) if regularised else 0.0
+                loss += tf.reduce_sum(weight**2) if regularized else 0.0
             optimizer.apply([change(g) for g in tape.gradient(loss, [weight])], [weight])
 
         tf.function(lambda: step(lambda g: g))()
         is_last = wire.topology.rank == wire.topology.size - 1
         tf.function(
-            lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularised else g)
+            lambda: step(lambda g: tf.clip_by_value(g, -1e9, 1e9) if is_last or regularized else g)
         )()
         return weight.numpy()
 
     expected = start.astype("float64")
     for _ in range(2):
         expected -= 0.1 * np.mean([2 * part.T @ (part @ expected) for part in x], axis=0)
-    weight = train(regularised=False)
+    weight = train(regularized=False)
     np.testing.assert_allclose(weight, expected, atol=1e-4 * np.abs(expected).max())
     same_on_all_ranks([weight], wire)
     with pytest.raises(
         ValueError,
         match=r"regularized variable must have factors in all traces.*ClipByValue|Minimum|Maximum",
     ):
-        train(regularised=True)
+        train(regularized=True)
 
 
 def test_plain_variables(wire):

@@ -139,7 +139,7 @@ def test_what_a_sparse_scheme_kept_still_arrives(wire):
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
-def test_a_regularised_variable_by_factors_needs_its_gradient_everywhere(wire):
+def test_a_regularized_variable_by_factors_needs_its_gradient_everywhere(wire):
     """Each rank adds weight decay itself: one without a gradient would part from the others."""
     model = models.mlp()
     x, y = models.mlp.data(8)

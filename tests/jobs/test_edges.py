@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EDGES = ("local", "elastic_averaging", "sharded")
+EDGES = ("local", "elastic_averaging", "sharded", "factors")
 README = "tests/test_readme.py::test_the_example_runs"
 CORE = ("tests/test_optimizer.py", "tests/optimizers/test_accumulating.py")
 """Tests of the core on one rank."""

@@ -71,9 +71,9 @@ def _check_plan(plan, expected):
     factors = []
     for bucket in plan.buckets:
         for description, choice in zip(bucket.descriptions, bucket.choices, strict=True):
-            if description.factors is None:
-                assert description.why_no_factors, description.path
-                assert description.why_no_factors in choice.reason, (
+            if description.structure is None:
+                assert description.why_no_structure, description.path
+                assert description.why_no_structure in choice.reason, (
                     description.path,
                     choice.reason,
                 )

@@ -12,8 +12,8 @@ from tests.launch import ROOT
 from tfposeidon import policies, schemes
 from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
+from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.planning.search import choose_plan, predict
 from tfposeidon.planning.simulation import Timeline
@@ -68,7 +68,7 @@ def test_never_slower_than_uniform_plans():
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit", "25gbit", "400gbit"])
 @pytest.mark.parametrize("factors", [None, FactorShape(8, 1024, 1024, "float32")])
 def test_exact_unless_told_otherwise(rate, factors):
-    layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+    layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
     links = NetworkProfile.of(rate, ranks_per_node=8)
     plan = choose(links=links, layers=layers)
     assert all(bucket.scheme.exact for bucket in plan.buckets)
@@ -87,7 +87,7 @@ def test_what_is_allowed_is_taken_where_it_pays():
 def test_few_rows_travel_as_factors_and_many_do_not():
     def chosen(rows):
         factors = FactorShape(rows, 1024, 1024, "float32")
-        layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+        layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
         return str(
             _schemes(choose(links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers))
         )
@@ -158,7 +158,7 @@ def test_rules_leave_open_what_they_do_not_say():
 def test_rules_that_decide_by_rows_beside_what_is_open():
     """With few rows each goes by itself, and until steps decide, several share a bucket."""
     factors = FactorShape(1, 32, 32, "float32")
-    layers = [dataclasses.replace(layer, factors=factors) for layer in SMALL]
+    layers = [dataclasses.replace(layer, structure=factors) for layer in SMALL]
     plan = choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
     assert plan.forecasts
     assert sorted(member for bucket in plan.buckets for member in bucket.members) == [*range(12)]
@@ -174,7 +174,7 @@ def test_every_plan_has_a_prediction_where_links_are_known():
 
 def test_factors_have_no_cost_before_there_are_rows():
     factors = FactorShape(None, 1024, 1024, "float32")
-    layers = [dataclasses.replace(layer, factors=factors) for layer in LAYERS]
+    layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
     assert not choose(policies.parse("factors"), layers=layers).forecasts
     rules = policies.Rules([("layer_3", "factors"), (".", "auto")])
     assert "factors" in str(_schemes(choose(rules, layers=layers)))

@@ -9,7 +9,7 @@ from tests import contract
 from tfposeidon import schemes
 from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.planning.seconds import EXPOSED, exchange_seconds, load_of, stage_times
 from tfposeidon.schemes.cost import Transfer
 
@@ -30,7 +30,7 @@ SCHEMES = {name: scheme for name, (scheme, _) in contract.SCHEMES.items()} | {
 
 
 def _seconds(scheme, topology, links, length=2**18):
-    is_factors = scheme.takes_factors
+    is_factors = scheme.reader is not None
     length = FACTORS.left * FACTORS.right if is_factors else length
     return exchange_seconds(scheme, length, 4, [FACTORS] if is_factors else [], topology, links)
 

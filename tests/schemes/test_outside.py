@@ -20,7 +20,7 @@ RING = tp.schemes.AllReduce()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gathered(tp.schemes.VectorScheme):
+class Gathered(tp.schemes.Scheme):
     """The mean of what each rank has gathered of all, but of the ranks named `without`."""
 
     without: tuple[int, ...] = ()
@@ -85,7 +85,6 @@ def test_a_name_comes_from_the_class():
         "gathered",
         "allreduce(without=(1,))",
     )
-    assert Gathered.name != tp.schemes.VectorScheme.name
 
 
 def test_what_ranks_could_not_compare_is_refused():

@@ -4,16 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks.baselines import FactorServer
 from tests import contract
 from tests.in_process import Cluster, InProcessWire
-from tfposeidon import policies, schemes
+from tfposeidon import schemes
 from tfposeidon.communication.topology import Topology
-from tfposeidon.communication.wire import Zeros
-from tfposeidon.exchange import factor_exchange
-from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorPair, FactorShape
-from tfposeidon.planning.plan import Bucket
 from tfposeidon.schemes.cost import Transfer, total_cost
 
 SPARSE = (schemes.HiTopK, schemes.TopK)
@@ -50,7 +44,7 @@ def _check(name, length, nodes):
     for rank in range(len(means)):
         topology = Topology(rank, nodes)
         stages = contract.SCHEMES[name][0].stages(length, 4, topology)
-        _check_calls(cluster, rank, stages, f"contract.{name}.{length}".replace(" ", "_"))
+        check_calls(cluster, rank, stages, f"contract.{name}.{length}".replace(" ", "_"))
         cost = total_cost(stages, topology)
         # A ring's chunks differ by an element where the ranks do not divide the length.
         slack = 2 * 4 * len(means) if name.startswith("allreduce") else 0
@@ -60,7 +54,7 @@ def _check(name, length, nodes):
         assert len(set(cluster.names(rank))) == len(cluster.names(rank))
 
 
-def _check_calls(cluster, rank, stages, prefix):
+def check_calls(cluster, rank, stages, prefix):
     """Checks that a rank has asked the wire for the transfers among `stages`, in their order."""
     described = [
         (stage.operation, stage.group.ranks, f"{prefix}.{stage.name}".rstrip("."), stage.itemsize)
@@ -74,16 +68,6 @@ def _check_calls(cluster, rank, stages, prefix):
 def test_exact_says_what_the_contract_measures(name):
     scheme, rounding = contract.SCHEMES[name]
     assert scheme.exact == (rounding == 0.0)
-
-
-def test_families_are_told_by_properties():
-    """Policies and plans ask for these, so a family must not lack one."""
-    by_rows = schemes.ByRows(few=schemes.Factors(), many=schemes.AllReduce(), limit=3)
-    made = [make() for make in schemes.REGISTRY.values()]
-    assert {s.name for s in made if s.needs_factors} == {"factors"}
-    assert [s.name for s in (*made, by_rows) if s.takes_factors] == ["factors", "by rows"]
-    assert all(s.for_rows(1) is s for s in made)
-    assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
 
 
 def test_torus_sends_what_its_docstring_says():
@@ -288,102 +272,6 @@ def test_all_reduce_points_elsewhere_for_bfloat16():
 def test_schemes_print_what_differs_from_their_defaults():
     assert str(schemes.Torus2D()) == "torus2d"
     assert str(schemes.AllToAll(wire_dtype="float16")) == "alltoall(wire_dtype=float16)"
-
-
-FACTOR_SCHEMES = (
-    schemes.Factors(),
-    schemes.Factors(sums_in_node=True),
-    FactorServer(),
-    FactorServer(server=1),
-)
-
-
-@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3x2"])
-@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
-def test_factors_of_any_number_of_rows(scheme, layout):
-    """Every rank with another number of rows, one with none."""
-    nodes = LAYOUTS[layout]
-    size = sum(map(len, nodes))
-    draw = [np.random.default_rng(rank) for rank in range(size)]
-    rows = [(draw[r].normal(size=(r, 7)), draw[r].normal(size=(r, 5))) for r in range(size)]
-    factors = [FactorPair(*(tf.constant(part, tf.float32) for part in pair)) for pair in rows]
-    means = Cluster(nodes).run(
-        lambda wire: scheme.exchange_factors(factors[wire.topology.rank], wire, "x").numpy()
-    )
-    expected = sum(left.T @ right for left, right in rows) / size
-    for mean in means:
-        np.testing.assert_allclose(mean.reshape(7, 5), expected, atol=1e-5)
-        np.testing.assert_array_equal(mean, means[0])
-
-
-@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
-def test_factors_send_what_is_predicted(scheme, layout, dtype):
-    nodes = LAYOUTS[layout]
-    cluster = Cluster(nodes)
-    factors = FactorPair(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
-    cluster.run(lambda wire: scheme.exchange_factors(factors, wire, "x"))
-    for rank in range(cluster.topology.size):
-        topology = Topology(rank, nodes)
-        stages = scheme.factor_stages(FactorShape(3, 7, 5, dtype), topology)
-        _check_calls(cluster, rank, stages, "x")
-        cost = total_cost(stages, topology)
-        assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
-
-
-BY_ROWS = (
-    schemes.ByRows(few=schemes.Factors(), many=schemes.ParameterServer(), limit=12),
-    schemes.ByRows(few=schemes.Factors(), many=schemes.Factors(sums_in_node=True), limit=12),
-)
-
-
-@pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
-@pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
-@pytest.mark.parametrize("many", [False, True])
-def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
-    """With two variables; bytes are those of the scheme that is taken, and of one number."""
-    nodes = LAYOUTS[layout]
-    cluster = Cluster(nodes)
-    size = cluster.topology.size
-    shape = FactorShape(None, 7, 5, "float32", has_local=True)
-    description = Description("kernel", (7, 5), "float32", shape)
-    choice = policies.Choice(scheme, "")
-    bucket = Bucket(
-        members=(0, 1), descriptions=(description,) * 2, scheme=scheme, choices=(choice,) * 2
-    )
-    counts = [12 if many else 2] * size
-    drawn = [np.random.default_rng(rank).normal(size=(2, 12, 12)) for rank in range(size)]
-
-    def exchange(wire):
-        rank = wire.topology.rank
-        rows = [drawn[rank][i][: counts[rank]].astype("float32") for i in range(2)]
-        factors = [
-            FactorPair(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows
-        ]
-        mean, total = factor_exchange.exchange(
-            bucket, factors, tf.constant(1.0), wire, "x", Zeros()
-        )
-        return mean.numpy(), float(total)
-
-    results = cluster.run(exchange)
-    expected = [
-        1 + sum(d[i][:n, :7].T @ d[i][:n, 7:] for d, n in zip(drawn, counts, strict=True)) / size
-        for i in (0, 1)
-    ]
-    assert {total for _, total in results} == {2.0 * sum(counts)}
-    taken = scheme.for_rows(sum(counts))
-    assert taken == (scheme.many if 12 * size > 12 and many else scheme.few)
-    shown = bucket.with_rows(2 * sum(counts), policies.Uniform(schemes.Factors()), cluster.topology)
-    for rank, (mean, _) in enumerate(results):
-        np.testing.assert_allclose(mean.reshape(2, 7, 5), expected, atol=1e-5)
-        np.testing.assert_array_equal(mean, results[0][0])
-        cost = shown.cost(Topology(rank, nodes))
-        # One number of 32 bits goes round beside them, in pieces that the ring makes.
-        for sent, predicted in zip(
-            cluster.bytes_of(rank), (cost.node_bytes, cost.cross_bytes), strict=True
-        ):
-            assert 0 <= sent - predicted <= 8
 
 
 def test_a_pair_size_must_be_positive():

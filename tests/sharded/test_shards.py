@@ -160,7 +160,7 @@ def test_rules_that_need_whole_variables_are_refused(optimizer):
 
 def test_bad_settings_are_refused():
     for other, why in (
-        ("hybcomm", "it depends on factors"),
+        ("hybcomm", "it depends on the graph of the first step"),
         ("auto", "it depends on the predicted step"),
     ):
         with pytest.raises(ValueError, match=f"known before the first step.*{why}"):

@@ -98,37 +98,6 @@ def test_whole_arrays_are_shared_out(before, after):
     assert all(p[1] == 5 for p in parts)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
-def test_rows_of_factors_are_shared_out(before, after):
-    """Rows of a rank stay together, and each is on one rank; one rank had none."""
-    saved = []
-    for rank in range(before):
-        name, rows = "accumulated_0_left", np.full((rank, 3), float(rank))
-        saved.append(
-            [
-                (
-                    StateDescription(
-                        name=name,
-                        offset=rank,
-                        placement=Placement.PARTIAL,
-                        owners=before,
-                        concatenated=True,
-                    ),
-                    rows if rank else np.zeros((0, 0)),
-                )
-            ]
-        )
-    parts = []
-    for rank in range(after):
-        piece = StateDescription(
-            name=name, offset=rank, placement=Placement.PARTIAL, owners=after, concatenated=True
-        )
-        parts += redistribute(saved, [(piece, np.zeros((0, 0)))])
-    rows = sorted(row[0] for part in parts if part.size for row in part)
-    assert rows == [rank for rank in range(before) for _ in range(rank)]
-    assert sum(part.shape[0] for part in parts) == len(rows)
-
-
 def test_what_nobody_wants_is_an_error():
     piece = StateDescription(
         name="residual", members=(("dense/kernel", 4),), placement=Placement.PARTIAL, owners=1

@@ -15,14 +15,14 @@ from tests.helpers.models import rank_variables
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import SERVED, sgd
 from tests.helpers.wait_free import check_independent, traced
-from tfposeidon.schemes import VectorScheme
+from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.base import Slot
 
 pytestmark = pytest.mark.ranks("2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounded(VectorScheme):
+class Rounded(Scheme):
     """All-reduces what survives rounding to bfloat16; the rest waits for the next step."""
 
     name: ClassVar[str] = "rounded"

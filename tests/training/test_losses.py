@@ -133,7 +133,7 @@ def test_sums_over_samples(wire):
     vectors = CrossEntropy(from_logits=True, reduction="none")
     for loss in (None, vectors):
         assert one.distance(wire, tp.sample_counts.equal, times=tp.size(), loss=loss) < EXACT
-    # With a regulariser, of which there is one and not P.
+    # With a regularizer, of which there is one and not P.
     loss = CrossEntropy(from_logits=True, reduction="sum")
     one = _OneProcess(models.mlp, data, loss, RATE / BATCH)
     assert (

@@ -163,12 +163,6 @@ def _wrong_schemes() -> list[str]:
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
-    from tfposeidon.gradients.factors import FactorPair
-
-    if scheme.needs_factors:
-        return scheme.exchange_factors(
-            FactorPair(vector[:1, None], tf.ones_like(vector)[None]), wire, f"check.{name}"
-        )
     # A flush sends everything, which makes sparse schemes exact.
     state = scheme.flushing(
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))

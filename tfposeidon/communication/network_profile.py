@@ -144,7 +144,7 @@ class NetworkProfile:
       >>> import tfposeidon as tp
       >>> links = tp.NetworkProfile.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
       >>> print(links)
-      25 Gb/s across nodes (5 Gb/s per connection), v100, given
+      25 Gb/s across nodes (5 Gb/s per connection), v100, specified
     """
 
     rates: Rates

@@ -16,17 +16,17 @@ import tensorflow as tf
 from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
-from tfposeidon.exchange import factor_agreement, layer_norms
+from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.planner import Paths, Planner
 from tfposeidon.exchange.resumed import Resumed
 from tfposeidon.exchange.scheme_states import EffectiveRate
 from tfposeidon.exchange.step_times import Measured
-from tfposeidon.gradients.description import describe, of_tensorflow
+from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.planning import advice
 from tfposeidon.planning.forecast import Forecast, Prediction
-from tfposeidon.planning.plan import Plan, with_rows
+from tfposeidon.planning.plan import Plan, sized
 from tfposeidon.planning.search import predict
 from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
@@ -119,8 +119,8 @@ class AgreedPlans:
     ) -> None:
         """Checks that all ranks exchange the same, while the first step is traced; plans again.
 
-        The new plan uses the factors that the graph shows. Later traces change nothing: a rank may
-        retrace at any time, when other ranks do not respond.
+        The new plan uses the structure of gradients that the graph shows. Later traces change
+        nothing: a rank may retrace at any time, when other ranks do not respond.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is None:
@@ -137,9 +137,10 @@ class AgreedPlans:
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
         self.planner.measure_links()
-        if self.planner.policy.reads_factors or self.planner.leaves_open:
+        if self.planner.policy.reader is not None or self.planner.leaves_open:
+            steps = settings["gradient_accumulation_steps"]
             replicated = [*variables, *inner_optimizer.variables]
-            self._plan_again(grads, variables, replicated)
+            self._plan_again(variables, self._read(grads, variables, replicated, steps))
         self._choose_norms(variables, inner_optimizer)
         self._take_notes(grads, variables, inner_optimizer, settings)
 
@@ -209,7 +210,7 @@ class AgreedPlans:
     ) -> Prediction:
         """Predicts, from measured step times, the step of the current plan."""
         followed, slowdown = self._of_last_step(exchanger), 1.0
-        # Without a forecast, the rows of factors were not known yet.
+        # Without a forecast, the sizes of structures were not known yet.
         name, bucket_bytes = "the first plan", self.planner.bucket_bytes
         for before in exchanger.plan.forecasts:
             name, bucket_bytes = before.chosen.name, before.chosen.bucket_bytes
@@ -278,38 +279,46 @@ class AgreedPlans:
 
     def _of_last_step(self, exchanger: Exchanger) -> Plan:
         with tf.init_scope():
-            rows, means = exchanger.rows.numpy(), exchanger.times.means
-        plan = with_rows(exchanger.plan, rows, self.planner.policy)
+            sizes, means = exchanger.sizes.numpy(), exchanger.times.means
+        plan = sized(exchanger.plan, sizes, self.planner.policy)
         step_s = None if means is None else means.step_s
         forecasts = tuple(replace(one, measured_s=step_s) for one in plan.forecasts)
         return replace(plan, forecasts=forecasts)
 
-    def _plan_again(self, grads: list[Any], variables: list[Any], replicated: list[Any]) -> None:
+    def _read(
+        self, grads: list[Any], variables: list[Any], replicated: list[Any], steps: int | None
+    ) -> list[Description]:
+        """Describes gradients with their structure; sums over several steps have none."""
+        reader, descriptions = self.planner.policy.reader, [describe(v) for v in variables]
+        if steps:
+            why = f"gradients are accumulated over {steps} steps"
+            return [replace(d, why_no_structure=why) for d in descriptions]
+        if reader is None:
+            return descriptions
+        found = reader.find(grads, descriptions, replicated)
+        return reader.describe(descriptions, self._exchanged(found, variables, "structures"))
+
+    def _exchanged(self, value: Any, variables: list[Any], name: str) -> list[Any]:
+        exchanger = self._exchangers[_key(variables)]
+        with tf.init_scope():
+            return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
+
+    def _plan_again(self, variables: list[Any], descriptions: list[Description]) -> None:
         """Plans again, now that the graph shows the ops that compute the gradients."""
         exchanger = self._exchangers[_key(variables)]
-        descriptions = [describe(v) for v in variables]
-        found = factor_agreement.find_factors(grads, descriptions, replicated)
-        with tf.init_scope():
-            everybody = exchange_objects(found, exchanger.wire, f"{exchanger.prefix}.factors")
-        merged = factor_agreement.merge_findings(descriptions, everybody)
-        plan = self.planner.plan_first_step(merged)
+        plan = self.planner.plan_first_step(descriptions)
         if self.planner.leaves_open:
-            self._check_same_plan(plan, f"{exchanger.prefix}.plan")
-        factor_agreement.check_any_factors(plan, self.planner.policy)
+            # Predictions depend on floating-point arithmetic.
+            agreement.require_equal(
+                self._exchanged(plan.digest, variables, "plan"),
+                "All ranks must compute the same plan",
+                "Pass an explicit `scheme` if ranks have processors that round differently.",
+            )
+        _check_structures(plan, self.planner.policy)
         # Reuse the old exchanger's variables: TensorFlow retraces a function that creates any.
         new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
         new.take_over(exchanger)
         self._exchangers[_key(variables)] = new
-
-    def _check_same_plan(self, plan: Plan, name: str) -> None:
-        """Compares plans over ranks, because predictions depend on floating-point arithmetic."""
-        with tf.init_scope():
-            everybody = exchange_objects(plan.digest, self._wire(), name)
-        agreement.require_equal(
-            everybody,
-            "All ranks must compute the same plan",
-            "Pass an explicit `scheme` if ranks have processors that round differently.",
-        )
 
     def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
         key = _key(variables)
@@ -326,16 +335,9 @@ class AgreedPlans:
         key = _key(variables)
         self._note(key, _weighing(settings))
         plan = self._exchangers[key].plan
-        by_rows = {d.path for b in plan.buckets if b.takes_factors for d in b.descriptions}
-        steps = settings["gradient_accumulation_steps"]
-        if steps and by_rows:
-            self._note(
-                key,
-                f"batch rows of factors are stored over {steps} steps, other gradients are "
-                "accumulated",
-            )
+        structured = {description.path for description in plan.structured.values()}
         for grad, variable in zip(grads, variables, strict=True):
-            if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in by_rows:
+            if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in structured:
                 path = describe(variable).path
                 self._note(key, f"{path}: rows are summed and sent as a dense matrix")
             if grad is None:
@@ -356,6 +358,18 @@ class AgreedPlans:
 def _key(variables: list[Any]) -> Any:
     # TensorFlow's variables are not hashable, because they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
+
+
+def _check_structures(plan: Plan, policy: Policy) -> None:
+    """Refuses a scheme that exchanges structures if no gradient has any."""
+    reader = policy.reader
+    if reader is None or plan.structured:
+        return
+    for description in plan.descriptions:
+        scheme = policy.choose(description, plan.topology).scheme
+        error = reader.missing(scheme.name, description) if scheme.reader is not None else ""
+        if error:
+            raise ValueError(error)
 
 
 def _weighing(settings: dict[str, Any]) -> str:

@@ -20,13 +20,10 @@ from tfposeidon.communication.wire import (
     Zeros,
     exchange_objects,
     names_ending_in,
-    opaque,
 )
-from tfposeidon.exchange import factor_exchange
 from tfposeidon.exchange.presence import (
     CallPresence,
     Presence,
-    check_regularised,
     count_call,
     count_presence,
     weight_of,
@@ -34,10 +31,9 @@ from tfposeidon.exchange.presence import (
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
-from tfposeidon.gradients.description import dense
-from tfposeidon.gradients.factors import tensors_of
-from tfposeidon.planning.plan import Bucket, Plan
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.gradients.description import tensors_of
+from tfposeidon.planning.plan import Plan
+from tfposeidon.schemes.base import State
 
 Afterwards = Callable[[list[Any]], list[Any]]
 """Function from means to means, for collectives that follow the exchange in each step."""
@@ -46,10 +42,10 @@ Afterwards = Callable[[list[Any]], list[Any]]
 class Exchanger:
     """Exchanges the gradients of one list of variables.
 
-    `prefix` of the names of its collectives is `None` until ranks have agreed. `rows[i]` is the sum
-    of factor rows over ranks and variables of bucket i in the last step that had any; `own_rows`
-    has this rank's rows per variable, 0 without factors, while the planner may still choose the
-    scheme. `calls` is the maximum number of exchanges in a traced step.
+    `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
+    size of the structures of bucket i, summed over ranks and variables, in the last step that had
+    any; `own_sizes` has this rank's per variable, 0 without a structure, while the planner may
+    still choose the scheme. `calls` is the maximum number of exchanges in a traced step.
     """
 
     def __init__(
@@ -67,20 +63,18 @@ class Exchanger:
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
         # alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Zeros for counts of samples and rows, and for `opaque`. Create all of them now; see
-        # `Zeros`.
+        # Zeros for counts, and for `opaque`. Create all of them now; see `Zeros`.
         dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
-        dtypes |= {
-            d.factors.dtype for bucket in plan.buckets for d in bucket.descriptions if d.factors
-        }
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted(dtypes):
             self._zeros[dtype]
         # Size for the largest possible number of buckets, which is known only in a trace. If a
         # trace created variables, TensorFlow would trace the step again.
         count = len(self.plan.descriptions)
-        self.rows: tf.Variable = _variable([count], "rows") if other is None else other.rows
-        self.own_rows: tf.Variable = _variable([count], "rows") if other is None else other.own_rows
+        self.sizes: tf.Variable = _variable([count], "sizes") if other is None else other.sizes
+        self.own_sizes: tf.Variable = (
+            _variable([count], "sizes") if other is None else other.own_sizes
+        )
         self.times: StepTimes = StepTimes() if other is None else other.times
         # Samples of all ranks in the last step if all had equally many, else 0.
         self._expected: tf.Variable = _variable([], "samples") if other is None else other._expected
@@ -146,8 +140,11 @@ class Exchanger:
         presence = count_presence(
             count, gradients, has_batch, self.wire, name, zero, with_means=with_means
         )
-        with tf.device("/CPU:0"):
-            check_regularised(self.plan, presence, self.wire.topology.size)
+        if self.plan.reader is not None:
+            with tf.device("/CPU:0"):
+                present = self.wire.topology.size - presence.absent
+                structured = self.plan.structured
+                self.plan.reader.check_presence(structured, presence.gradients, present)
         return presence
 
     def weighted_means(
@@ -158,9 +155,9 @@ class Exchanger:
         has_batch: bool = True,
     ) -> tuple[Presence, list[Any], list[State]]:
         """Exchanges all buckets, weighted by samples; returns participation, means and states."""
-        takes_factors = any(bucket.takes_factors for bucket in self.plan.buckets)
-        if takes_factors or self.wire.topology.size == 1:
-            # Factors need their weight before they are sent, and a single rank waits for no other.
+        if self.plan.structured or self.wire.topology.size == 1:
+            # Structures may need their weight before they are sent, and a single rank waits for no
+            # other.
             return self._means_after_count(gradients, count, rescale, has_batch)
         ranks = float(self.wire.topology.size)
         with tf.device("/CPU:0"):
@@ -239,53 +236,37 @@ class Exchanger:
         # Means are zeros if no rank has a gradient, and `None` for variables of other buckets.
         means: list[Any] = [None] * len(gradients)
         states: list[State] = []
-        rows: dict[int, tf.Tensor] = {}
+        sizes: dict[int, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             if buckets is not None and index not in buckets:
                 continue
-            if bucket.takes_factors:
-                mean, rows[index] = self._exchange_factors(index, bucket, gradients, weight)
-                state: State = ()
-            else:
-                mean, state = self._exchange_bucket(index, bucket, gradients, weight, rescale)
+            mean, state, size = bucket.scheme.exchange_bucket(
+                [gradients[member] for member in bucket.members],
+                bucket.descriptions,
+                weight,
+                self.states.read(index, rescale),
+                self.wire,
+                f"{self.prefix}.bucket_{index}",
+                self._zeros,
+            )
             states.append(state)
+            if size is not None:
+                sizes[index] = size
             tensors = bucket.scheme.unpack(mean, bucket.descriptions, self.wire.topology)
             for member, tensor in zip(bucket.members, tensors, strict=True):
                 means[member] = tensor
-        self._keep_rows(rows)
+        self._keep_sizes(sizes)
         return means, states
 
-    def _keep_rows(self, rows: dict[int, tf.Tensor]) -> None:
-        if rows:
+    def _keep_sizes(self, sizes: dict[int, tf.Tensor]) -> None:
+        if sizes:
             with tf.device("/CPU:0"):
                 new = tf.stack(
-                    [rows.get(index, tf.zeros([])) for index in range(self.rows.shape[0])]
+                    [sizes.get(index, tf.zeros([])) for index in range(self.sizes.shape[0])]
                 )
-                # Retain the previous rows if no rank has any, as at the end of an epoch, because
+                # Retain the previous sizes if no rank has any, as at the end of an epoch, because
                 # such a step is not representative.
-                self.rows.assign(tf.where(new > 0.0, new, self.rows))
-
-    def _exchange_factors(
-        self, index: int, bucket: Bucket, gradients: Sequence[Any], weight: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        factors = [gradients[member] for member in bucket.members]
-        name = f"{self.prefix}.bucket_{index}"
-        return factor_exchange.exchange(bucket, factors, weight, self.wire, name, self._zeros)
-
-    def _exchange_bucket(
-        self,
-        index: int,
-        bucket: Bucket,
-        gradients: Sequence[Any],
-        weight: tf.Tensor | None,
-        rescale: tf.Tensor | None,
-    ) -> tuple[tf.Tensor, State]:
-        name = f"{self.prefix}.bucket_{index}"
-        vector = self._flatten(bucket, gradients)
-        if weight is not None:
-            vector = _weighted(vector, weight if bucket.scheme.averages else tf.sign(weight))
-        assert isinstance(bucket.scheme, VectorScheme)
-        return bucket.scheme.exchange(vector, self.states.read(index, rescale), self.wire, name)
+                self.sizes.assign(tf.where(new > 0.0, new, self.sizes))
 
     @tf.function(autograph=False)
     def contribute_to_call(self, number: int = 0) -> tf.Tensor:
@@ -318,15 +299,6 @@ class Exchanger:
                 means = afterwards(means)
         return presence.absent, [tf.reduce_sum(mean) for mean in means]
 
-    def _flatten(self, bucket: Bucket, gradients: Sequence[Any]) -> tf.Tensor:
-        zero = self._zeros[bucket.dtype]
-        pairs = zip(bucket.members, bucket.descriptions, strict=True)
-        parts = [tf.reshape(dense(gradients[member], d, zero), [-1]) for member, d in pairs]
-        vector = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would
-        # fold the collective.
-        return opaque(vector, self._zeros["int32"])
-
 
 def _number(call: int) -> str:
     return f".{call}" if call else ""
@@ -335,15 +307,3 @@ def _number(call: int) -> str:
 def _variable(shape: Sequence[int], name: str) -> tf.Variable:
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(tf.zeros(shape), trainable=False, name=name)
-
-
-def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
-    # gradients of empty batches: their mean is NaN.
-    return tf.cond(
-        weight == 1.0,
-        lambda: vector,
-        lambda: tf.where(
-            weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)
-        ),
-    )

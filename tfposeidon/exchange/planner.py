@@ -93,7 +93,7 @@ class Planner:
             # A timed trial on another network does not apply to this one.
             self._race, self._raced_over = Race(), links
         return choose_plan(
-            descriptions if measured is None else measured.with_rows(descriptions),
+            descriptions if measured is None else measured.sized(descriptions),
             self.policy,
             topology,
             links,
@@ -114,7 +114,7 @@ class Planner:
         self.spent_s += time.perf_counter() - begin_s
 
     def plan_before_first_step(self, descriptions: Sequence[Description]) -> Plan:
-        """Makes a plan before the first step shows factors, or returns that of a snapshot."""
+        """Makes a plan before the first step shows structures, or returns that of a snapshot."""
         resumed = self._resumed.get(paths_of(descriptions))
         return resumed.plan(descriptions) if resumed else self.plan(descriptions)
 
@@ -128,7 +128,7 @@ class Planner:
         # The earlier run may have retained a plan although another was predicted to be faster.
         if measured is None:
             return resumed.followed(plan, descriptions, None)
-        return resumed.followed(plan, measured.with_rows(descriptions), measured.timeline)
+        return resumed.followed(plan, measured.sized(descriptions), measured.timeline)
 
     def measure_links(self) -> None:
         """Measures the network profile if it is needed and unknown; all ranks call it together."""
@@ -193,7 +193,7 @@ class Planner:
             return False
         self._measured = {
             tuple(one["paths"]): Measured(
-                one["first_s"], one["compute_s"], one["step_s"], tuple(one["rows"])
+                one["first_s"], one["compute_s"], one["step_s"], tuple(one["sizes"])
             )
             for one in saved["measured"]
         }

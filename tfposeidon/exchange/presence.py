@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
-from tfposeidon.planning.plan import Plan
 
 
 class Presence(NamedTuple):
@@ -93,23 +92,3 @@ def count_call(
         ranks = float(wire.topology.size)
         weight = weight_of(mine[0], total[0], wire.topology.size)
         return CallPresence(weight, total[1] == 0.0, ranks - total[2])
-
-
-def check_regularised(plan: Plan, presence: Presence, ranks: int) -> None:
-    """Makes a step fail if ranks disagree on whether a regularized variable has a gradient.
-
-    If the variable is sent as factors, each rank adds the regularizer's gradient to the mean
-    itself, which requires a gradient of its own.
-    """
-    present = ranks - presence.absent
-    for bucket in plan.buckets:
-        for member, description in zip(bucket.members, bucket.descriptions, strict=True):
-            factors = description.factors
-            if bucket.takes_factors and factors is not None and factors.has_local:
-                rule = (
-                    "A regularized variable that is sent by factors must have a gradient on all "
-                    f"ranks or on none. Received: {description.path!r}, with a gradient on some "
-                    "ranks. Select another scheme for it by a rule."
-                )
-                count = presence.gradients[member]
-                tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])

@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.embedding_rows import Rows
-from tfposeidon.gradients.factors import FactorPair
 from tfposeidon.planning.measurement import without_collections
 from tfposeidon.planning.plan import Plan
 
@@ -89,51 +87,30 @@ class _Run:
         self._exchanger = Exchanger(plan, wire, zeros)
         self._exchanger.prefix = prefix
         self._descriptions = plan.descriptions
-        self._by_factors = {
-            member for bucket in plan.buckets if bucket.takes_factors for member in bucket.members
-        }
+        self._structured, self._reader = plan.structured, plan.reader
         self._function = tf.function(self._traced, autograph=False)
 
     @property
     def most_values(self) -> int:
-        """Number of values of the largest tensor."""
-        return max(
-            max(d.length, (d.factors.left + d.factors.right) * _rows(d) if d.factors else 0)
-            for d in self._descriptions
-        )
+        """Number of values of the largest gradient."""
+        return max(d.length for d in self._descriptions)
 
     def __call__(self, values: tf.Tensor) -> None:
-        """Exchanges once; gradients are slices of `values`, of at least `most_values`."""
+        """Exchanges once; gradients are made of `values`, of at least `most_values`."""
         for tensor in self._function(values):
             tensor.numpy()
 
     def _traced(self, values: tf.Tensor) -> list[tf.Tensor]:
         gradients = [
-            _factors(d, values) if member in self._by_factors else _dense(d, values)
-            for member, d in enumerate(self._descriptions)
+            self._gradient(member, d, values) for member, d in enumerate(self._descriptions)
         ]
         means, states = self._exchanger.exchange(gradients, None)
         # Fetch a value of each, because TensorFlow prunes unused tensors.
         kept = [*means, *itertools.chain(*states)]
         return [tf.reshape(tensor, [-1])[:1] for tensor in kept if tensor.shape.num_elements()]
 
-
-def _rows(description: Description) -> int:
-    assert description.factors is not None
-    return round(description.factors.rows or 0)
-
-
-def _dense(description: Description, values: tf.Tensor) -> tf.Tensor:
-    vector = tf.cast(values[: description.length], description.dtype)
-    return tf.reshape(vector, description.shape)
-
-
-def _factors(description: Description, values: tf.Tensor) -> Any:
-    shape, rows = description.factors, _rows(description)
-    assert shape is not None
-    right = tf.cast(tf.reshape(values[: rows * shape.right], [rows, shape.right]), shape.dtype)
-    if shape.indexed:
-        indices = tf.cast(tf.abs(values[:rows]) * shape.left / 10.0, tf.int32) % shape.left
-        return Rows(indices, right, table=shape.left)
-    left = tf.cast(tf.reshape(values[: rows * shape.left], [rows, shape.left]), shape.dtype)
-    return FactorPair(left, right)
+    def _gradient(self, member: int, description: Description, values: tf.Tensor) -> Any:
+        if self._reader is not None and member in self._structured:
+            return self._reader.artificial(description, values)
+        vector = tf.cast(values[: description.length], description.dtype)
+        return tf.reshape(vector, description.shape)

@@ -61,7 +61,7 @@ class Resumed:
         """Returns the earlier run's plan with a forecast.
 
         `plan` is the one that would be made now for the same variables. `descriptions` include the
-        rows of factors if they are known.
+        sizes of structures if they are known.
         """
         if self.buckets == tuple((bucket.scheme, bucket.members) for bucket in plan.buckets):
             return plan
@@ -101,7 +101,5 @@ class Resumed:
 
 
 def _has_cost(bucket: Bucket) -> bool:
-    """Returns whether the rows of factors that are exchanged are known."""
-    return not bucket.takes_factors or all(
-        d.factors is None or d.factors.rows is not None for d in bucket.descriptions
-    )
+    """Returns whether the sizes of structures that are exchanged are known."""
+    return all(structure.is_sized for structure in bucket.structures)

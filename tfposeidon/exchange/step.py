@@ -1,7 +1,7 @@
 """Exchange of an optimizer's steps: from this rank's gradients to the means over all ranks.
 
-Think of `Step` as the distributed half of an optimizer: it agrees on plans, extracts factors,
-counts samples, and returns means.
+Think of `Step` as the distributed half of an optimizer: it agrees on plans, counts samples, and
+returns means.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
-from tfposeidon.exchange import factor_agreement, layer_norms
+from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.step_times import time_after
-from tfposeidon.gradients.description import with_merged_rows
-from tfposeidon.gradients.factors import tensors_of
+from tfposeidon.gradients.description import tensors_of, with_merged_rows
 from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
 
@@ -32,9 +31,9 @@ from tfposeidon.policies import Policy
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    When a step is traced, it checks that all ranks agree, and finds sufficient factors. Each step
-    counts samples, exchanges gradients, and on request measures its exposed communication. Training
-    loops and callbacks access it as `optimizer.exchange`.
+    When a step is traced, it checks that all ranks agree. Each step counts samples, exchanges
+    gradients, and on request measures its exposed communication. Training loops and callbacks
+    access it as `optimizer.exchange`.
 
     Args:
       optimizer: The `DistributedOptimizer`, whose `updater` receives the means.
@@ -95,26 +94,15 @@ class Step:
     # ------------------------------------------------------------------ one step
 
     @contextlib.contextmanager
-    def call(self, gradients: list[Any], variables: list[Any], count: Any) -> Iterator[list[Any]]:
-        """Enters one call of the optimizer; yields the gradients, as factors if sent as such.
-
-        All exchanges of the call happen in this context.
-        """
+    def call(self, gradients: list[Any], variables: list[Any], count: Any) -> Iterator[None]:
+        """Enters one call of the optimizer, in which all of its exchanges happen."""
         if not self._exchanges(variables):
-            yield gradients
+            yield
             return
         surroundings.check_graph()
-        updater = self._optimizer.updater
-        self.plans.agree(gradients, variables, updater, self._settings(count))
-        exchanger = self.exchanger(variables)
-        replicated = [*variables, *updater.variables]
-        if self.plans.planner.is_watched:
-            descriptions = exchanger.plan.descriptions
-            rows = factor_agreement.count_rows(gradients, descriptions, replicated)
-            exchanger.own_rows.assign(rows)
-        gradients = factor_agreement.extract_factors(gradients, exchanger.plan, replicated)
-        with exchanger.call():
-            yield gradients
+        self.plans.agree(gradients, variables, self._optimizer.updater, self._settings(count))
+        with self.exchanger(variables).call():
+            yield
 
     def join_call(
         self, gradients: list[Any], variables: list[Any], count: Any, skips: bool
@@ -139,7 +127,7 @@ class Step:
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
         exchanger = self.exchanger(variables)
-        sent = factor_agreement.convert_to_factors(gradients, exchanger.plan)
+        sent = self._taken(exchanger, gradients, variables)
         rate = self._rate(variables)
         presence, values, states = exchanger.weighted_means(
             sent, count, None if rate is None else rate.rescale
@@ -169,6 +157,16 @@ class Step:
             moves=True if rate is None else rate.now > 0.0,
             state=tuple(state),
         )
+
+    def _taken(self, exchanger: Exchanger, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Returns the gradients with the structure that the plan exchanges."""
+        reader, plan = self.plans.planner.policy.reader, exchanger.plan
+        if reader is None:
+            return gradients
+        replicated = [*variables, *self._optimizer.updater.variables]
+        if self.plans.planner.is_watched:
+            exchanger.own_sizes.assign(reader.sizes(gradients, plan.descriptions, replicated))
+        return reader.take(gradients, plan.structured, replicated)
 
     def _time(self, exchanger: Exchanger, gradients: list[Any], means: list[Any]) -> None:
         # The time between the last gradient and the last mean is exposed communication.

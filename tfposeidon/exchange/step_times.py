@@ -6,13 +6,12 @@ The planner uses their means to predict which communication computation hides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import tensors_of
+from tfposeidon.gradients.description import Description, tensors_of
 from tfposeidon.native import library
 from tfposeidon.planning.simulation import Timeline
 
@@ -85,27 +84,25 @@ class Measured:
     """Measurements of one list of variables, the same on all ranks.
 
     Times are in seconds from the end of one exchange, to the first and last gradient and the end of
-    the next. `rows` has the rows of each gradient's factors on a rank; 0 without factors.
+    the next. `sizes` has the size of each gradient's structure on a rank; 0 without one.
     """
 
     first_s: float
     compute_s: float
     step_s: float
-    rows: tuple[float, ...]
+    sizes: tuple[float, ...]
 
     @property
     def timeline(self) -> Timeline:
         """Times of the gradients of a step."""
         return Timeline.even(
-            variables=len(self.rows),
+            variables=len(self.sizes),
             # The clock may have been set back during a step.
             first_s=max(0.0, min(self.first_s, self.compute_s)),
             compute_s=max(0.0, self.compute_s),
         )
 
-    def with_rows(self, descriptions: Sequence[Description]) -> list[Description]:
-        """Returns descriptions whose factors have the measured rows."""
-        return [
-            replace(d, factors=replace(d.factors, rows=rows)) if d.factors and rows else d
-            for d, rows in zip(descriptions, self.rows, strict=True)
-        ]
+    def sized(self, descriptions: Sequence[Description]) -> list[Description]:
+        """Returns descriptions whose structures have the measured sizes."""
+        pairs = zip(descriptions, self.sizes, strict=True)
+        return [description.sized(size) if size else description for description, size in pairs]

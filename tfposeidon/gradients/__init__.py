@@ -1,1 +1,1 @@
-"""Gradients: descriptions, sufficient factors, embedding rows, and accumulation over steps."""
+"""Gradients: descriptions, the reading of their structure, and accumulation over steps."""

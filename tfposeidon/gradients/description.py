@@ -1,31 +1,45 @@
-"""Descriptions of gradients, and gradients as plain tensors.
+"""Descriptions of gradients, what reads their structure, and gradients as plain tensors.
 
 A `Description` has all properties of a gradient that are known before any step runs. It is the same
-on every rank.
+on every rank. The structure that a reader finds in the graph is opaque: only schemes and policies
+of that reader know it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfposeidon import native
 from tfposeidon.communication import wire
-from tfposeidon.gradients.factors import FactorShape
+
+
+class Structure(Protocol):
+    """What a `GradientReader` found of a gradient; hashable, and the same on every rank.
+
+    Its size, such as a number of batch rows, is known only once a step has run.
+    """
+
+    @property
+    def is_sized(self) -> bool:
+        """True if the size is known, and thus the cost of an exchange."""
+
+    def sized(self, size: float | None) -> Structure:
+        """Returns the structure with the mean size per rank; `None` if it is unknown."""
 
 
 @dataclass(frozen=True)
 class Description:
     """Description of one variable's gradient, the same on every rank.
 
-    `dtype` is the dtype in which the gradient is exchanged. `factors` and `why_no_factors` are set
-    from the first traced step on. `is_value` is true if the gradient replaces the variable, as with
-    Keras's `overwrite_with_gradient`.
+    `dtype` is the dtype in which the gradient is exchanged. `structure`, or the reason for none, is
+    set by the policy's reader in the first traced step. `is_value` is true if the gradient replaces
+    the variable, as with Keras's `overwrite_with_gradient`.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -34,8 +48,8 @@ class Description:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    factors: FactorShape | None = None
-    why_no_factors: str = ""
+    structure: Structure | None = None
+    why_no_structure: str = ""
     is_value: bool = False
 
     @property
@@ -53,6 +67,69 @@ class Description:
         """Bytes of the whole gradient as a dense tensor."""
         return self.length * self.itemsize
 
+    def sized(self, size: float | None) -> Description:
+        """Returns the description with the size of its structure, if it has one."""
+        structure = self.structure
+        return self if structure is None else replace(self, structure=structure.sized(size))
+
+
+class GradientReader(Protocol):
+    """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
+
+    Think of it as the eyes of a scheme that sends less than a whole gradient, because it knows how
+    the step computes it. Gradients are in the order of their variables. `replicated` are variables
+    with the same values on all ranks.
+    """
+
+    def find(
+        self,
+        gradients: Sequence[Any],
+        descriptions: Sequence[Description],
+        replicated: Collection[Any],
+    ) -> list[Any]:
+        """Returns what this rank finds of each gradient in the first traced step, for JSON."""
+
+    def describe(
+        self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]
+    ) -> list[Description]:
+        """Adds to descriptions the structure that all ranks found, or the reason for none."""
+
+    def missing(self, scheme: str, description: Description) -> str:
+        """Returns the error if no gradient has the structure that a scheme needs.
+
+        It is empty for variables whose gradients never have it.
+        """
+
+    def take(
+        self,
+        gradients: Sequence[Any],
+        structured: Mapping[int, Description],
+        replicated: Collection[Any],
+    ) -> list[Any]:
+        """Returns gradients for an exchange, of which `structured` have their structure.
+
+        Such a gradient has an attribute `tensors`. Gradients that are missing stay `None`.
+        """
+
+    def check_presence(
+        self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
+    ) -> None:
+        """Makes a step fail if gradients with a structure are missing where they must not be.
+
+        `ranks` has the number of ranks with each gradient, of the `present` ranks with a batch.
+        """
+
+    def sizes(
+        self,
+        gradients: Sequence[Any],
+        descriptions: Sequence[Description],
+        replicated: Collection[Any],
+    ) -> tf.Tensor:
+        """Returns the size of each gradient's structure on this rank, or 0; `[variables]`."""
+
+    def artificial(self, description: Description, values: tf.Tensor) -> Any:
+        """Returns a gradient as from `take`, made of a vector of values, for timed trials."""
+
 
 def path_of(variable: Any) -> str:
     """Returns the path of a Keras variable ("layer/kernel"), or the name of a `tf.Variable`."""
@@ -65,7 +142,7 @@ def of_tensorflow(variable: Any) -> tf.Variable:
 
 
 def describe(variable: Any) -> Description:
-    """Describes the gradient of a Keras or TensorFlow variable, without factors."""
+    """Describes the gradient of a Keras or TensorFlow variable, without structure."""
     path = path_of(variable)
     dtype = tf.as_dtype(variable.dtype)
     if not dtype.is_floating:
@@ -120,6 +197,15 @@ def _merge_rows_in_xla(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
     """Returns gradients for a Keras optimizer: `IndexedSlices` have no repeated indices."""
     return [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+
+def tensors_of(gradient: Any) -> list[tf.Tensor]:
+    """Returns a gradient's tensors: itself, its values, those of a structure, none for `None`."""
+    if gradient is None:
+        return []
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values]
+    return list(getattr(gradient, "tensors", [gradient]))
 
 
 def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:

@@ -49,8 +49,8 @@ class Node:
         """Updates the weights; returns the sample count, or 0 if a rank is absent."""
         updater = self._optimizer.updater
         self.exchange.is_timed = self._rounds.is_timed
-        with self.exchange.call(grads, variables, count) as sent:
-            means = self.exchange.means(sent, variables, count)
+        with self.exchange.call(grads, variables, count):
+            means = self.exchange.means(grads, variables, count)
             means.update(lambda found: updater.apply(found, variables))
         if means.everybody is None:
             return count
@@ -63,7 +63,7 @@ def check_policy(policy: policies.Policy) -> None:
     """Refuses schemes with requirements that differences of weights do not meet."""
     reasons = {
         "it chooses by steps that exchange gradients": policy.leaves_open,
-        "pseudo-gradients have no factors": policy.reads_factors,
+        "it reads the graph of gradients": policy.reader is not None,
         "pseudo-gradients have no velocity": policy.corrects_momentum,
     }
     for reason, is_so in reasons.items():

@@ -47,7 +47,7 @@ SHORT_ROUNDS = 4
 ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
 """Elements, and pairs of two selections, of the timed local work."""
 SIDE, ROWS = 2048, 128
-"""Side of the matrix, and rows of the factors, of the timed product."""
+"""Side of the timed product, and rows of the matrices that are multiplied."""
 
 
 @contextlib.contextmanager
@@ -253,8 +253,8 @@ def _time_after(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _product(vector: tf.Tensor) -> tf.Tensor:
-    factors = tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE])
-    return tf.matmul(factors, factors, transpose_a=True)
+    matrix = tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE])
+    return tf.matmul(matrix, matrix, transpose_a=True)
 
 
 def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:

@@ -17,12 +17,12 @@ from typing import Any
 import keras
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.description import Description, GradientReader, Structure
 from tfposeidon.planning.forecast import Forecast
 from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, Scheme
 from tfposeidon.schemes.base import Slot
-from tfposeidon.schemes.cost import Cost
+from tfposeidon.schemes.cost import Cost, total_cost
 from tfposeidon.schemes.largest import Largest
 from tfposeidon.text import table
 from tfposeidon.units import readable_size
@@ -45,7 +45,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Gradients that are exchanged together, as one vector or each as its factors.
+    """Gradients that are exchanged together, as one vector or each by its structure.
 
     Attributes:
       members: Indices of the variables in the list that the plan was made for, in descending order.
@@ -75,14 +75,10 @@ class Bucket:
         return self.descriptions[0].dtype
 
     @property
-    def takes_factors(self) -> bool:
-        """True if the scheme sends sufficient factors, always or in some steps."""
-        return self.scheme.takes_factors
-
-    @property
-    def goes_alone(self) -> bool:
-        """True if no other variable may share the bucket."""
-        return self.scheme.needs_factors
+    def structures(self) -> tuple[Structure, ...]:
+        """Structures of the gradients if the scheme exchanges these, else none."""
+        found = [d.structure for d in self.descriptions if d.structure is not None]
+        return tuple(found) if self.scheme.reader else ()
 
     def joined(self, other: Bucket) -> Bucket:
         """Returns both in one bucket, this one's variables first; they share scheme and dtype."""
@@ -100,34 +96,31 @@ class Bucket:
     def cost(self, topology: Topology) -> Cost:
         """Predicts the communication of `topology.rank` for one exchange of the bucket.
 
-        If each step chooses between two schemes, this is the cost of the scheme for many rows.
-
         Args:
           topology: Topology of the job, as seen from the rank whose cost is returned.
 
         Returns:
           Predicted cost of one exchange, without headers.
         """
-        factors = [d.factors for d in self.descriptions if d.factors]
         itemsize = self.descriptions[0].itemsize
-        return self.scheme.bucket_cost(self.length, itemsize, factors, topology)
+        stages = self.scheme.bucket_stages(self.length, itemsize, self.structures, topology)
+        return total_cost(stages, topology)
 
-    def with_rows(self, rows: float, policy: Policy, topology: Topology) -> Bucket:
-        """Returns the bucket of a step with `rows` rows of all its variables and ranks together."""
-        rows_of_each = rows / len(self.members)
-        known = tuple(
-            _with_rows_of_rank(d, rows_of_each / topology.size) for d in self.descriptions
-        )
-        # Choices by predicted step time do not depend on the number of rows.
+    def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
+        """Returns the bucket of a step with this size of all its structures and ranks together."""
+        of_each = size / len(self.members) / topology.size
+        known = tuple(d.sized(of_each) for d in self.descriptions)
+        # Choices by predicted step time do not depend on the size.
         choices = self.choices
         if not policy.leaves_open:
             choices = tuple(_choose(policy, d, topology) for d in known)
-        return dataclasses.replace(
-            self,
-            descriptions=known,
-            scheme=self.scheme.for_rows(rows_of_each),
-            choices=choices,
-        )
+        return dataclasses.replace(self, descriptions=known, choices=choices).fitted(topology)
+
+    def fitted(self, topology: Topology) -> Bucket:
+        """Returns the bucket with the version of its scheme that fits the structures."""
+        if not self.structures:
+            return self
+        return dataclasses.replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +168,21 @@ class Plan:
         ]
         return tuple(description for _, description in sorted(pairs, key=lambda pair: pair[0]))
 
+    @cached_property
+    def structured(self) -> dict[int, Description]:
+        """Descriptions of the gradients whose structure is exchanged, by index of the variable."""
+        return {
+            member: description
+            for bucket in self.buckets
+            if bucket.structures
+            for member, description in zip(bucket.members, bucket.descriptions, strict=True)
+        }
+
+    @property
+    def reader(self) -> GradientReader | None:
+        """Reader of `structured`; `None` if there are none."""
+        return next((bucket.scheme.reader for bucket in self.buckets if bucket.structures), None)
+
     @property
     def paths(self) -> tuple[str, ...]:
         """Paths of the variables, in their order."""
@@ -182,12 +190,12 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of schemes, buckets, shapes and rows.
+        """Digest of schemes, buckets, shapes and structures.
 
         It excludes paths: the path of a variable depends on earlier layers of the process.
         """
         content = [
-            (b.scheme, b.members, [_what_is_sent(d, b.takes_factors) for d in b.descriptions])
+            (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
             for b in self.buckets
         ]
         return hashlib.sha256(repr(content).encode()).hexdigest()
@@ -261,11 +269,6 @@ class Plan:
         return rows
 
 
-def _what_is_sent(description: Description, by_factors: bool) -> tuple[Any, ...]:
-    factors = description.factors if by_factors else None
-    return description.shape, description.dtype, factors
-
-
 def make_plan(
     descriptions: Sequence[Description],
     policy: Policy,
@@ -277,28 +280,27 @@ def make_plan(
 
     A variable of at least a quarter of `bucket_bytes` has a bucket of its own, without a copy.
     Smaller variables share a bucket of up to `bucket_bytes` if they have equal schemes and dtypes,
-    and equal factor shapes if the scheme depends on rows. Buckets are in the order in which the
+    and equal structures if the scheme exchanges these. Buckets are in the order in which the
     last of their gradients is computed. A `bucket_bytes` of 0 disables fusion. The plans of all
     ranks differ only in `topology.rank`.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
-    buckets = _fitted(
-        _fused(_single_buckets(descriptions, policy, topology), bucket_bytes), topology
-    )
+    fused = _fused(_single_buckets(descriptions, policy, topology), bucket_bytes)
+    buckets = [bucket.fitted(topology) for bucket in fused]
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     notes = (*notes, *policy.notes(descriptions), *remarks)
     return Plan(buckets=tuple(buckets), topology=topology, notes=notes)
 
 
-def with_rows(plan: Plan, rows: Sequence[float], policy: Policy) -> Plan:
-    """Returns the plan of a step with known numbers of rows per bucket; 0 if unknown."""
+def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
+    """Returns the plan of a step with known sizes of each bucket's structures; 0 if unknown."""
     # Exchangers have a number per variable, because plans with other buckets share them.
-    pairs = zip(plan.buckets, rows, strict=False)
+    pairs = zip(plan.buckets, sizes, strict=False)
     buckets = [
-        b.with_rows(float(n), policy, plan.topology) if b.takes_factors and n else b
-        for b, n in pairs
+        bucket.sized(float(size), policy, plan.topology) if bucket.structures and size else bucket
+        for bucket, size in pairs
     ]
     return dataclasses.replace(plan, buckets=tuple(buckets))
 
@@ -325,12 +327,11 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
     full: list[Bucket] = []
     filling: dict[Any, Bucket] = {}
     for single in singles:
-        if 4 * single.bytes >= bucket_bytes or single.goes_alone:
+        if 4 * single.bytes >= bucket_bytes:
             full.append(single)
             continue
-        # The number of rows selects the scheme of a whole bucket, so its factors need equal shapes.
-        factors = single.descriptions[0].factors if single.takes_factors else None
-        key = (single.scheme, single.dtype, factors)
+        # Each step fits the scheme of a whole bucket to its structures, which must be equal.
+        key = (single.scheme, single.dtype, single.structures)
         open_bucket = filling.get(key)
         if open_bucket is None or open_bucket.bytes + single.bytes > bucket_bytes:
             filling[key] = single
@@ -341,40 +342,18 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
 
 
-def _fitted(buckets: Iterable[Bucket], topology: Topology) -> list[Bucket]:
-    """Replaces schemes by versions that fit the factors of their variables."""
-    fitted = []
-    for bucket in buckets:
-        scheme, factors = bucket.scheme, bucket.descriptions[0].factors
-        if factors is not None:
-            scheme = scheme.fitted(factors, topology)
-        fitted.append(dataclasses.replace(bucket, scheme=scheme))
-    return fitted
-
-
-def _with_rows_of_rank(description: Description, rows: float) -> Description:
-    factors = description.factors and dataclasses.replace(description.factors, rows=rows)
-    return dataclasses.replace(description, factors=factors)
-
-
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or a dense scheme for variables that it does not suit.
+    """Returns the policy's choice, or another scheme for variables that it does not suit.
 
-    These are variables that are too small for the scheme, gradients without factors if the scheme
-    needs them, and gradients that replace the variable.
+    These are gradients that replace the variable, gradients that the scheme refuses, and variables
+    that are too small for it.
     """
     if description.is_value:
         return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)
     scheme = choice.scheme
-    # The shape suffices, so this holds before the first step finds the factors.
-    if scheme.needs_factors and len(description.shape) < 2:
-        return dataclasses.replace(
-            choice, scheme=AllReduce(), reason=f"not a matrix, as {scheme.name} requires"
-        )
-    if scheme.needs_factors and description.why_no_factors:
-        why = f"no factors for {scheme.name}: {description.why_no_factors}"
-        return dataclasses.replace(choice, scheme=AllReduce(), reason=why)
+    if refusal := scheme.refusal(description):
+        return dataclasses.replace(choice, scheme=AllReduce(), reason=refusal)
     if description.length >= scheme.min_length:
         return choice
     return dataclasses.replace(

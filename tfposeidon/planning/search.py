@@ -66,7 +66,7 @@ def choose_plan(
     candidates = policy.candidates(topology) or {"as configured": policy}
     options = search.known(candidates)
     if not options:
-        # The cost of factors without rows is unknown.
+        # The cost of structures without a size is unknown.
         return make_plan(descriptions, _first(candidates), topology, bucket_bytes, notes)
     sizes = [bucket_bytes]
     if policy.leaves_open and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
@@ -142,16 +142,12 @@ class _Search:
         return [one.changed(is_default=True) if one is best else one for one in attempts]
 
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates with known costs; those of factors require known rows."""
+        """Returns the candidates with known costs: those of structures require their size."""
+        unknown = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
         return {
             name: policy
             for name, policy in options.items()
-            if not any(
-                description.factors is not None
-                and description.factors.rows is None
-                and policy.choose(description, self.topology).scheme.needs_factors
-                for description in self.descriptions
-            )
+            if not any(policy.choose(d, self.topology).scheme.reader for d in unknown)
         }
 
     def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
@@ -229,10 +225,10 @@ class _Search:
             ranks=self.topology.size,
             knows_computation=self.timeline is not None,
         )
-        # Each step chooses by its actual number of rows, so the plan has none.
+        # Each step chooses by its actual sizes, so the plan has none.
         best = attempts[0]
         plan = make_plan(
-            [_without_rows(d) for d in self.descriptions],
+            [d.sized(None) for d in self.descriptions],
             best.policy,
             self.topology,
             best.bucket_bytes,
@@ -243,11 +239,6 @@ class _Search:
 
 def _first(policies: Mapping[str, Policy]) -> Policy:
     return next(iter(policies.values()))
-
-
-def _without_rows(description: Description) -> Description:
-    factors = description.factors and dataclasses.replace(description.factors, rows=None)
-    return dataclasses.replace(description, factors=factors)
 
 
 def _mixed_name(attempt: _Attempt, scheme: str) -> str:
@@ -293,8 +284,5 @@ def bucket_times(
     bucket: Bucket, topology: Topology, links: NetworkProfile
 ) -> tuple[StageTime, ...]:
     """Predicts the time of each stage of a bucket's exchange, the same on all ranks."""
-    factors: tuple[Any, ...] = ()
-    if bucket.takes_factors:
-        factors = tuple(d.factors for d in bucket.descriptions if d.factors)
     itemsize = bucket.descriptions[0].itemsize
-    return stage_times(bucket.scheme, bucket.length, itemsize, factors, topology, links)
+    return stage_times(bucket.scheme, bucket.length, itemsize, bucket.structures, topology, links)

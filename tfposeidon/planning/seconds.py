@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.factors import FactorShape
+from tfposeidon.gradients.description import Structure
 from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.cost import Operation, Transfer, Work
 
@@ -71,12 +71,12 @@ def exchange_seconds(
     scheme: Scheme,
     length: int,
     itemsize: int,
-    factors: Sequence[FactorShape],
+    structures: Sequence[Structure],
     topology: Topology,
     links: NetworkProfile,
 ) -> float:
     """Predicts the seconds of one exchange alone, from its start to its end on the last rank."""
-    times = stage_times(scheme, length, itemsize, tuple(factors), topology, links)
+    times = stage_times(scheme, length, itemsize, tuple(structures), topology, links)
     return alone_seconds(times, links)
 
 
@@ -91,7 +91,7 @@ def stage_times(
     scheme: Scheme,
     length: int,
     itemsize: int,
-    factors: tuple[FactorShape, ...],
+    structures: tuple[Structure, ...],
     topology: Topology,
     links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
@@ -102,7 +102,7 @@ def stage_times(
     not occur.
     """
     # Exclude the rank from the cache key, so that all ranks' calls share one result.
-    return _stage_times(scheme, length, itemsize, factors, topology.seen_from(0), links)
+    return _stage_times(scheme, length, itemsize, structures, topology.seen_from(0), links)
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -110,12 +110,12 @@ def _stage_times(
     scheme: Scheme,
     length: int,
     itemsize: int,
-    factors: tuple[FactorShape, ...],
+    structures: tuple[Structure, ...],
     topology: Topology,
     links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
     by_rank = {
-        rank: scheme.bucket_stages(length, itemsize, factors, topology.seen_from(rank))
+        rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
         for rank in _ranks_that_tell(scheme, topology)
     }
     times = []
@@ -176,7 +176,7 @@ def _transfer_time(
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
-    # Use the ranks, not the bytes, which are 0 for factors without rows.
+    # Use the ranks, not the bytes, which are 0 for structures without a size.
     node_of = _node_by_rank(topology.nodes)
     crosses = any(
         len({node_of[rank] for rank in transfer.group.ranks}) > 1 for transfer in transfers.values()

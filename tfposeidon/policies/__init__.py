@@ -1,19 +1,27 @@
 """Policies, which choose a scheme for each variable and give a reason."""
 
+from typing import Any
+
 from tfposeidon.policies.auto import Auto, Considered
 from tfposeidon.policies.base import Choice, Policy, Uniform
-from tfposeidon.policies.hybcomm import HybComm, best_scheme_values
 from tfposeidon.policies.rules import POLICIES, Rules, parse
+from tfposeidon.schemes import names
 
 __all__ = [
     "POLICIES",
     "Auto",
     "Choice",
     "Considered",
-    "HybComm",
     "Policy",
     "Rules",
     "Uniform",
-    "best_scheme_values",
     "parse",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return names.resolve(names.POLICIES, __name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *names.POLICIES]

@@ -8,17 +8,9 @@ from typing_extensions import override
 
 from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.policies.base import Choice, Policy
-from tfposeidon.schemes import (
-    AllReduce,
-    AllToAll,
-    Factors,
-    HiTopK,
-    Scheme,
-    TopK,
-    Torus2D,
-)
+from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D, names
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
@@ -89,8 +81,17 @@ class Auto(Policy):
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
         found = [Considered(scheme) for scheme in self._schemes(topology)]
-        with_factors = [Considered(one.scheme, sends_factors=True) for one in found]
-        return {str(one): one for one in (*found, *with_factors)}
+        combined = [
+            Considered(one.scheme, structured)
+            for structured in names.schemes_with_readers()
+            for one in found
+        ]
+        return {str(one): one for one in (*found, *combined)}
+
+    @property
+    @override
+    def reader(self) -> GradientReader | None:
+        return next((scheme.reader for scheme in names.schemes_with_readers()), None)
 
     @property
     @override
@@ -113,16 +114,18 @@ class Auto(Policy):
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """One scheme for all variables, or for those without factors, as a candidate of `Auto`."""
+    """One scheme for all variables, or another one for gradients that have a structure.
+
+    It is a candidate of `Auto`.
+    """
 
     scheme: Scheme
-    sends_factors: bool = False
+    structured: Scheme | None = None
 
     def __str__(self) -> str:
-        return f"factors and {self.scheme}" if self.sends_factors else str(self.scheme)
+        return " and ".join(str(one) for one in (self.structured, self.scheme) if one)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        sends_factors = self.sends_factors and description.factors is not None
-        scheme = Factors() if sends_factors else self.scheme
+        scheme = self.scheme if description.structure is None else self.structured or self.scheme
         return Choice(scheme, "auto: shortest predicted step")

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.schemes import Scheme
 
 
@@ -80,9 +80,9 @@ class Policy(Configured, ABC):
         return []
 
     @property
-    def reads_factors(self) -> bool:
-        """True if choices may depend on factors of gradients, known only after the first step."""
-        return False
+    def reader(self) -> GradientReader | None:
+        """Reader of the structure of gradients on which choices depend, if they depend on any."""
+        return None
 
     @property
     def keeps_state(self) -> bool:
@@ -149,8 +149,8 @@ class Uniform(Policy):
 
     @property
     @override
-    def reads_factors(self) -> bool:
-        return self.scheme.needs_factors
+    def reader(self) -> GradientReader | None:
+        return self.scheme.reader
 
     @property
     @override

@@ -11,11 +11,10 @@ from typing import Any
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.policies.auto import Auto
 from tfposeidon.policies.base import Choice, Policy, Uniform
-from tfposeidon.policies.hybcomm import HybComm
-from tfposeidon.schemes import REGISTRY, AllReduce, Scheme
+from tfposeidon.schemes import REGISTRY, AllReduce, Scheme, names
 
 
 @dataclass(frozen=True, init=False)
@@ -76,8 +75,8 @@ class Rules(Policy):
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
         found = [policy.candidates(topology) for _, policy in self.rules]
-        names = dict.fromkeys(itertools.chain(*found))
-        return {name: self._with_candidates(name, found) for name in names}
+        together = dict.fromkeys(itertools.chain(*found))
+        return {name: self._with_candidates(name, found) for name in together}
 
     def _with_candidates(self, name: str, found: Sequence[dict[str, Policy]]) -> Policy:
         """Returns the rules with undecided policies replaced by their candidate of this name."""
@@ -100,8 +99,9 @@ class Rules(Policy):
 
     @property
     @override
-    def reads_factors(self) -> bool:
-        return any(policy.reads_factors for _, policy in self.rules)
+    def reader(self) -> GradientReader | None:
+        # All readers that are not `None` are the same.
+        return next((policy.reader for _, policy in self.rules if policy.reader), None)
 
     @property
     @override
@@ -114,7 +114,10 @@ class Rules(Policy):
         return any(policy.corrects_momentum for _, policy in self.rules)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"auto": Auto, "hybcomm": HybComm}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "auto": Auto,
+    **names.constructors(names.POLICIES, "tfposeidon.policies"),
+}
 """Constructors of policies with default options, by the name that users pass as `scheme=`."""
 
 
@@ -131,8 +134,8 @@ def parse(scheme: Any) -> Policy:
       ValueError: If `scheme` is none of these; the message lists the names.
 
     Example:
-      >>> parse("hybcomm")
-      HybComm(pair_bytes=2097152)
+      >>> parse("topk").scheme.density
+      0.01
     """
     if isinstance(scheme, Policy):
         return scheme
@@ -144,11 +147,11 @@ def parse(scheme: Any) -> Policy:
         return Uniform(REGISTRY[scheme]())
     if isinstance(scheme, Mapping | list | tuple):
         return _parse_rules(scheme)
-    names = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
+    known = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
-        f"`scheme` must be one of {names}, an object of a class of tfposeidon.schemes or "
+        f"`scheme` must be one of {known}, an object of a class of tfposeidon.schemes or "
         "tfposeidon.policies, an object of a custom subclass of one of their base classes "
-        f"(VectorScheme, ...), or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
+        f"(Scheme, ...), or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
 
 

@@ -1,17 +1,15 @@
 """Communication schemes, their names for `scheme=`, and the classes that a custom scheme needs."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import FactorPair, FactorShape
-from tfposeidon.schemes import stages
+from tfposeidon.schemes import names, stages
 from tfposeidon.schemes.all_reduce import AllReduce
 from tfposeidon.schemes.all_to_all import AllToAll
-from tfposeidon.schemes.base import FactorScheme, Scheme, Slot, State, VectorScheme
-from tfposeidon.schemes.by_rows import ByRows
+from tfposeidon.schemes.base import Scheme, Slot, State
 from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
-from tfposeidon.schemes.factors import Factors
 from tfposeidon.schemes.hi_top_k import HiTopK
 from tfposeidon.schemes.parameter_server import ParameterServer
 from tfposeidon.schemes.residual import ResidualScheme
@@ -23,7 +21,7 @@ REGISTRY: dict[str, Callable[[], Scheme]] = {
     "alltoall": AllToAll,
     "torus2d": Torus2D,
     "ps": ParameterServer,
-    "factors": Factors,
+    **names.constructors(names.SCHEMES, __name__),
     "hitopk": HiTopK,
     "topk": TopK,
 }
@@ -33,12 +31,7 @@ __all__ = [
     "REGISTRY",
     "AllReduce",
     "AllToAll",
-    "ByRows",
     "Cost",
-    "FactorPair",
-    "FactorScheme",
-    "FactorShape",
-    "Factors",
     "Group",
     "HiTopK",
     "ParameterServer",
@@ -51,8 +44,15 @@ __all__ = [
     "Topology",
     "Torus2D",
     "Transfer",
-    "VectorScheme",
     "Wire",
     "Work",
     "stages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return names.resolve(names.SCHEMES, __name__, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *names.SCHEMES]

@@ -11,13 +11,13 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage, Transfer
 from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(WithWireDtype, VectorScheme):
+class AllReduce(WithWireDtype, Scheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:

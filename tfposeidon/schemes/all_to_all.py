@@ -10,13 +10,13 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage
 from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(WithWireDtype, VectorScheme):
+class AllToAll(WithWireDtype, Scheme):
     """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:

@@ -1,8 +1,7 @@
-"""Base classes of schemes, the central abstraction of this package.
+"""Base class of schemes, the central abstraction of this package.
 
 Think of a scheme as a pure function from a gradient and a state to the mean gradient and a new
-state. A `VectorScheme` exchanges gradients as vectors, a `FactorScheme` as products of two thin
-matrices.
+state.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import tensorflow as tf
-from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.communication.wire import Wire
+from tfposeidon.communication.wire import Wire, Zeros, opaque
 from tfposeidon.config import Configured
-from tfposeidon.gradients.description import Description
-from tfposeidon.gradients.factors import FactorPair, FactorShape
-from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
+from tfposeidon.gradients.description import Description, GradientReader, Structure, dense
+from tfposeidon.schemes.cost import Cost, Stage, total_cost
 
 State = tuple[tf.Tensor, ...]
 """State of a scheme for one bucket: one tensor per `Slot`, in the same order."""
@@ -46,9 +43,9 @@ class Slot:
 class Scheme(Configured, ABC):
     """Method that averages one bucket of gradients over all ranks.
 
-    Subclasses are frozen, keyword-only dataclasses. They have no access to variables or learning
-    rates, and store nothing between calls: whatever must persist is `state`, which the optimizer
-    stores.
+    Subclasses are frozen, keyword-only dataclasses with `exchange` and `stages`. They have no
+    access to variables or learning rates, and store nothing between calls: whatever must persist is
+    `state`, which the optimizer stores.
 
     Policies, plans and exchanges read the properties declared here and do not test for classes, so
     a new scheme overrides the properties in which it differs. Options must be hashable: ranks
@@ -56,26 +53,37 @@ class Scheme(Configured, ABC):
     imported its module.
 
     Example:
+      >>> import dataclasses, tensorflow as tf
       >>> from tfposeidon import schemes
-      >>> scheme = schemes.AllToAll(wire_dtype="float16")
-      >>> isinstance(scheme, schemes.Scheme), str(scheme), scheme.exact
-      (True, 'alltoall(wire_dtype=float16)', False)
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class GatheredMean(schemes.Scheme):
+      ...     def exchange(self, gradient, state, wire, name):
+      ...         gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
+      ...         return tf.reduce_mean(gathered, 0), state
+      ...     def stages(self, length, itemsize, topology):
+      ...         parts_bytes = (float(length * itemsize),) * topology.size
+      ...         gather = schemes.Transfer(
+      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+      ...         )
+      ...         added = length * topology.size
+      ...         mean = schemes.Work(name="mean", kind="sum", elements=added, operations=added)
+      ...         return gather, mean
+      >>> scheme, topology = GatheredMean(), schemes.Topology.regular(0, 4, ranks_per_node=1)
+      >>> str(scheme), scheme.cost(1000, itemsize=4, topology=topology).cross_bytes
+      ('gatheredmean', 12000.0)
     """
 
     name: ClassVar[str]
     """Name that plans print; by default the name of the class in lower case."""
-
-    needs_factors: ClassVar[bool] = False
-    """True if the scheme only exchanges gradients that are products of two thin matrices."""
-
-    takes_factors: ClassVar[bool] = False
-    """True if the scheme receives the factors of gradients, even if it then sends products."""
 
     averages: ClassVar[bool] = True
     """False if the result is not a mean, so that it is not weighted by samples."""
 
     loads_evenly: ClassVar[bool] = True
     """True if nodes of equal size send and receive equal numbers of bytes."""
+
+    reader: ClassVar[GradientReader | None] = None
+    """Reader of the structure that the scheme exchanges; `None` if it exchanges whole gradients."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,54 +119,65 @@ class Scheme(Configured, ABC):
 
     # ------------------------------------------------------------------ planning
 
-    def fitted(self, factors: FactorShape, topology: Topology) -> Scheme:
-        """Returns the scheme for one variable: this one, or a replacement.
+    def refusal(self, description: Description) -> str:
+        """Returns why the scheme cannot exchange a gradient, which then uses `AllReduce`, or `""`.
 
         Args:
-          factors: Shape of the variable's factors, with the batch rows of a step if they are known.
+          description: Description of the gradient.
+        """
+        return ""
+
+    def fitted(self, structure: Structure, topology: Topology) -> Scheme:
+        """Returns the scheme for gradients of one structure: this one, or a replacement.
+
+        Args:
+          structure: Structure that the scheme's reader found, sized if the step is known.
           topology: Topology of the job; the result is the same on every rank.
         """
         return self
 
-    def for_rows(self, rows: float) -> Scheme:
-        """Returns the scheme that a step with this number of batch rows uses.
+    @abstractmethod
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        """Describes the stages of `topology.rank` in one exchange.
 
         Args:
-          rows: Batch rows of one variable's factors, summed over all ranks.
-        """
-        return self
+          length: Number of elements of the bucket.
+          itemsize: Size of an element in bytes.
+          topology: Topology of the job.
 
-    @abstractmethod
+        Returns:
+          Transfers and local work, in their order; transfers have the names that `exchange` gives
+          them.
+        """
+
     def bucket_stages(
-        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
+        self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
     ) -> tuple[Stage, ...]:
-        """Describes the stages of `topology.rank` in the exchange of one bucket.
+        """Describes the stages of `topology.rank` in `exchange_bucket`.
 
         Args:
           length: Number of elements of all variables of the bucket.
           itemsize: Size of an element in bytes.
-          factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
+          structures: Structure of each gradient; empty for schemes without a reader.
           topology: Topology of the job.
 
         Returns:
           Transfers and local work, in their order.
         """
+        return self.stages(length, itemsize, topology)
 
-    def bucket_cost(
-        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> Cost:
-        """Predicts the cost of one bucket for `topology.rank`.
+    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
+        """Predicts the cost of one exchange for `topology.rank`.
 
         Args:
-          length: Number of elements of all variables of the bucket.
+          length: Number of elements of the bucket.
           itemsize: Size of an element in bytes.
-          factors: Shape of each variable's factors; ignored by schemes that exchange vectors.
           topology: Topology of the job.
 
         Returns:
           Predicted cost of one exchange of the bucket; bytes are payload without headers.
         """
-        return total_cost(self.bucket_stages(length, itemsize, factors, topology), topology)
+        return total_cost(self.stages(length, itemsize, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
         """Returns a remark if the exchange differs from what the scheme's name implies, else `""`.
@@ -172,22 +191,58 @@ class Scheme(Configured, ABC):
     # ------------------------------------------------------------------ exchange
 
     @abstractmethod
-    def exchange_products(
-        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
-    ) -> tf.Tensor:
-        """Exchanges a bucket of gradients that are given as factors.
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        """Exchanges one bucket as a vector.
 
         Args:
-          factors: Factors of this rank, one pair per variable.
-          rows: Batch rows summed over all variables and ranks, a float32 scalar.
-          dtype: Dtype of the result.
+          gradient: Gradient of the bucket, `[n]` floating point, where `n` is static and the same
+            on every rank; not changed.
+          state: State of the bucket: one tensor per slot.
           wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per bucket, the same on every rank.
 
         Returns:
-          Mean products over all ranks, concatenated, `[n]` in `dtype` with the same bits on every
-          rank.
+          Mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank, and
+          the new state.
         """
+
+    def exchange_bucket(
+        self,
+        gradients: Sequence[Any],
+        descriptions: Sequence[Description],
+        weight: tf.Tensor | None,
+        state: State,
+        wire: Wire,
+        name: str,
+        zeros: Zeros,
+    ) -> tuple[tf.Tensor, State, tf.Tensor | None]:
+        """Exchanges the gradients of a bucket, by default as one vector.
+
+        Args:
+          gradients: Gradient of each variable: a tensor, `IndexedSlices`, `None` for zeros, or what
+            the scheme's reader takes.
+          descriptions: Description of each gradient.
+          weight: Weight of this rank, a float32 scalar; `None` for 1.
+          state: State of the bucket: one tensor per slot.
+          wire: Collectives of the job.
+          name: Prefix of the names of collectives: unique per bucket, the same on every rank.
+          zeros: Variables that hold 0, for tensors that TensorFlow must not fold.
+
+        Returns:
+          Mean over all ranks, `[n]`, the new state, and the sum over ranks and variables of the
+          sizes of structures, a float32 scalar; `None` for a scheme without a reader.
+        """
+        pairs = zip(gradients, descriptions, strict=True)
+        zero = zeros[descriptions[0].dtype]
+        parts = [tf.reshape(dense(gradient, d, zero), [-1]) for gradient, d in pairs]
+        # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would
+        # fold the collective.
+        vector = opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])
+        if weight is not None:
+            vector = _weighted(vector, weight if self.averages else tf.sign(weight))
+        return *self.exchange(vector, state, wire, name), None
 
     def unpack(
         self, mean: tf.Tensor, descriptions: Sequence[Description], topology: Topology
@@ -246,175 +301,13 @@ class Scheme(Configured, ABC):
         return True
 
 
-class VectorScheme(Scheme):
-    """Scheme that exchanges the gradients of one or several variables as one vector.
-
-    Example:
-      >>> import dataclasses, tensorflow as tf
-      >>> from tfposeidon import schemes
-      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-      ... class GatheredMean(schemes.VectorScheme):
-      ...     def exchange(self, gradient, state, wire, name):
-      ...         gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
-      ...         return tf.reduce_mean(gathered, 0), state
-      ...     def stages(self, length, itemsize, topology):
-      ...         parts_bytes = (float(length * itemsize),) * topology.size
-      ...         gather = schemes.Transfer(
-      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
-      ...         )
-      ...         added = length * topology.size
-      ...         mean = schemes.Work(name="mean", kind="sum", elements=added, operations=added)
-      ...         return gather, mean
-      >>> scheme, topology = GatheredMean(), schemes.Topology.regular(0, 4, ranks_per_node=1)
-      >>> str(scheme), scheme.cost(1000, itemsize=4, topology=topology).cross_bytes
-      ('gatheredmean', 12000.0)
-    """
-
-    @abstractmethod
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        """Exchanges one bucket.
-
-        Args:
-          gradient: Gradient of the bucket, `[n]` floating point, where `n` is static and the same
-            on every rank; not changed.
-          state: State of the bucket: one tensor per slot.
-          wire: Collectives of the job.
-          name: Prefix of the names of collectives: unique per bucket, the same on every rank.
-
-        Returns:
-          Mean over all ranks, `[n]` in the gradient's dtype with the same bits on every rank, and
-          the new state.
-        """
-
-    @abstractmethod
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        """Describes the stages of `topology.rank` in one exchange.
-
-        Args:
-          length: Number of elements of the bucket.
-          itemsize: Size of an element in bytes.
-          topology: Topology of the job.
-
-        Returns:
-          Transfers and local work, in their order; transfers have the names that `exchange` gives
-          them.
-        """
-
-    def cost(self, length: int, itemsize: int, topology: Topology) -> Cost:
-        """Predicts the cost of one exchange for `topology.rank`.
-
-        Args:
-          length: Number of elements of the bucket.
-          itemsize: Size of an element in bytes.
-          topology: Topology of the job.
-
-        Returns:
-          Predicted cost of one exchange of the bucket; bytes are payload without headers.
-        """
-        return total_cost(self.stages(length, itemsize, topology), topology)
-
-    @override
-    def bucket_stages(
-        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> tuple[Stage, ...]:
-        return self.stages(length, itemsize, topology)
-
-    @override
-    def exchange_products(
-        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
-    ) -> tf.Tensor:
-        # Products are computed only here, because a step that sends factors does not need them.
-        products = [tf.cast(one.own_product, dtype) for one in factors]
-        return self.exchange(tf.concat(products, 0), (), wire, name)[0]
-
-
-class FactorScheme(Scheme):
-    """Stateless scheme for one variable whose gradient is a product of two thin matrices.
-
-    Example:
-      >>> import dataclasses, tensorflow as tf
-      >>> from tfposeidon import schemes
-      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
-      ... class GatheredFactors(schemes.FactorScheme):
-      ...     def exchange_factors(self, factors, wire, name):
-      ...         rows = wire.all_gather(factors.packed, wire.topology.world, name)
-      ...         return factors.product(rows) / float(wire.topology.size)
-      ...     def factor_stages(self, factors, topology):
-      ...         parts_bytes = (float(factors.bytes),) * topology.size
-      ...         gather = schemes.Transfer(
-      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
-      ...         )
-      ...         return gather, schemes.stages.product(factors, ranks=topology.size)
-      >>> factors = schemes.FactorShape(rows=32, left=1000, right=1000, dtype="float32")
-      >>> topology = schemes.Topology.regular(0, 4, ranks_per_node=1)
-      >>> GatheredFactors().factor_cost(factors, topology).cross_bytes
-      768000.0
-    """
-
-    needs_factors: ClassVar[bool] = True
-    takes_factors: ClassVar[bool] = True
-
-    @abstractmethod
-    def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
-        """Exchanges the factors of one variable.
-
-        Args:
-          factors: Factors of this rank, sent as `FactorPair.packed`; ranks may have different
-            numbers of batch rows.
-          wire: Collectives of the job.
-          name: Prefix of the names of collectives: unique per variable, the same on every rank.
-
-        Returns:
-          Mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the same
-          bits on every rank.
-        """
-
-    @abstractmethod
-    def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
-        """Describes the stages of `topology.rank` if every rank has factors of this shape.
-
-        Args:
-          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
-            as 0.
-          topology: Topology of the job.
-
-        Returns:
-          Transfers and local work, in their order; transfers have the names that `exchange_factors`
-          gives them.
-        """
-
-    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
-        """Predicts the cost for `topology.rank` if every rank has factors of this shape.
-
-        Args:
-          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
-            as 0.
-          topology: Topology of the job.
-
-        Returns:
-          Predicted cost of one exchange of the variable; bytes are payload without headers.
-        """
-        return total_cost(self.factor_stages(factors, topology), topology)
-
-    @override
-    def bucket_stages(
-        self, length: int, itemsize: int, factors: Sequence[FactorShape], topology: Topology
-    ) -> tuple[Stage, ...]:
-        return tuple(
-            stage
-            for index, one in enumerate(factors)
-            for stage in renamed(self.factor_stages(one, topology), str(index))
-        )
-
-    @override
-    def exchange_products(
-        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
-    ) -> tf.Tensor:
-        # Names contain the index, because Horovod matches collectives by name, which must be
-        # unique.
-        means = [
-            self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
-        ]
-        return tf.concat([tf.cast(mean, dtype) for mean in means], 0)
+def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
+    # gradients of empty batches: their mean is NaN.
+    return tf.cond(
+        weight == 1.0,
+        lambda: vector,
+        lambda: tf.where(
+            weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)
+        ),
+    )

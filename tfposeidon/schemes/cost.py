@@ -23,7 +23,7 @@ class Cost:
       node_bytes: Payload bytes that this rank sends to ranks of its own node.
       cross_bytes: Payload bytes that this rank sends to ranks of other nodes.
       flops: Floating-point additions of this rank, except those inside Horovod; for products of
-        factors, also multiplications.
+        matrices, also multiplications.
     """
 
     steps: int = 0
@@ -161,10 +161,10 @@ class Work:
     Args:
       name: Name of the work, unique in the exchange, and the same on all ranks that do it.
       kind: `"sum"` (including the conversion from 16 to 32 bits), `"encode"` to 16 bits, `"select"`
-        the largest elements, `"scatter"` pairs into a vector, or `"multiply"` factors.
+        the largest elements, `"scatter"` pairs into a vector, or `"multiply"` matrices.
       elements: Number of elements that are read or written (default 0).
       pairs: Number of pairs of index and value that are selected or scattered (default 0).
-      operations: Floating-point additions, and multiplications of factors (default 0).
+      operations: Floating-point additions, and multiplications of matrices (default 0).
     """
 
     name: str

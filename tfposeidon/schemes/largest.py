@@ -10,12 +10,12 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage, Transfer, Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest(VectorScheme):
+class Largest(Scheme):
     """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
 
     Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,

@@ -12,7 +12,7 @@ from tfposeidon import ranges
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage
 
 PAIR_BYTES = 2 * 2**20
@@ -20,7 +20,7 @@ PAIR_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServer(VectorScheme):
+class ParameterServer(Scheme):
     """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
 
     Every node is both worker and shard owner. A bucket is split into equal parts, one per node.

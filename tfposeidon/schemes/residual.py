@@ -8,10 +8,10 @@ from typing import ClassVar
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 
 
-class ResidualScheme(VectorScheme, ABC):
+class ResidualScheme(Scheme, ABC):
     """Scheme that sends a part of the gradient and retains the rest as residual for later steps.
 
     The first of its slots has shape `()`. It is 0 or more while the scheme sends parts, and

@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfposeidon.communication import partition
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import FactorShape
 from tfposeidon.schemes.cost import Stage, Transfer, Work
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 
@@ -193,26 +192,6 @@ def gathering(
 def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...]:
     """Describes `wire_format.encode` or `decode`; returns no work without a `wire_dtype`."""
     return () if wire_dtype is None else (Work(name=name, kind="encode", elements=length),)
-
-
-def product(factors: FactorShape, ranks: int) -> Work:
-    """Describes the product of the factors of several ranks.
-
-    Args:
-      factors: Shape of one rank's factors; without batch rows, operations count as 0.
-      ranks: Number of ranks whose batch rows are multiplied.
-
-    Returns:
-      The work: one multiplication and one addition per batch row and element of the product.
-    """
-    rows = ranks * (factors.rows or 0)
-    operations = 2.0 * rows * factors.left_columns * factors.right
-    return Work(
-        name="product",
-        kind="multiply",
-        elements=factors.left * factors.right,
-        operations=operations,
-    )
 
 
 def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | None]:

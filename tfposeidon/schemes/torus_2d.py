@@ -10,13 +10,13 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import State, VectorScheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage
 from tfposeidon.schemes.wire_format import WithWireDtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus2D(WithWireDtype, VectorScheme):
+class Torus2D(WithWireDtype, Scheme):
     """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node (2DTAR).
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across

@@ -69,7 +69,7 @@ class ShardedOptimizer(DistributedOptimizer):
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is not a function.
       ValueError: If an argument is out of its range, if the inner optimizer needs whole variables,
-        or if the scheme shards no variable or depends on factors.
+        or if the scheme shards no variable or depends on the first step.
 
     Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does, and one
     small all-reduce if norms of gradients or layers are needed.
@@ -226,14 +226,12 @@ class ShardedOptimizer(DistributedOptimizer):
 
 
 def _check_policy(policy: policies.Policy) -> None:
-    if policy.reads_factors or policy.leaves_open:
-        why = (
-            "it depends on factors" if policy.reads_factors else "it depends on the predicted step"
-        )
+    if policy.reader is not None or policy.leaves_open:
+        depends = "the predicted step" if policy.leaves_open else "the graph of the first step"
         raise ValueError(
             "ShardedOptimizer requires a scheme that is known before the first step, to shard "
-            f'the variables. Received: scheme={policy}: {why}. Use "ps", or rules with "ps" and '
-            'fixed schemes, such as "allreduce".'
+            f'the variables. Received: scheme={policy}: it depends on {depends}. Use "ps", or '
+            'rules with "ps" and fixed schemes, such as "allreduce".'
         )
 
 

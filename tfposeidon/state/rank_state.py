@@ -17,7 +17,7 @@ import numpy as np
 from tfposeidon.state.placement import Placement
 
 # Field names in older checkpoints, which predate the attribute names.
-_ON_DISK = {"owners": "holders", "concatenated": "joined"}
+_ON_DISK = {"owners": "holders"}
 
 WholeKey = tuple[str, tuple[str, ...]]
 """Name of a quantity, and the paths of its variables."""
@@ -27,9 +27,7 @@ WholeKey = tuple[str, tuple[str, ...]]
 class StateDescription:
     """Description of one array of a rank's state.
 
-    A partial or sharded array covers a range of its bucket, which is its `members` concatenated. If
-    `concatenated`, ranks concatenate their arrays in turn, as for rows of factors, instead of
-    adding them: then `owners` is the number of ranks and `offset` the index of this one.
+    A partial or sharded array covers a range of its bucket, which is its `members` concatenated.
 
     >>> residual = StateDescription(
     ...     name="residual",
@@ -51,7 +49,6 @@ class StateDescription:
     offset: int = 0
     # Number of ranks that own a share of each element, to be summed; 0 for other placements.
     owners: int = 0
-    concatenated: bool = False
     # True for one number per bucket that is equal on all ranks, such as a count of steps.
     scalar: bool = False
 
@@ -63,7 +60,9 @@ class StateDescription:
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
         """Creates a description from a result of `to_dict`, also if its tuples are lists."""
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
-        values = {names.get(name, name): value for name, value in content.items()}
+        # Older checkpoints also have `joined`.
+        known = {name: value for name, value in content.items() if name != "joined"}
+        values = {names.get(name, name): value for name, value in known.items()}
         members = tuple((path, length) for path, length in content["members"])
         placement = Placement(content["placement"])
         return cls(**values | {"members": members, "placement": placement})
@@ -192,15 +191,6 @@ def _whole(
         return np.zeros_like(like)
     if description.placement == Placement.AVERAGED:
         return np.asarray(np.mean(arrays, axis=0), like.dtype)
-    if description.concatenated:
-        # In turn, so that the numbers of arrays per rank differ by one at most.
-        return _below_one_another(arrays[description.offset :: description.owners], like)
     if description.owners:
         return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)
     return arrays[0]
-
-
-def _below_one_another(arrays: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
-    # Empty arrays may have other widths.
-    filled = [array for array in arrays if array.size]
-    return np.concatenate(filled) if filled else like[:0]

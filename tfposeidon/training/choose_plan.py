@@ -36,7 +36,7 @@ Found = dict[str, list[Any]]
 """Measurements of one rank as JSON, keyed by the indices of the optimizer and of its exchanger.
 
 Variable paths may differ between ranks and cannot be keys. A value holds the times of the first
-gradient, of the last gradient and of a whole step, and each gradient's factor rows per exchange.
+gradient, of the last gradient and of a whole step, and the size of each gradient's structure.
 """
 
 
@@ -165,13 +165,12 @@ class ChoosePlan(keras.callbacks.Callback):
     def _measured(self) -> Found:
         found: Found = {}
         for number, plans in self._find_open().items():
-            calls = self._calls_of(number)
             for place, exchanger in enumerate(plans.agreed_exchangers):
                 means = exchanger.times.means
                 if means is not None:
-                    rows = (calls * exchanger.own_rows.numpy()).tolist()
+                    sizes = exchanger.own_sizes.numpy().tolist()
                     times = [means.first_s, means.compute_s, means.step_s]
-                    found[f"{number} {place}"] = [*times, rows]
+                    found[f"{number} {place}"] = [*times, sizes]
         return found
 
     def _continue(self) -> None:
@@ -263,12 +262,12 @@ class ChoosePlan(keras.callbacks.Callback):
 
 
 def _joined(ranks: list[Found]) -> dict[str, Measured]:
-    """Combines the measurements of all ranks: maximum times and mean factor rows."""
+    """Combines the measurements of all ranks: maximum times and mean sizes."""
     joined = {}
     for key in ranks[0]:
         same = [found[key] for found in ranks if key in found]
         if len(same) == len(ranks):
-            first_s, compute_s, step_s, rows = zip(*same, strict=True)
-            mean_rows = tuple(np.mean(rows, axis=0).tolist())
-            joined[key] = Measured(max(first_s), max(compute_s), max(step_s), mean_rows)
+            first_s, compute_s, step_s, sizes = zip(*same, strict=True)
+            mean_sizes = tuple(np.mean(sizes, axis=0).tolist())
+            joined[key] = Measured(max(first_s), max(compute_s), max(step_s), mean_sizes)
     return joined

@@ -1,18 +1,24 @@
-"""Sufficient factor broadcasting: sends two thin matrices instead of their product."""
+"""Sufficient factor broadcasting: sends two thin matrices instead of their product.
+
+`Factors` sends all batch rows, and `ByRows` chooses between two schemes by their number.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, cast
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.gradients.factors import FactorPair, FactorShape
+from tfposeidon.factors.base import FactorScheme, SchemeOfFactors
+from tfposeidon.factors.pairs import FactorPair, FactorShape
+from tfposeidon.gradients.description import Structure
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import FactorScheme, Scheme
-from tfposeidon.schemes.by_rows import ByRows
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.cost import Stage
 
 
@@ -38,10 +44,8 @@ class Factors(FactorScheme):
 
     Example:
       >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> from tfposeidon.gradients.factors import FactorShape
-      >>> factors = FactorShape(rows=32, left=1024, right=1024, dtype="float32")
-      >>> topology = Topology.regular(0, size=4, ranks_per_node=1)
+      >>> factors = schemes.FactorShape(rows=32, left=1024, right=1024, dtype="float32")
+      >>> topology = schemes.Topology.regular(0, size=4, ranks_per_node=1)
       >>> int(schemes.Factors().factor_cost(factors, topology).bytes) // 2**10
       768
       >>> int(schemes.AllReduce().cost(1024 * 1024, itemsize=4, topology=topology).bytes) // 2**10
@@ -54,7 +58,8 @@ class Factors(FactorScheme):
         return f"{self.name}(sums_in_node=True)" if self.sums_in_node else self.name
 
     @override
-    def fitted(self, factors: FactorShape, topology: Topology) -> Scheme:
+    def fitted(self, structure: Structure, topology: Topology) -> Scheme:
+        factors = cast(FactorShape, structure)
         if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
@@ -68,10 +73,7 @@ class Factors(FactorScheme):
             return self
         # One row on each rank costs `one_row_bytes`, and the limit counts the rows of all ranks.
         limit = int(topology.size * sums_bytes / one_row_bytes)
-        by_rows = ByRows(few=few, many=many, limit=limit)
-        if factors.rows is None:
-            return by_rows
-        return by_rows.for_rows(round(factors.rows * topology.size))
+        return ByRows(few=few, many=many, limit=limit).fitted(factors, topology)
 
     @override
     def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
@@ -94,7 +96,7 @@ class Factors(FactorScheme):
             made += stages.gathering(group, [held_bytes] * group.size, name, factors.itemsize)
             held_bytes *= group.size
             gathered_ranks *= group.size
-        made += (stages.product(factors, gathered_ranks),)
+        made += (factors.multiplication(gathered_ranks),)
         if self._sums_in_node_of(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
@@ -116,3 +118,87 @@ class Factors(FactorScheme):
 
 def _is_uneven(topology: Topology) -> bool:
     return len({len(node) for node in topology.nodes}) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByRows(SchemeOfFactors):
+    """Uses one scheme up to a number of batch rows, and another above it.
+
+    The number of rows is only known when a step runs. It is summed over ranks, so that all ranks
+    take the same branch. The plan shows the scheme that the last step used. Variables whose factors
+    have the same shape may share a bucket.
+
+    Args:
+      few: Scheme that sends the factors of each variable.
+      many: Scheme that sends the factors of each variable as well, or the products of all variables
+        as one vector.
+      limit: Batch rows of one variable, summed over all ranks, up to which `few` is used.
+
+    Cost: that of the scheme that is used; that of `many` before the first step.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> scheme = schemes.ByRows(
+      ...     few=schemes.Factors(), many=schemes.ParameterServer(), limit=64
+      ... )
+      >>> [str(scheme.for_rows(rows)) for rows in (64, 65)]
+      ['factors', 'ps']
+    """
+
+    name: ClassVar[str] = "by rows"
+    few: FactorScheme
+    many: Scheme
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.few} or {self.many}"
+
+    def for_rows(self, rows: float) -> Scheme:
+        """Returns the scheme that a step uses.
+
+        Args:
+          rows: Batch rows of one variable's factors, summed over all ranks.
+        """
+        return self.few if rows <= self.limit else self.many
+
+    @override
+    def fitted(self, structure: Structure, topology: Topology) -> Scheme:
+        rows = cast(FactorShape, structure).rows
+        # Rows are a mean over ranks. Their sum is the number that the step used, but for rounding.
+        return self if rows is None else self.for_rows(round(rows * topology.size, 6))
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        return self.many.stages(length, itemsize, topology)
+
+    @override
+    def bucket_stages(
+        self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
+    ) -> tuple[Stage, ...]:
+        return self.many.bucket_stages(length, itemsize, structures, topology)
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        return self.many.exchange(gradient, state, wire, name)
+
+    @override
+    def exchange_pairs(
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        # `rows` is an all-reduced sum, so every rank takes the same branch.
+        return tf.cond(
+            rows <= self.limit * len(factors),
+            lambda: self.few.exchange_pairs(factors, rows, dtype, wire, name),
+            lambda: self._exchange_many(factors, rows, dtype, wire, name),
+        )
+
+    def _exchange_many(
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        if isinstance(self.many, SchemeOfFactors):
+            return self.many.exchange_pairs(factors, rows, dtype, wire, name)
+        # Products are computed only here, because a step that sends factors does not need them.
+        products = [tf.cast(one.own_product, dtype) for one in factors]
+        return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]

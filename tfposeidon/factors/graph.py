@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.factors import FactorPair, NoFactorsError
+from tfposeidon.factors.pairs import FactorPair, NoFactorsError
 
 LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
 """Layers with kernels whose gradients have factors."""

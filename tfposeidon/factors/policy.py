@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
+from tfposeidon.factors.pairs import shape_of
+from tfposeidon.factors.reader import FactorReader
+from tfposeidon.factors.schemes import ByRows, Factors
 from tfposeidon.gradients.description import Description
 from tfposeidon.policies.base import Choice, Policy
-from tfposeidon.schemes import ByRows, Factors, ParameterServer
-from tfposeidon.schemes.parameter_server import PAIR_BYTES
+from tfposeidon.schemes.parameter_server import PAIR_BYTES, ParameterServer
 from tfposeidon.units import readable_size
 
 
@@ -36,13 +38,11 @@ class HybComm(Policy):
     rows of an embedding are sent with an index instead of M values.
 
     Example:
-      >>> from tfposeidon import policies
-      >>> from tfposeidon.communication.topology import Topology
+      >>> from tfposeidon import policies, schemes
       >>> from tfposeidon.gradients.description import Description
-      >>> from tfposeidon.gradients.factors import FactorShape
-      >>> factors = FactorShape(rows=32, left=4096, right=4096, dtype="float32")
+      >>> factors = schemes.FactorShape(rows=32, left=4096, right=4096, dtype="float32")
       >>> kernel = Description("fc/kernel", (4096, 4096), "float32", factors)
-      >>> topology = Topology.regular(rank=0, size=8, ranks_per_node=1)
+      >>> topology = schemes.Topology.regular(rank=0, size=8, ranks_per_node=1)
       >>> policies.HybComm().choose(kernel, topology).reason
       'factors 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
@@ -59,12 +59,10 @@ class HybComm(Policy):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        factors = description.factors
+        factors = shape_of(description)
         if factors is None:
-            reason = (
-                description.why_no_factors or "the first step determines whether it has factors"
-            )
-            return Choice(self._store, reason)
+            unknown = "the first step determines whether it has factors"
+            return Choice(self._store, description.why_no_structure or unknown)
         nodes, ranks_per_node = _workers(topology)
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
@@ -79,9 +77,7 @@ class HybComm(Policy):
         if factors.rows is None:
             return Choice(by_rows, f"factors up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
-        # Rows are a mean over ranks. Times the number of ranks, they are the integer that the step
-        # used.
-        scheme = by_rows.for_rows(round(factors.rows * topology.size))
+        scheme = by_rows.fitted(factors, topology)
         sign = "<=" if scheme == by_rows.few else ">"
         compared = f"factors {readable_size(k * row_bytes)} {sign} ps {readable_size(matrix_bytes)}"
         candidates = (("factors", k * row_bytes), ("ps", matrix_bytes))
@@ -89,8 +85,8 @@ class HybComm(Policy):
 
     @property
     @override
-    def reads_factors(self) -> bool:
-        return True
+    def reader(self) -> FactorReader:
+        return Factors.reader
 
 
 def _workers(topology: Topology) -> tuple[int, int]:

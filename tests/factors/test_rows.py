@@ -6,11 +6,11 @@ import pytest
 import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.exchange import factor_agreement
-from tfposeidon.gradients import embedding_rows
-from tfposeidon.gradients.description import Description, merge_rows
-from tfposeidon.gradients.embedding_rows import Rows
-from tfposeidon.gradients.factors import FactorShape, NoFactorsError
+from tfposeidon.factors import rows as embedding_rows
+from tfposeidon.factors.pairs import FactorShape, NoFactorsError
+from tfposeidon.factors.reader import FactorReader
+from tfposeidon.factors.rows import Rows
+from tfposeidon.gradients.description import Description
 from tfposeidon.policies import HybComm
 
 TABLE, WIDTH = 70_000, 3
@@ -78,7 +78,7 @@ def test_rows_are_found_in_a_model():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(tokens) ** 2)
         gradient = tape.gradient(loss, table.value)
-        found.extend(factor_agreement.find_factors([gradient], [description], [table]))
+        found.extend(FactorReader().find([gradient], [description], [table]))
         rows = embedding_rows.read(gradient, (50, 4))
         return rows.product(rows.packed), tf.convert_to_tensor(gradient)
 
@@ -116,26 +116,3 @@ def test_hybcomm_sends_the_fewer_bytes(table, scheme):
     rows, matrix = (size for _, size in choice.candidates)
     assert rows == 2 * 1024 * 3 * 257 * 4
     assert matrix == 2 * table * 256 * 6 / 4 * 4
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("count", [0, 1, 500])
-def test_rows_merge_alike_with_and_without_xla(count, dtype):
-    indices = np.random.default_rng(0).integers(0, 40, count).astype(dtype)
-    values = np.random.default_rng(1).integers(-9, 9, (count, 3)).astype("float32")
-    expected = np.zeros((40, 3), "float32")
-    np.add.at(expected, indices, values)
-    for xla in (False, True):
-
-        @tf.function(jit_compile=xla)
-        def merged(indices, values):
-            rows = merge_rows(tf.IndexedSlices(values, indices, (40, 3)))
-            return rows.indices, rows.values
-
-        found, sums = (part.numpy() for part in merged(indices, values))
-        total = np.zeros_like(expected)
-        np.add.at(total, found, sums)
-        np.testing.assert_array_equal(total, expected)
-        # An index occurs again with zeros only: optimizers move no row twice.
-        moved = found[np.any(sums, axis=1)]
-        assert len(set(moved)) == len(moved)

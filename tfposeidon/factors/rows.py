@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.gradients.factors import FactorPair, FactorShape, NoFactorsError, as_factors
+from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, as_factors
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,14 @@ class Rows(FactorPair):
 
     @property
     @override
-    def enough_rows(self) -> int:
-        return self.table
-
-    @property
-    @override
     def packed(self) -> tf.Tensor:
         """Indices, bit-cast to the values' dtype, and values; repeated indices are summed first."""
-        indices, values = self._summed()
+        indices, segments = tf.unique(self.left)
+        values = tf.math.unsorted_segment_sum(self.right, segments, tf.size(indices))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(indices, _index_dtype(self.right.dtype)), self.right.dtype)
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
         return super(Rows, replace(self, left=columns, right=values)).packed
-
-    def _summed(self) -> tuple[tf.Tensor, tf.Tensor]:
-        # Receivers sum 16-bit rows with individual weights.
-        if self.right.dtype.size == 2 and self.weight is not None and self.weight.shape.rank:
-            return self.left, self.right
-        indices, segments = tf.unique(self.left)
-        return indices, tf.math.unsorted_segment_sum(self.right, segments, tf.size(indices))
 
     @override
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:

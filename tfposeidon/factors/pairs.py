@@ -6,9 +6,12 @@ Source: Zhang et al. 2017 (Poseidon), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
+
+from tfposeidon.gradients.description import Description
+from tfposeidon.schemes.cost import Work
 
 WEIGHT_COLUMNS = 2
 """Columns next to 16-bit factors that hold their rank's weight as a high and a low part.
@@ -23,8 +26,7 @@ class FactorShape:
 
     Attributes:
       rows: Mean number of batch rows per rank and exchange, K: the samples of a batch, times the
-        positions at which the kernel is used, times the steps whose gradients are accumulated.
-        `None` before the first step.
+        positions at which the kernel is used. `None` before the first step.
       left: Number of columns of the left matrix, M.
       right: Number of columns of the right matrix, N.
       dtype: Dtype of the values that are sent.
@@ -63,6 +65,38 @@ class FactorShape:
         """Bytes of the product, which is float64 if the factors are, else float32."""
         return self.left * self.right * max(4, self.itemsize)
 
+    @property
+    def is_sized(self) -> bool:
+        """True if the number of batch rows is known."""
+        return self.rows is not None
+
+    def sized(self, size: float | None) -> FactorShape:
+        """Returns the shape with this mean number of batch rows."""
+        return replace(self, rows=size)
+
+    def multiplication(self, ranks: int) -> Work:
+        """Describes the product of the factors of several ranks.
+
+        Args:
+          ranks: Number of ranks whose batch rows are multiplied.
+
+        Returns:
+          The work: one multiplication and one addition per batch row and element of the product;
+          none before the first step.
+        """
+        rows = ranks * (self.rows or 0)
+        return Work(
+            name="product",
+            kind="multiply",
+            elements=self.left * self.right,
+            operations=2.0 * rows * self.left_columns * self.right,
+        )
+
+
+def shape_of(description: Description) -> FactorShape | None:
+    """Returns the shape of the factors that all ranks found, `None` if they found none."""
+    return cast(FactorShape | None, description.structure)
+
 
 @dataclass(frozen=True)
 class FactorPair:
@@ -74,7 +108,7 @@ class FactorPair:
       local: Term that depends on variables alone, such as a regularizer's gradient, and is
         therefore the same on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the graph's constants in `local`, which ranks compare.
-      weight: Factor for the product of 16-bit factors, a float32 scalar or `[K]`; `None` for 1.
+      weight: Factor for the product of 16-bit factors, a float32 scalar; `None` for 1.
         Wider factors are multiplied by their weight immediately.
 
     >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
@@ -89,6 +123,11 @@ class FactorPair:
     weight: tf.Tensor | None = None
 
     @property
+    def tensors(self) -> list[tf.Tensor]:
+        """Tensors of which the exchange is made."""
+        return [self.left, self.right]
+
+    @property
     def widths(self) -> tuple[int, int]:
         """Columns of the left and the right matrix, M and N."""
         return self.left.shape[1], self.right.shape[1]
@@ -101,17 +140,12 @@ class FactorPair:
         )
 
     @property
-    def enough_rows(self) -> int:
-        """Number of rows that suffices for any matrix of this size, as with the unit matrix."""
-        return min(self.widths)
-
-    @property
     def own_product(self) -> tf.Tensor:
         """Product of this rank's rows without the local term, `[M * N]` float64 or float32."""
         right = self.right
         if right.dtype.size == 2:
             right = tf.cast(right, tf.float32)
-            right = right if self.weight is None else right * _column(self.weight)
+            right = right if self.weight is None else right * self.weight
         return tf.reshape(self._multiplied_here(self.left, right), [-1])
 
     @property
@@ -131,7 +165,7 @@ class FactorPair:
         weight = tf.constant(1.0) if self.weight is None else self.weight
         high = tf.cast(weight, self.left.dtype)
         low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
-        return [tf.broadcast_to(_column(part), [tf.shape(self.left)[0], 1]) for part in (high, low)]
+        return [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
         """Multiplies the rows of any number of ranks.
@@ -161,7 +195,7 @@ class FactorPair:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
-        """Returns factors whose product, but not local term, is scaled by a scalar or `[K]`."""
+        """Returns factors whose product, but not local term, is scaled by a scalar."""
         # Ignore gradients of empty batches: they may be NaN.
         left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
         if right.dtype.size == 2:
@@ -171,7 +205,7 @@ class FactorPair:
                 right=right,
                 weight=weight if self.weight is None else self.weight * weight,
             )
-        return replace(self, left=left, right=right * _column(tf.cast(weight, right.dtype)))
+        return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
@@ -179,11 +213,7 @@ def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
     if not tensor.dtype.is_floating:
         return tensor
     # Multiply by 0 or 1, which preserves values. With multiply_no_nan, 0 times NaN is 0.
-    return tf.math.multiply_no_nan(tensor, _column(tf.cast(tf.sign(weight), tensor.dtype)))
-
-
-def _column(weight: tf.Tensor) -> tf.Tensor:
-    return weight[:, tf.newaxis] if weight.shape.rank else weight
+    return tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
 
 
 class NoFactorsError(Exception):
@@ -202,12 +232,3 @@ def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
         if like.left <= like.right
         else FactorPair(tf.transpose(matrix), unit)
     )
-
-
-def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns a gradient's tensors: itself, its values, both factors, or none for `None`."""
-    if gradient is None:
-        return []
-    if isinstance(gradient, FactorPair):
-        return [gradient.left, gradient.right]
-    return [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient]

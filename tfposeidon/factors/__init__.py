@@ -1,0 +1,1 @@
+"""Sufficient factors: gradients of matrices that are sent as two thin matrices (Poseidon's SFB)."""

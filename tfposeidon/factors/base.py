@@ -1,0 +1,208 @@
+"""Base classes of schemes that exchange sufficient factors.
+
+Ranks first count the rows of all ranks, by which a scheme may choose how to send them, and then
+exchange the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire, Zeros, opaque, zeros
+from tfposeidon.factors.pairs import FactorPair, FactorShape, shape_of
+from tfposeidon.factors.reader import FactorReader
+from tfposeidon.factors.rows import Rows
+from tfposeidon.gradients.description import Description, Structure
+from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
+
+
+class SchemeOfFactors(Scheme):
+    """Stateless scheme that receives the factors of gradients, even if it then sends products."""
+
+    reader: ClassVar[FactorReader] = FactorReader()
+
+    @override
+    def refusal(self, description: Description) -> str:
+        # The shape suffices, so this holds before the first step finds the factors.
+        if len(description.shape) < 2:
+            return f"not a matrix, as {self.name} requires"
+        why = description.why_no_structure
+        return f"no factors for {self.name}: {why}" if why else ""
+
+    @abstractmethod
+    def exchange_pairs(
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        """Returns the concatenated mean products of a bucket, without the local terms.
+
+        `rows` is the sum of batch rows over all variables and ranks, a float32 scalar.
+        """
+
+    @override
+    def exchange_bucket(
+        self,
+        gradients: Sequence[Any],
+        descriptions: Sequence[Description],
+        weight: tf.Tensor | None,
+        state: State,
+        wire: Wire,
+        name: str,
+        zeros: Zeros,
+    ) -> tuple[tf.Tensor, State, tf.Tensor | None]:
+        pairs = zip(gradients, descriptions, strict=True)
+        factors = [_no_rows(d, zeros) if g is None else g for g, d in pairs]
+        after = [] if weight is None else [weight]
+        rows = _summed_rows(factors, wire, name, zeros, after)
+        sent = [_sent(one, weight, zeros) for one in factors]
+        dtype = descriptions[0].dtype
+        mean = self.exchange_pairs(sent, rows, dtype, wire, name)
+        mean = tf.ensure_shape(mean, [sum(d.length for d in descriptions)])
+        # The local term is the same on all ranks, so each adds it to the mean itself.
+        if any(one.local is not None for one in factors):
+            pairs = zip(factors, descriptions, strict=True)
+            mean += tf.concat([_local(one, d, zeros) for one, d in pairs], 0)
+        return mean, state, rows
+
+
+class FactorScheme(SchemeOfFactors):
+    """Stateless scheme for variables whose gradients are products of two thin matrices.
+
+    Example:
+      >>> import dataclasses, tensorflow as tf
+      >>> from tfposeidon import schemes
+      >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+      ... class GatheredFactors(schemes.FactorScheme):
+      ...     def exchange_factors(self, factors, wire, name):
+      ...         rows = wire.all_gather(factors.packed, wire.topology.world, name)
+      ...         return factors.product(rows) / float(wire.topology.size)
+      ...     def factor_stages(self, factors, topology):
+      ...         parts_bytes = (float(factors.bytes),) * topology.size
+      ...         gather = schemes.Transfer(
+      ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+      ...         )
+      ...         return gather, factors.multiplication(ranks=topology.size)
+      >>> factors = schemes.FactorShape(rows=32, left=1000, right=1000, dtype="float32")
+      >>> topology = schemes.Topology.regular(0, 4, ranks_per_node=1)
+      >>> GatheredFactors().factor_cost(factors, topology).cross_bytes
+      768000.0
+    """
+
+    @abstractmethod
+    def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
+        """Exchanges the factors of one variable.
+
+        Args:
+          factors: Factors of this rank, sent as `FactorPair.packed`; ranks may have different
+            numbers of batch rows.
+          wire: Collectives of the job.
+          name: Prefix of the names of collectives: unique per variable, the same on every rank.
+
+        Returns:
+          Mean product over all ranks, `[M * N]` float32 (float64 for float64 factors) with the same
+          bits on every rank.
+        """
+
+    @abstractmethod
+    def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
+        """Describes the stages of `topology.rank` if every rank has factors of this shape.
+
+        Args:
+          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
+            as 0.
+          topology: Topology of the job.
+
+        Returns:
+          Transfers and local work, in their order; transfers have the names that `exchange_factors`
+          gives them.
+        """
+
+    def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
+        """Predicts the cost for `topology.rank` if every rank has factors of this shape.
+
+        Args:
+          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
+            as 0.
+          topology: Topology of the job.
+
+        Returns:
+          Predicted cost of one exchange of the variable; bytes are payload without headers.
+        """
+        return total_cost(self.factor_stages(factors, topology), topology)
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        dtype = {2: "float16", 4: "float32", 8: "float64"}[itemsize]
+        return self.factor_stages(FactorShape(1, 1, length, dtype), topology)
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        # A vector is the product of a 1 x 1 matrix and a single row.
+        factors = FactorPair(tf.ones([1, 1], gradient.dtype), gradient[tf.newaxis])
+        return tf.cast(self.exchange_factors(factors, wire, name), gradient.dtype), state
+
+    @override
+    def bucket_stages(
+        self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
+    ) -> tuple[Stage, ...]:
+        return tuple(
+            stage
+            for index, shape in enumerate(structures)
+            for stage in renamed(self.factor_stages(cast(FactorShape, shape), topology), str(index))
+        )
+
+    @override
+    def exchange_pairs(
+        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
+    ) -> tf.Tensor:
+        # Names contain the index, because Horovod matches collectives by name, which must be
+        # unique.
+        means = [
+            self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
+        ]
+        return tf.concat([tf.cast(mean, dtype) for mean in means], 0)
+
+
+def _summed_rows(
+    factors: Sequence[FactorPair], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
+) -> tf.Tensor:
+    # Activations are known in the forward pass, so the sum is mostly ready before the first
+    # gradient. It waits for them and for the weight even if shapes are static, because a rank whose
+    # iterator has just ended must not have counted. Run on the CPU, because branching on a GPU
+    # tensor would wait for the GPU.
+    with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
+        mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
+        # Static shapes are constants, which a collective must not receive.
+        mine += zero["float32"].read_value()
+        return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
+
+
+def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorPair:
+    if weight is not None:
+        factors = factors.weighted(weight)
+    left, right = (opaque(matrix, zero["int32"]) for matrix in (factors.left, factors.right))
+    return dataclasses.replace(factors, left=left, right=right)
+
+
+def _no_rows(description: Description, zero: Zeros) -> FactorPair:
+    shape = shape_of(description)
+    assert shape is not None
+    value = tf.cast(zero["float32"].read_value(), shape.dtype)
+    if shape.indexed:
+        return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)
+    return FactorPair(zeros([0, shape.left], value), zeros([0, shape.right], value))
+
+
+def _local(factors: FactorPair, description: Description, zero: Zeros) -> tf.Tensor:
+    if factors.local is None:
+        return zeros([description.length], zero[description.dtype])
+    return tf.reshape(tf.cast(factors.local, description.dtype), [-1])

@@ -1,0 +1,72 @@
+"""Names in `tfposeidon.schemes` and `tfposeidon.policies` that features at the edge define.
+
+This is the only module of the core that names such a feature. It imports the feature when a name is
+used, and leaves out the names of features that are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from tfposeidon.schemes.base import Scheme
+
+
+def _installed(names: Mapping[str, str]) -> dict[str, str]:
+    packages = {place.rpartition(".")[0] for place in names.values()}
+    missing = {package for package in packages if find_spec(package) is None}
+    return {n: place for n, place in names.items() if place.rpartition(".")[0] not in missing}
+
+
+SCHEMES = _installed(
+    {
+        "ByRows": "tfposeidon.factors.schemes",
+        "FactorPair": "tfposeidon.factors.pairs",
+        "FactorScheme": "tfposeidon.factors.base",
+        "FactorShape": "tfposeidon.factors.pairs",
+        "Factors": "tfposeidon.factors.schemes",
+    }
+)
+"""Modules of the names in `tfposeidon.schemes`."""
+
+POLICIES = _installed(
+    {"HybComm": "tfposeidon.factors.policy", "best_scheme_values": "tfposeidon.factors.policy"}
+)
+"""Modules of the names in `tfposeidon.policies`."""
+
+_CLASSES = {"factors": "Factors", "hybcomm": "HybComm"}
+"""Classes by the name that users pass as `scheme=`."""
+
+_WITH_READERS = ("Factors",)
+"""Schemes that exchange the structure of gradients, which `auto` considers too."""
+
+
+def resolve(names: Mapping[str, str], package: str, name: str) -> Any:
+    """Returns what a name means; for `__getattr__` of a package."""
+    if name not in names:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(names[name]), name)
+
+
+def constructors(names: Mapping[str, str], package: str) -> dict[str, Callable[[], Any]]:
+    """Returns constructors with default options, by the name that users pass as `scheme=`."""
+
+    def constructor(name: str) -> Callable[[], Any]:
+        return lambda: resolve(names, package, name)()
+
+    return {short: constructor(name) for short, name in _CLASSES.items() if name in names}
+
+
+def schemes_with_readers() -> Iterable[Scheme]:
+    """Yields the schemes of installed features that exchange the structure of gradients."""
+    for name in _WITH_READERS:
+        if name in SCHEMES:
+            yield resolve(SCHEMES, "tfposeidon.schemes", name)()
+
+
+def register_all() -> None:
+    """Imports the installed features, whose classes Keras then finds in saved models."""
+    for module in {*SCHEMES.values(), *POLICIES.values()}:
+        importlib.import_module(module)
