@@ -14,7 +14,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 help:
 	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
 	@echo "make test    set up and run the fast tests, and the core on 2 and 2 x 2 ranks"
-	@echo "make test-fast  those that start no jobs, in one process"
+	@echo "make test-fast  those that start no jobs, on all processors"
 	@echo "make test-rest  those that make test leaves out"
 	@echo "make test-all  all tests, with the minutes they took"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
@@ -52,7 +52,7 @@ test: setup
 	$(BIN)/python -m pytest $(TESTS) -m "fast or core"
 
 test-fast: setup
-	$(BIN)/python -m pytest -m fast
+	$(BIN)/python -m pytest -m fast -n auto
 
 test-rest: setup
 	$(BIN)/python -m pytest $(TESTS) -m "not fast and not core"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, descendants, finish, lab, start
+from tests.launch import LIMIT_S, ROOT, ahead, descendants, finish, lab, start
 
 PROBES = ROOT / "tests" / "jobs" / "probes.py"
 TRIES = 5
@@ -293,9 +293,17 @@ def test_missing_rights_are_named(tmp_path):
 DEMO = [sys.executable, "-m", "tfposeidon", "demo", "--steps", "1"]
 
 
-def test_demo_compares_schemes(tmp_path):
-    plot = tmp_path / "plots" / "demo.png"
-    done = finish(start([*DEMO, "--plot", str(plot)]), timeout_s=400)
+def demo():
+    """Runs it to its end; returns the process, and whether there is a plot."""
+    with tempfile.TemporaryDirectory() as folder:
+        plot = Path(folder) / "plots" / "demo.png"
+        done = finish(start([*DEMO, "--plot", str(plot)]), timeout_s=400)
+        return done, plot, plot.exists()
+
+
+@ahead(demo)
+def test_demo_compares_schemes(outcome):
+    done, plot, is_plotted = outcome
     assert done.returncode == 0, done.stdout
     found = {}
     for label in (
@@ -320,7 +328,7 @@ def test_demo_compares_schemes(tmp_path):
     assert "predicted step: " in done.stdout
     assert "measured step: " in done.stdout
     assert f"wrote {plot}" in done.stdout or "Matplotlib is missing" in done.stdout
-    assert plot.exists() == (f"wrote {plot}" in done.stdout)
+    assert is_plotted == (f"wrote {plot}" in done.stdout)
     assert "oneDNN" not in done.stdout
 
 

@@ -52,6 +52,7 @@ def test_parameters_are_those_of_keras(name):
 
 
 @in_keras
+@pytest.mark.slow
 def test_every_kernel_and_its_flops_are_those_of_keras(name):
     assert (
         Counter((layer.kernel, layer.flops) for layer in model(name).layers)

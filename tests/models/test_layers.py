@@ -54,7 +54,7 @@ def _check(build, wire):
     data, start = build.data(STEPS * BATCH), build()
     reference = train_alone(copy(build, start), data, keras.optimizers.SGD(0.1))
     model = copy(build, start)
-    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="hybcomm", bucket_bytes=0)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="hybcomm")
     weights = train_together(model, data, optimizer, wire)
     same_on_all_ranks(weights, wire)
     check_equal(weights, reference)

@@ -126,10 +126,16 @@ def _wrapped(around):
     }[around]()
 
 
-@pytest.mark.parametrize("around", ["by compile", "by hand", "accumulating", "local"])
 # As Keras alone warns where an optimizer was saved that was not built.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
-@pytest.mark.parametrize("steps", ["never trained", "built", "trained"])
+@pytest.mark.parametrize(
+    ("around", "steps"),
+    [
+        *((around, "built") for around in ("by compile", "by hand", "accumulating", "local")),
+        ("by compile", "never trained"),
+        ("accumulating", "trained"),
+    ],
+)
 def test_a_model_that_was_saved_goes_on(tmp_path, around, steps):
     model = _compiled(_wrapped(around))
     if steps == "built":

@@ -31,7 +31,10 @@ def test_contract(scheme, length, layout):
     _check(scheme, length, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("scheme", [name for name in contract.SCHEMES if " " not in name])
+# "onebit", the benchmarks' own, multiplies what all pairs of ranks exchange.
+@pytest.mark.parametrize(
+    "scheme", [name for name in contract.SCHEMES if " " not in name and name != "onebit"]
+)
 def test_contract_on_128_ranks(scheme):
     _check(scheme, 16 * 8 * 5 + 3, Topology.regular(0, 128, 8).nodes)
 
