@@ -8,7 +8,7 @@ import keras
 from typing_extensions import override
 
 from tfposeidon.communication import runtime
-from tfposeidon.training import replicated, session
+from tfposeidon.training import entries, session
 
 
 class BroadcastVariables(keras.callbacks.Callback):
@@ -48,7 +48,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         # With a communicating optimizer, `fit` compares the values.
         if runtime.size() == 1 or session.optimizers_of(self.model):
             return
-        if problem := replicated.difference(self.model, runtime.wire()):
+        if problem := entries.difference(self.model, runtime.wire()):
             raise RuntimeError(
                 f"{problem} The model's optimizer does not communicate. Wrap it: "
                 "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
@@ -56,4 +56,4 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        replicated.share(self.model, runtime.wire(), self.root_rank)
+        entries.share(self.model, runtime.wire(), self.root_rank)

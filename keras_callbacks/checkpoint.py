@@ -33,8 +33,7 @@ from tfposeidon.state.snapshots import (
     to_named_arrays,
 )
 from tfposeidon.training import layer_state, session
-from tfposeidon.training.entries import held_optimizers, parts, variables_of
-from tfposeidon.training.replicated import replicated_variables
+from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
 
 FORMAT = 6
 """Format number of a snapshot's contents; every change increments it."""

@@ -12,7 +12,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
 from tfposeidon.training import layer_state, session
-from tfposeidon.training.replicated import replicated_variables
+from tfposeidon.training.entries import replicated_variables
 
 ACTIONS = ("stop", "repair", "report")
 

@@ -12,9 +12,16 @@ from tests.helpers import models
 from tfposeidon.communication import runtime
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import GroupWire
-from tfposeidon.elastic_averaging.calls import Call, make_call, sum_of_both, wait_for_call
+from tfposeidon.elastic_averaging.calls import (
+    Call,
+    ServedSlots,
+    Slots,
+    give_slots,
+    make_call,
+    sum_of_both,
+    wait_for_call,
+)
 from tfposeidon.elastic_averaging.server import ServedCentre
-from tfposeidon.elastic_averaging.slots import ServedSlots, Slots, give_slots
 
 
 def _sgd():

@@ -9,8 +9,9 @@ from benchmarks.exchanges import scheme_named
 from benchmarks.workers.exchange import exchanged, fresh_state, slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
-from tfposeidon.schemes import pairs, stages
-from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState
+from tfposeidon.schemes import stages
+from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState
+from tfposeidon.schemes.wire_format import pack_pairs
 
 REPEATS = 15
 STEPS = (
@@ -73,7 +74,7 @@ class Prefixes:
     def gather(self, name):
         """Gathers what ranks of the same index selected, from all nodes."""
         sent = self.select(name)
-        packed = pairs.pack(sent.values, sent.indices, self.scheme.wire_dtype)
+        packed = pack_pairs(sent.values, sent.indices, self.scheme.wire_dtype)
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):

@@ -18,7 +18,7 @@ from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.training import replicated
+from tfposeidon.training import entries
 
 BATCH, STEPS = 64, 10
 SMALL_BATCH, SMALL_STEPS, UNTIMED = 32, 200, 20
@@ -190,7 +190,7 @@ def _compared():
     model.train_on_batch(images, labels)
     wire = runtime.wire()
     return (
-        lambda: replicated.difference(model, wire, with_layers=True),
+        lambda: entries.difference(model, wire, with_layers=True),
         lambda: model.train_on_batch(images, labels),
     )
 

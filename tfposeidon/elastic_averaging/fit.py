@@ -13,7 +13,7 @@ import keras
 from typing_extensions import override
 
 from tfposeidon.elastic_averaging import callbacks as own_callbacks
-from tfposeidon.elastic_averaging import job, serving, start
+from tfposeidon.elastic_averaging import job, serving
 from tfposeidon.training import session
 
 
@@ -62,7 +62,7 @@ class _Worker:
 
     def begin(self, model: keras.Model) -> None:
         """Starts with the server's weights, at its epoch."""
-        self._optimizers, epoch = start.begin(self._arguments)
+        self._optimizers, epoch = job.begin_fit(self._arguments)
         if epoch is not None:
             session.of(model).resume_at(epoch, 0)
         self._link = job.start_worker(self._optimizers)

@@ -21,8 +21,8 @@ from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import Wire
-from tfposeidon.elastic_averaging import fit, job, start
-from tfposeidon.elastic_averaging.slots import Slots
+from tfposeidon.elastic_averaging import fit, job
+from tfposeidon.elastic_averaging.calls import Slots
 from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
@@ -341,7 +341,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             lambda: [v for model in models for v in entries.variables_of(model, Placement.AVERAGED)]
         )
         job.check_roles()
-        start.begin_loop(optimizers, models)
+        job.begin_loop(optimizers, models)
         job.run(optimizers, train, on_failure)
 
     @property

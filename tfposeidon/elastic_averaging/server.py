@@ -16,8 +16,14 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
-from tfposeidon.elastic_averaging.calls import Call, give, sum_of_both, wait_for_call
-from tfposeidon.elastic_averaging.slots import ServedSlots, Slots
+from tfposeidon.elastic_averaging.calls import (
+    Call,
+    ServedSlots,
+    Slots,
+    give,
+    sum_of_both,
+    wait_for_call,
+)
 
 log = logging.getLogger("tfposeidon")
 

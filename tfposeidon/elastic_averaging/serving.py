@@ -12,7 +12,7 @@ import keras
 
 from tfposeidon.communication import runtime
 from tfposeidon.elastic_averaging import callbacks as own_callbacks
-from tfposeidon.elastic_averaging import job, start
+from tfposeidon.elastic_averaging import job
 from tfposeidon.elastic_averaging.last_centre import saved_at_failure
 from tfposeidon.training import session
 
@@ -37,7 +37,7 @@ def serve(arguments: dict[str, Any]) -> Any:
     model.stop_training = False
     callbacks.on_train_begin()
     # Here, after callbacks such as Checkpoint may have restored an earlier run.
-    optimizers, epoch = start.begin(arguments)
+    optimizers, epoch = job.begin_fit(arguments)
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = own_callbacks.fate_without_snapshot(callbacks.callbacks)

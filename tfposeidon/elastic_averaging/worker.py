@@ -11,8 +11,15 @@ import time
 import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
-from tfposeidon.elastic_averaging.calls import Call, make_call, receive, sum_of_both
-from tfposeidon.elastic_averaging.slots import Slots, give_slots, receive_slots
+from tfposeidon.elastic_averaging.calls import (
+    Call,
+    Slots,
+    give_slots,
+    make_call,
+    receive,
+    receive_slots,
+    sum_of_both,
+)
 
 LONGEST_SILENCE_S = 15.0
 """Longest time in seconds between calls, unless the stall limit requires a shorter one."""

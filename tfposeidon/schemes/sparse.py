@@ -17,12 +17,17 @@ from typing_extensions import override
 from tfposeidon import ops, ranges
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
-from tfposeidon.schemes import pairs, stages
+from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, Slot, State
 from tfposeidon.schemes.cost import Stage, Work
-from tfposeidon.schemes.error_feedback import ErrorFeedback, FeedbackState, Selection
-from tfposeidon.schemes.residual import ResidualScheme
-from tfposeidon.schemes.wire_format import check_wire_dtype, wire_itemsize
+from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState, ResidualScheme, Selection
+from tfposeidon.schemes.wire_format import (
+    check_wire_dtype,
+    pack_pairs,
+    pair_bytes,
+    unpack_pairs,
+    wire_itemsize,
+)
 
 MAX_LENGTH = 2**31
 """Maximum number of elements of a bucket, whose indices are sent as int32."""
@@ -141,7 +146,7 @@ class SparseScheme(ResidualScheme):
     def _sparse_mean(
         self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed = pairs.pack(selection.values, selection.indices, self.wire_dtype)
+        packed = pack_pairs(selection.values, selection.indices, self.wire_dtype)
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
         if not self._gathers_pairs(layout):
@@ -166,7 +171,7 @@ class SparseScheme(ResidualScheme):
         # `packed` is ordered by position in the node, then by node. Per position, `messages` has
         # the number of messages and of pairs in each, and `offsets` the start of the shard in the
         # result.
-        values, indices, counts = pairs.unpack(packed, messages, self.wire_dtype)
+        values, indices, counts = unpack_pairs(packed, messages, self.wire_dtype)
         if any(offsets):
             per_position = [
                 tf.fill([count * k], offset)
@@ -201,7 +206,7 @@ class SparseScheme(ResidualScheme):
         )
 
     def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
-        width = pairs.pair_bytes(self.wire_dtype)
+        width = pair_bytes(self.wire_dtype)
         itemsize = wire_itemsize(self.wire_dtype, 4)
         k, m = self._selected_count(layout.length), layout.node_count
         across: tuple[Stage, ...] = (
@@ -296,7 +301,7 @@ class SparseScheme(ResidualScheme):
         # Across nodes, a dense sum moves each value twice; on one node, pairs only replace a
         # gather.
         moves = 2 if layout.node_count > 1 else 1
-        return k * layout.node_count * pairs.pair_bytes(self.wire_dtype) >= moves * 4 * length
+        return k * layout.node_count * pair_bytes(self.wire_dtype) >= moves * 4 * length
 
     def _sends_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
         """Returns whether a step sends all values: while flushing, or early in the warm-up."""
@@ -311,7 +316,7 @@ class SparseScheme(ResidualScheme):
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
         """Returns whether pairs in the node are fewer bytes than their sums, at final density."""
-        width = pairs.pair_bytes(self.wire_dtype)
+        width = pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
-from tfposeidon.training import replicated, session
+from tfposeidon.training import entries, session
 from tfposeidon.training.choose_plan import ChoosePlan
 from tfposeidon.training.hooks import FitHooks
 
@@ -239,7 +239,7 @@ class AgreedStop(keras.callbacks.Callback):
         del settings["trainable variables"]
         _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
         if not self._session.has_begun:
-            replicated.begin_alike(self.model, runtime.wire())
+            entries.begin_alike(self.model, runtime.wire())
             self._session.has_begun = True
 
     @override
@@ -255,7 +255,7 @@ class AgreedStop(keras.callbacks.Callback):
         self._compare_values(WHERE_SET)
 
     def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
-        problem = replicated.difference(self.model, runtime.wire(), with_layers)
+        problem = entries.difference(self.model, runtime.wire(), with_layers)
         if problem and self._session.only_reports:
             runtime.say("tfposeidon: %s", problem)
         elif problem:

@@ -35,9 +35,9 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.training import (
+    entries,
     equal_steps,
     one_writer,
-    replicated,
     session,
 )
 from tfposeidon.training.hooks import FitHooks
@@ -262,7 +262,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
             specification = _batch_specification(x, y, sample_weight)
             if specification is not None:
                 model._symbolic_build(data_batch=specification)
-    if not replicated.has_weights(model):
+    if not entries.has_weights(model):
         with _trying("from a sample"):
             # A call may use operations that symbolic tensors do not support.
             model(_first_sample(x), training=False)

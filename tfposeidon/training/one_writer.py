@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.training import replicated, session
+from tfposeidon.training import entries, session
 
 log = logging.getLogger("tfposeidon")
 
@@ -109,7 +109,7 @@ class SharedBackup(keras.callbacks.Callback):
         own = session.of(self.model)
         epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
         if epoch is not None:
-            replicated.share(self.model, runtime.wire(), self._writer)
+            entries.share(self.model, runtime.wire(), self._writer)
             own.resume_at(epoch, 0)
 
     @override
