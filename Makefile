@@ -78,6 +78,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(SPHINX) build/docs
+	$(BIN)/python -m benchmarks.structure
 
 docs: setup
 	$(SPHINX) build/docs

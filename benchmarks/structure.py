@@ -1,14 +1,17 @@
-"""Prints figures of the code: folders, files, complexity, members, docstrings, README.
+"""Prints figures of the code beside their limits: size, imports, documentation, uses of Keras.
 
-    python -m benchmarks.structure v0.1 HEAD     # a table with one column per revision
-    python -m benchmarks.structure --missing     # public functions that lack `Args` or `Returns`
+    python -m benchmarks.structure               # the working tree; `make check` prints this
+    python -m benchmarks.structure v0.1 HEAD     # a column per revision
+    python -m benchmarks.structure --missing     # names of docs/api.md without complete docstrings
 
-A function is public when neither its name nor that of its class begins with an underscore. Its
-`Args` are complete when the section names every parameter, and functions without parameters are
-not counted; for a class with a constructor of its own, the section may be that of the class. Its
-`Returns` are complete when it has such a section or `Yields`, or when its summary begins with that
-word; functions annotated to return None are not counted, nor contexts that yield None. Neither are
-properties, and methods marked `@override`, whose contract stands at the base class.
+Tests are left out. Imports count wherever they stand, also in functions and for types, and pass
+through `__init__` modules. Rooms are the layers of the contract that import-linter checks. A small
+module has fewer than 60 lines of code and one importer. A private name of Keras is an attribute
+with an underscore that stands in Keras's source, and that this code uses and does not define.
+
+A docstring is complete if its `Args` name every parameter and it has `Returns` or `Yields`, or a
+summary that begins with that word. Properties, methods with `@override` and functions without
+parameters are not counted. A constructor's `Args` may be those of its class.
 """
 
 from __future__ import annotations
@@ -16,205 +19,354 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from benchmarks import structure_core
-from tfposeidon.text import table
+import keras
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("tfposeidon", "datacache", "keras_callbacks")
-COMPLEXITY = 10
+PACKAGES = ("tfposeidon", "keras_callbacks", "datacache")
+LIMITS = {
+    "lines of Python": 27_000,
+    "lines of datacache": 5_600,
+    "statements": 11_500,
+    "lines of the largest file": 450,
+    "modules of tfposeidon": 112,
+    "small modules of tfposeidon": 4,
+    "layers of the import contract": 9,
+    "longest chain of imports": 14,
+    "methods of the optimizers' base class": 18,
+    "of these abstract, constant or empty": 5,
+    "methods of Keras that are replaced": 3,
+    "private names of Keras": 6,
+    "sys._getframe, sys.last_value, except: pass": 0,
+}
+"""Most that each figure should be; others are printed for comparison."""
+SMALL, LONG = 60, 30
+"""Lines of code below which a module is small, and lines above which a function is long."""
+BASE = "CommunicatingOptimizer"
 NOT_COUNTED = {"property", "override", "overload", "cached_property", "setter"}
+REPLACED = """
+import keras
+import tfposeidon as tp
+tp.DistributedOptimizer(keras.optimizers.SGD())
+of = (*keras.Model.__mro__, keras.optimizers.LossScaleOptimizer)
+print(sum(hasattr(value, "_tfposeidon") for one in of for value in vars(one).values()))
+"""
+"""Prints how many methods of Keras's classes an optimizer has replaced."""
+AVOIDED = r"sys\._getframe|sys\.last_value|suppress\(Exception\)|except Exception:\s*pass"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("revisions", nargs="*", help="git revisions; none is the working tree")
     parser.add_argument(
-        "--missing", action="store_true", help="list public functions without Args or Returns"
+        "--missing", action="store_true", help="list documented names without complete docstrings"
     )
     options = parser.parse_args()
     if options.missing:
-        print(*missing(ROOT), sep="\n")
+        print(*missing(Tree(ROOT)), sep="\n")
         return
-    columns = [figures_at(revision) for revision in options.revisions] or [figures(ROOT)]
-    rows = [[name, *(str(column[name]) for column in columns)] for name in columns[0]]
-    print(*table([["", *(options.revisions or ["working tree"])], *rows]), sep="\n")
+    columns = [at_revision(one) for one in options.revisions] or [figures(Tree(ROOT))]
+    print(f"{'':46}", *(f"{one[:9]:>10}" for one in options.revisions or ["now"]), "  at most")
+    for label in columns[0]:
+        limit = f"{LIMITS[label]:9,}" if label in LIMITS else ""
+        print(f"{label:46}", *(f"{column[label]:>10,}" for column in columns), limit)
 
 
-def figures_at(revision: str) -> dict[str, object]:
+def at_revision(revision: str) -> dict[str, int]:
     """Returns the figures of a revision, read from an archive of it."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        return figures(Path(folder))
+        return figures(Tree(Path(folder)))
 
 
-def figures(root: Path) -> dict[str, object]:
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    text: str
+    tree: ast.Module
+    is_package: bool
+
+    @property
+    def lines(self) -> int:
+        """Number of lines."""
+        return len(self.text.splitlines())
+
+    @property
+    def lines_of_code(self) -> int:
+        """Number of lines on which a statement stands that is no docstring."""
+        nodes = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and not _is_text(n)]
+        simple = [n for n in nodes if not hasattr(n, "body")]
+        found = {node.lineno for node in nodes}
+        for node in simple:
+            found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        return len(found)
+
+
+class Tree:
+    """The modules of the packages below a folder, by name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.modules: dict[str, Module] = {}
+        for package in PACKAGES:
+            for path in sorted((root / package).rglob("*.py")):
+                name = ".".join(path.relative_to(root).with_suffix("").parts)
+                text = path.read_text()
+                name, is_package = name.removesuffix(".__init__"), path.name == "__init__.py"
+                self.modules[name] = Module(name, text, ast.parse(text), is_package)
+
+    def of(self, *packages: str) -> list[Module]:
+        """Returns the modules of some packages."""
+        return [m for name, m in self.modules.items() if name.partition(".")[0] in packages]
+
+    def nodes(self, *kinds: type) -> list[ast.AST]:
+        """Returns the nodes of some kinds in all modules."""
+        found = [node for module in self.modules.values() for node in ast.walk(module.tree)]
+        return [node for node in found if isinstance(node, kinds)]
+
+
+def figures(tree: Tree) -> dict[str, int]:
     """Returns the figures of a tree, by their label."""
-    sources = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
-    functions = [entry for path in sources for entry in public_functions(path)]
-    taking = [entry for entry in functions if parameters(entry[0])]
-    returning = [function for function, _ in functions if returns(function)]
-    modules = Counter(path.parent for path in sources if path.name != "__init__.py")
+    ours = tree.of("tfposeidon")
+    functions = [n for n in tree.nodes(ast.FunctionDef) if isinstance(n, ast.FunctionDef)]
+    base = methods_of(BASE, tree)
+    named = [*documented(tree)]
     return {
-        **{
-            f"modules in the top folder of {package}": modules[root / package]
-            for package in PACKAGES
-        },
-        "folders with modules": len(modules),
-        "modules in a folder, median": statistics.median_high(modules.values()),
-        "modules in the largest flat folder": max(modules.values()),
-        "lines of the largest file": max(len(path.read_text().splitlines()) for path in sources),
-        f"functions over complexity {COMPLEXITY}": complex_functions(root),
-        "lines over 100 columns": sum(
-            len(line) > 100 for path in sources for line in path.read_text().splitlines()
+        "lines of Python": sum(module.lines for module in tree.of(*PACKAGES)),
+        **{f"lines of {one}": sum(m.lines for m in tree.of(one)) for one in PACKAGES},
+        "statements": sum(not _is_text(node) for node in tree.nodes(ast.stmt)),
+        "lines of the largest file": max(module.lines for module in tree.modules.values()),
+        f"functions over {LONG} lines": sum(
+            (node.end_lineno or 0) - node.lineno >= LONG for node in functions
         ),
-        "comment lines per 100 lines of code": f"{comments(sources):.1f}",
-        "public members of DistributedOptimizer": members(root, "DistributedOptimizer"),
-        "public functions with complete Args": percent(complete_args(*entry) for entry in taking),
-        "public functions with complete Returns": percent(map(complete_returns, returning)),
-        "words of the README": len((root / "README.md").read_text().split()),
-        **{
-            f"lines of {package}": sum(map(lines, of_package(root, package)))
-            for package in PACKAGES
-        },
-        **{
-            f"statements of {package}": sum(map(statements, of_package(root, package)))
-            for package in PACKAGES
-        },
-        **structure_core.figures(root),
+        "modules of tfposeidon": len(ours),
+        "small modules of tfposeidon": len(small(tree)),
+        "layers of the import contract": rooms(tree.root),
+        "longest chain of imports": longest_chain(tree),
+        "methods of the optimizers' base class": len(base),
+        "of these abstract, constant or empty": sum(map(is_trivial, base)),
+        "methods of Keras that are replaced": replaced(tree.root),
+        "private names of Keras": len(private_names(ours)),
+        "sys._getframe, sys.last_value, except: pass": len(
+            re.findall(AVOIDED, "\n".join(module.text for module in ours))
+        ),
+        "raise statements": sum(node.exc is not None for node in _raises(tree)),
+        "documented functions": len(named),
+        "of these with complete docstrings": sum(not lacks(*one[1:]) for one in named),
     }
 
 
-def of_package(root: Path, package: str) -> list[Path]:
-    """Returns the modules of a package."""
-    return sorted((root / package).rglob("*.py"))
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def lines(path: Path) -> int:
-    """Returns the number of lines of a module."""
-    return len(path.read_text().splitlines())
+def _raises(tree: Tree) -> list[ast.Raise]:
+    return [node for node in tree.nodes(ast.Raise) if isinstance(node, ast.Raise)]
 
 
-def statements(path: Path) -> int:
-    """Returns the number of statements of a module, without docstrings."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
-    return sum(
-        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in found
-    )
+# ------------------------------------------------------------------ imports
 
 
-def percent(complete: Iterable[bool]) -> str:
-    """Returns the share of what is complete."""
-    found = list(complete)
-    return f"{100 * sum(found) / len(found):.0f} %"
+def imports_of(tree: Tree) -> dict[str, set[str]]:
+    """Returns the modules that each module imports."""
+    return {
+        name: (_imported(module.tree) & set(tree.modules)) - {name}
+        for name, module in tree.modules.items()
+    }
 
 
-def public_functions(path: Path) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yields public functions, each with the docstring of its class."""
-
-    def visit(body: list[ast.stmt], of_class: str) -> Iterator[tuple[ast.FunctionDef, str]]:
-        for node in body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield from visit(node.body, ast.get_docstring(node) or "")
-            elif isinstance(node, ast.FunctionDef):
-                public = not node.name.startswith("_") or node.name == "__init__"
-                if public and not NOT_COUNTED & set(map(decorator_name, node.decorator_list)):
-                    yield node, of_class
-
-    return visit(ast.parse(path.read_text()).body, "")
+def _imported(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
-def decorator_name(decorator: ast.expr) -> str:
-    """Returns the last part of a decorator's name."""
-    called = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-
-
-def parameters(function: ast.FunctionDef) -> list[str]:
-    """Returns the names of what a caller passes."""
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    stars = [star for star in (arguments.vararg, arguments.kwarg) if star]
+def small(tree: Tree) -> list[str]:
+    """Returns small modules, without those whose names `docs/api.md` or the package shows."""
+    importers = Counter(one for found in imports_of(tree).values() for one in found)
     return [
-        argument.arg
-        for argument in (*named, *stars)
-        if argument.arg not in ("self", "cls") and not argument.arg.startswith("_")
+        module.name
+        for module in tree.of("tfposeidon")
+        if module.lines_of_code < SMALL
+        and importers[module.name] == 1
+        and not module.is_package
+        and not module.name.endswith("__main__")
+        and not _is_shown(module.name, tree)
     ]
 
 
-def complete_args(function: ast.FunctionDef, of_class: str) -> bool:
-    """Returns whether the docstring's `Args` name every parameter."""
-    documented = ast.get_docstring(function) or ""
-    if function.name == "__init__":
-        documented += "\n" + of_class
-    section = re.search(r"^(?:Args|Attributes):\n((?:(?:[ \t].*)?\n?)*)", documented, re.MULTILINE)
-    names = re.findall(r"^\s+`?\*{0,2}(\w+)`?\s*[:(,]", section[1], re.MULTILINE) if section else []
-    return set(parameters(function)) <= set(names)
+def _is_shown(name: str, tree: Tree) -> bool:
+    package = tree.modules.get(name.rpartition(".")[0])
+    return package is not None and name in _imported(package.tree)
 
 
-def returns(function: ast.FunctionDef) -> bool:
-    """Returns whether a function is annotated to return or yield something."""
+def rooms(root: Path) -> int:
+    """Returns the number of layers of the package's contract."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
+    return len(settings["contracts"][0]["layers"])
+
+
+def longest_chain(tree: Tree) -> int:
+    """Returns the number of modules of the longest chain of imports."""
+    imports = imports_of(tree)
+
+    @cache
+    def height(name: str) -> int:
+        module = tree.modules[name]
+        own = not module.is_package and not name.endswith("__main__")
+        # The packages in which a module lies lead back to it.
+        below = {one for one in imports[name] if not name.startswith(f"{one}.")}
+        return own + max(map(height, below), default=0)
+
+    return max(height(module.name) for module in tree.of("tfposeidon"))
+
+
+# ------------------------------------------------------------------ the base class, and Keras
+
+
+def methods_of(name: str, tree: Tree) -> list[ast.FunctionDef]:
+    """Returns the methods and properties of a class, none if there is no such class."""
+    found = [n for n in tree.nodes(ast.ClassDef) if isinstance(n, ast.ClassDef) and n.name == name]
+    return [node for one in found for node in one.body if isinstance(node, ast.FunctionDef)]
+
+
+def is_trivial(method: ast.FunctionDef) -> bool:
+    """Returns whether a method raises, does nothing, or returns a constant."""
+    body = [node for node in method.body if not _is_text(node)]
+    if len(body) != 1:
+        return not body
+    (only,) = body
+    if not isinstance(only, ast.Return) or only.value is None:
+        return isinstance(only, ast.Raise | ast.Pass)
+    return bool(
+        re.fullmatch(r"[\[({][\])}]|[\w.]*([A-Z]\w*|nullcontext)\(\)", ast.unparse(only.value))
+    ) or (isinstance(only.value, ast.Constant))
+
+
+def replaced(root: Path) -> int:
+    """Returns how many methods of Keras a tree replaces, as a process of its own counts them."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED], cwd=root, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout.split()[-1])
+
+
+def private_names(modules: list[Module]) -> set[str]:
+    """Returns the private names of Keras that modules use."""
+    used, defined = set(), set()
+    for node in (node for module in modules for node in ast.walk(module.tree)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (defined if own and isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+    return (used - defined) & words_of_keras()
+
+
+@cache
+def words_of_keras() -> frozenset[str]:
+    """Returns the private words in Keras's source."""
+    sources = Path(keras.__file__).parent.rglob("*.py")
+    texts = [path.read_text(errors="ignore") for path in sources]
+    return frozenset(word for text in texts for word in re.findall(r"\b_[a-z]\w*", text))
+
+
+# ------------------------------------------------------------------ docstrings
+
+
+def documented(tree: Tree) -> Iterator[tuple[str, ast.FunctionDef, str]]:
+    """Yields functions of docs/api.md: module and name, the function, its class's docstring."""
+    wanted = _names_in_docs((tree.root / "docs/api.md").read_text())
+    for module in tree.modules.values():
+        for node in module.tree.body:
+            if isinstance(node, ast.FunctionDef) and _is_wanted(module.name, node.name, wanted):
+                yield f"{module.name}.{node.name}", node, ""
+            elif isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and _is_counted(method):
+                        name = f"{node.name}.{method.name.replace('__init__', '')}".rstrip(".")
+                        if _is_wanted(module.name, name, wanted):
+                            where = f"{module.name}.{node.name}.{method.name}"
+                            yield where, method, ast.get_docstring(node) or ""
+
+
+def _names_in_docs(text: str) -> set[tuple[str, str]]:
+    """Returns pairs of a module's or package's name and a name in it; `*` is any public one."""
+    found = set()
+    directive = r"^\.\. auto(\w+):: ([\w.]+)\n(?:   :members:([^\n]*)\n)?"
+    for kind, name, members in re.findall(directive, text, re.MULTILINE):
+        package, _, short = name.rpartition(".")
+        listed = [one.strip() for one in members.split(",") if one.strip()]
+        every = [] if listed or f"{name}\n   :members:" not in text else ["*"]
+        if kind == "module":
+            found |= {(name, one) for one in [*listed, *(f"{one}.*" for one in listed), *every]}
+        else:
+            package = package.partition(".")[0]
+            found |= {(package, one) for one in [short, *(f"{short}.{m}" for m in listed + every)]}
+    return found
+
+
+def _is_wanted(module: str, name: str, wanted: set[tuple[str, str]]) -> bool:
+    owner, _, member = name.rpartition(".")
+    if any(part.startswith("_") for part in (*module.split("."), owner, member)):
+        return False
+    parents = [module[: match.start()] for match in re.finditer(r"\.|$", module)]
+    names = (name, f"{owner}.*")
+    listed = any((parent, one) in wanted for parent in parents for one in names)
+    return listed or any((parent, "*") in wanted for parent in parents)
+
+
+def _is_counted(function: ast.FunctionDef) -> bool:
+    decorators = {re.sub(r"\(.*", "", ast.unparse(d)) for d in function.decorator_list}
+    return not NOT_COUNTED & {name.rpartition(".")[2] for name in decorators}
+
+
+def lacks(function: ast.FunctionDef, of_class: str) -> list[str]:
+    """Returns the sections that a docstring lacks."""
+    text = ast.get_docstring(function) or ""
+    text += f"\n{of_class}" if function.name == "__init__" else ""
+    sections = re.findall(r"^(?:Args|Attributes):\n((?:(?:[ \t].*)?\n?)*)", text, re.MULTILINE)
+    names = re.findall(r"^\s+`?\*{0,2}(\w+)`?\s*[:(,]", "".join(sections), re.MULTILINE)
     annotation = ast.unparse(function.returns) if function.returns else "None"
-    return annotation not in ("None", "Iterator[None]") and function.name != "__init__"
+    gives = annotation not in ("None", "Iterator[None]") and function.name != "__init__"
+    says = re.search(r"\A(Returns|Yields) |^(Returns|Yields):$", text, re.MULTILINE)
+    lacking = [] if set(_parameters(function)) <= set(names) else ["Args"]
+    return lacking + (["Returns"] if gives and not says else [])
 
 
-def complete_returns(function: ast.FunctionDef) -> bool:
-    """Returns whether the docstring says what the function returns or yields."""
-    documented = ast.get_docstring(function) or ""
-    return bool(re.search(r"\A(Returns|Yields) |^(Returns|Yields):$", documented, re.MULTILINE))
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    named += [star for star in (arguments.vararg, arguments.kwarg) if star]
+    found = [argument.arg for argument in named]
+    return [name for name in found if name not in ("self", "cls") and not name.startswith("_")]
 
 
-def complex_functions(root: Path) -> int:
-    """Counts functions over the complexity, as ruff sees them."""
-    # Isolated, so that all revisions are measured alike, whatever their own settings say.
-    found = subprocess.run(
-        [
-            *(sys.executable, "-m", "ruff", "check", "--isolated", "--select", "C901"),
-            *("--config", f"lint.mccabe.max-complexity={COMPLEXITY}", "--output-format=concise"),
-            *(str(root / package) for package in PACKAGES),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    return found.stdout.count("C901")
-
-
-def comments(sources: list[Path]) -> float:
-    """Returns lines of comment per hundred lines of code that are neither comment nor empty."""
-    lines = [line.strip() for path in sources for line in path.read_text().splitlines()]
-    commented = sum(line.startswith("#") for line in lines)
-    return 100 * commented / sum(bool(line) and not line.startswith("#") for line in lines)
-
-
-def members(root: Path, name: str) -> int:
-    """Counts public methods and properties that a class of `tfposeidon/optimizer.py` defines."""
-    tree = ast.parse((root / "tfposeidon/optimizer.py").read_text())
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    return sum(
-        isinstance(node, ast.FunctionDef) and not node.name.startswith("_") for node in found.body
-    )
-
-
-def missing(root: Path) -> Iterator[str]:
-    """Yields where public functions lack `Args` or `Returns`, as `path:line: name: what`."""
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            for function, of_class in public_functions(path):
-                where = f"{path.relative_to(root)}:{function.lineno}: {function.name}"
-                if not complete_args(function, of_class):
-                    yield f"{where}: Args"
-                if returns(function) and not complete_returns(function):
-                    yield f"{where}: Returns"
+def missing(tree: Tree) -> Iterator[str]:
+    """Yields documented functions without complete docstrings, and what these lack."""
+    for name, function, of_class in documented(tree):
+        if lacking := lacks(function, of_class):
+            yield f"{name}: {', '.join(lacking)}"
 
 
 if __name__ == "__main__":

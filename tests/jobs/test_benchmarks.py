@@ -22,7 +22,6 @@ NOT_MEASURED = {
     "harness",
     "redraw",
     "structure",
-    "structure_core",
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
 """All modules, so that none can be missed."""

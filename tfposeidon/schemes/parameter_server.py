@@ -67,7 +67,15 @@ class ParameterServer(Scheme):
         return stages.mean_by_levels(gradient, node, across, wire, name, None), state
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
-        """Returns start and end of the shard that `topology.rank` owns; (0, 0) if it owns none."""
+        """Returns the shard that `topology.rank` owns.
+
+        Args:
+          length: Number of elements of the bucket.
+          topology: Topology of the job.
+
+        Returns:
+          Start and end of the shard; (0, 0) if the rank owns none.
+        """
         node, across = stages.shards_by_level(length, topology)
         if across is None:
             return 0, 0
