@@ -178,8 +178,8 @@ def _refusals(say):
     for words, call in (
         ("k=10", lambda: tp_ops.top_k(tf.ones([9]), 10)),
         (r"indices\[1\]=9", lambda: tp_ops.scatter_add([1.0, 1.0], [0, 9], 9)),
-        ("one shape", lambda: tp_ops.error_feedback_top_k(tf.ones([9]), tf.ones([8]), 1)),
-        ("add up", lambda: tp_ops.scatter_add([1.0, 1.0], [0, 1], 9, counts=[1, 2])),
+        ("the same shape", lambda: tp_ops.error_feedback_top_k(tf.ones([9]), tf.ones([8]), 1)),
+        ("sum to", lambda: tp_ops.scatter_add([1.0, 1.0], [0, 1], 9, counts=[1, 2])),
     ):
         with tf.device(device()):
             message = ""

@@ -203,7 +203,9 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
         r"snapshot at batch 2 with 3 ranks in .*, and 2 in this run.*=\"epoch\"",
     ):
         checkpoint_job(noisy, folder, sgd)
-    with Raises(snapshots.SnapshotError, "with 3 steps per epoch in .*, and 4 now.*CachePosition"):
+    with Raises(
+        snapshots.SnapshotError, "with 3 steps per epoch in .*, and 4 in this run.*CachePosition"
+    ):
         checkpoint_job(noisy, folder, sgd, batches=4, callbacks=[_Positioned()])
     begun = []
     record = keras.callbacks.LambdaCallback(

@@ -277,7 +277,7 @@ def test_replica_check_sees_counters(wire):
         keras.callbacks.LambdaCallback(on_train_batch_begin=spoil),
         keras_callbacks.ReplicaCheck(1),
     ]
-    with Raises(RuntimeError, "same bits.*book"):
+    with Raises(RuntimeError, "equal bit by bit.*book"):
         model.fit(*_data(wire), batch_size=8, verbose=0, callbacks=callbacks)
 
 
