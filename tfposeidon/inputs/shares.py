@@ -23,8 +23,8 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
     """Returns this rank's share of the data: each sample is in the share of exactly one rank.
 
     Call it on every rank with the same data, in the same order. Shares differ by at most one
-    sample, or by one batch where `data` yields batches. A rank without a last batch takes part in
-    the last step without samples. `batch_size` stays the batch size of a rank.
+    sample, or by one batch where `data` yields batches. If a rank thus has one batch more than
+    another, `fit` ends its epoch without it. `batch_size` stays the batch size of a rank.
 
     A `tf.data.Dataset` is shared before its first shuffle, `batch` or `repeat`. If its source is a
     list of files, at least one for each rank, each rank reads every `size`-th file, and shares
