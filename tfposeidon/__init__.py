@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfposeidon.communication.runtime import init, rank, size, workers
     from tfposeidon.elastic_averaging.optimizer import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
+    from tfposeidon.inputs.shares import shard
     from tfposeidon.local.optimizer import LocalUpdates
     from tfposeidon.optimizer import DistributedOptimizer
     from tfposeidon.sharded.optimizer import ShardedOptimizer
@@ -46,6 +47,7 @@ __all__ = [
     "rank",
     "sample_counts",
     "schemes",
+    "shard",
     "size",
     "state",
     "unwrap",
@@ -69,6 +71,7 @@ _HOME = {
     "local_rank": "communication.runtime",
     "local_size": "communication.runtime",
     "rank": "communication.runtime",
+    "shard": "inputs.shares",
     "size": "communication.runtime",
     "unwrap": "communicating",
     "workers": "communication.runtime",

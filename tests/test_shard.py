@@ -1,0 +1,281 @@
+"""The union of all shares is the data, each sample once, and shares differ by at most one."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import LogLines
+from tests.helpers.training import check_equal, train_alone
+
+N, SIZES = 100, [1, 2, 3, 4, 7]
+Dataset = tf.data.Dataset
+
+
+def shares(data, size):
+    return [tp.shard(data, rank=rank, size=size) for rank in range(size)]
+
+
+def check_law(parts, expected=range(N), most=1):
+    """Checks lists of samples, one of each rank."""
+    assert sorted(sample for part in parts for sample in part) == sorted(expected)
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= most, lengths
+
+
+def samples(dataset):
+    """The numbers in a dataset of scalars or batches."""
+    return [int(n) for element in dataset for n in np.ravel(tf.nest.flatten(element)[0])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_arrays(size):
+    x = np.arange(N)
+    parts = shares({"x": x, "pair": (x[:, None], [x * 2.0]), "none": None}, size)
+    check_law([part["x"] for part in parts])
+    for part in parts:
+        np.testing.assert_array_equal(part["pair"][0][:, 0], part["x"])
+        np.testing.assert_array_equal(part["pair"][1][0], part["x"] * 2)
+        assert np.shares_memory(part["x"], x)
+        assert part["none"] is None
+    check_law([part.numpy() for part in shares(tf.range(N), size)])
+
+
+def test_frames():
+    """By position, whatever the index is: pandas is not installed here."""
+    frame = types.SimpleNamespace(shape=(4, 1), iloc=np.arange(4), __getitem__=None)
+    assert [part.tolist() for part in shares(frame, 3)] == [[0, 3], [1], [2]]
+
+
+def test_arrays_of_other_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"same first axis. Received: lengths \[3, 4\]"):
+        tp.shard((np.zeros(3), np.zeros(4)), rank=0, size=2)
+
+
+@pytest.mark.parametrize("data", [3, "text", [1, 2], np.zeros([])])
+def test_other_data_are_refused(data):
+    with pytest.raises(TypeError, match="`data` must be an array"):
+        tp.shard(data, rank=0, size=2)
+
+
+def test_ranks_that_do_not_exist_are_refused():
+    for rank, size in [(2, 2), (-1, 2), (0, None), (None, 2), (0, 0)]:
+        with pytest.raises(ValueError, match="Received: "):
+            tp.shard(np.zeros(3), rank=rank, size=size)
+
+
+class Numbers(keras.utils.PyDataset):
+    ends = 0
+
+    def __init__(self, batches, **options):
+        super().__init__(**options)
+        self.batches = batches
+
+    @property
+    def num_batches(self):
+        return self.batches
+
+    def __getitem__(self, index):
+        return np.array([index])
+
+    def on_epoch_end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_batches_of_a_py_dataset(size):
+    data = Numbers(N, workers=2, max_queue_size=3)
+    parts = shares(data, size)
+    check_law([samples(part) for part in parts])
+    assert [len(part) for part in parts] == [part.num_batches for part in parts]
+    assert (parts[0].workers, parts[0].max_queue_size) == (2, 3)
+    parts[-1].on_epoch_end()
+    assert data.ends == 1
+    endless = tp.shard(Numbers(None), rank=size - 1, size=size)
+    assert endless.num_batches is None
+    assert endless[2] == [3 * size - 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_generators(size):
+    parts = [tp.shard((n for n in range(N)), rank=rank, size=size) for rank in range(size)]
+    assert all(isinstance(part, types.GeneratorType) for part in parts)
+    check_law([list(part) for part in parts])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Four files of 25 records."""
+    folder = tmp_path_factory.mktemp("records")
+    for number in range(4):
+        with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
+            for n in range(25 * number, 25 * number + 25):
+                writer.write(str(n).encode())
+    return str(folder / "*.tfrecord")
+
+
+def numbers(dataset):
+    return dataset.map(tf.strings.to_number)
+
+
+def offset():
+    """A function that reads a variable, as Keras's layers do."""
+    variable = tf.Variable(0, dtype=tf.int64)
+    return variable, lambda n: n + variable
+
+
+PIPELINES = {
+    "range": lambda: Dataset.range(N),
+    "slices": lambda: Dataset.from_tensor_slices(np.arange(N)),
+    "tensor": lambda: Dataset.from_tensors(np.arange(N)).unbatch(),
+    "generator": lambda: Dataset.from_generator(lambda: iter(range(N)), tf.int64),
+    "shuffle": lambda: Dataset.range(N).shuffle(N),
+    "seed": lambda: Dataset.range(N).shuffle(20, seed=5).batch(8),
+    "map": lambda: Dataset.range(N).map(lambda n: n + 0, num_parallel_calls=2).shuffle(N).batch(7),
+    "loose": lambda: (
+        Dataset.range(N).shuffle(N).map(lambda n: n + 0, num_parallel_calls=2, deterministic=False)
+    ),
+    "zip": lambda: Dataset.zip((Dataset.range(N), Dataset.range(N))).shuffle(N).batch(6),
+    "take": lambda: Dataset.range(2 * N).take(N).shuffle(N).batch(4).prefetch(1),
+    "skip": lambda: Dataset.range(-N, N).skip(N).cache().shuffle(N).prefetch(tf.data.AUTOTUNE),
+    "filter": lambda: Dataset.range(2 * N).filter(lambda n: n < N).shuffle(N),
+    "late filter": lambda: Dataset.range(N).shuffle(N).filter(lambda n: n >= 0),
+    "flat map": lambda: (
+        Dataset.range(10).flat_map(lambda n: Dataset.range(10 * n, 10 * n + 10)).shuffle(N)
+    ),
+    "interleave": lambda: (
+        Dataset.range(10)
+        .interleave(lambda n: Dataset.range(10 * n, 10 * n + 10), num_parallel_calls=2)
+        .shuffle(N)
+    ),
+    "padded": lambda: Dataset.range(N).shuffle(N).map(lambda n: n[None]).padded_batch(1),
+    "batches": lambda: Dataset.range(N).batch(1).take(N),
+    "rebatched": lambda: Dataset.range(N).batch(10).unbatch().batch(3, num_parallel_calls=2),
+    "concatenate": lambda: Dataset.range(50).concatenate(Dataset.range(50, N)).shuffle(N),
+    "enumerate": lambda: Dataset.range(N).enumerate().map(lambda n, same: n).shuffle(N),
+    "late unbatch": lambda: Dataset.range(N).shuffle(N).batch(10).unbatch().batch(4),
+    "buckets": lambda: (
+        Dataset.range(N)
+        .shuffle(N)
+        .map(lambda n: tf.fill([n % 3 + 1], n))
+        .bucket_by_sequence_length(lambda row: tf.size(row), [2], [1, 1])
+        .map(lambda rows: rows[:, 0])
+    ),
+    "options": lambda: Dataset.range(N).shuffle(N).with_options(tf.data.Options()),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines(name, size):
+    parts = shares(PIPELINES[name](), size)
+    # A second iteration too, which shuffles again.
+    for _ in range(2):
+        check_law([samples(part) for part in parts])
+
+
+def test_orders_and_structure_stay():
+    data = Dataset.range(N).shuffle(N, seed=3).map(lambda n: {"n": n}).batch(8)
+    part, again = shares(data, 2)[0], shares(data, 2)[0]
+    assert part.element_spec == data.element_spec
+    first, second = samples(part), samples(part)
+    assert first != second
+    assert first == samples(again)
+
+
+def test_repeated_data_are_whole_in_each_epoch():
+    parts = shares(Dataset.range(N).shuffle(N).repeat(2).batch(5), 3)
+    check_law([samples(part) for part in parts], [*range(N)] * 2, most=2)
+
+
+def test_functions_of_a_share_read_the_same_variable():
+    variable, add = offset()
+    part = tp.shard(Dataset.range(4).shuffle(4).map(add), rank=1, size=2)
+    variable.assign(10)
+    assert sorted(samples(part)) == [11, 13]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("form", ["list", "shuffled", "interleaved", "parallel"])
+def test_files(files, form, size):
+    names = Dataset.list_files(files, shuffle=form != "list")
+    if size > 4 and form != "list":
+        with pytest.raises(ValueError, match="fewer than 7 elements before ShuffleDataset"):
+            shares(numbers(tf.data.TFRecordDataset(names)), size)
+        return
+    if form in ("list", "shuffled"):
+        data = tf.data.TFRecordDataset(names)
+    else:
+        calls = 2 if form == "parallel" else None
+        data = names.interleave(tf.data.TFRecordDataset, num_parallel_calls=calls)
+    parts = shares(numbers(data).shuffle(10).batch(4), size)
+    check_law([samples(part) for part in parts], most=1 if size > 4 else 25)
+
+
+@pytest.mark.parametrize(
+    ("data", "received"),
+    [
+        (lambda: Dataset.range(N).shuffle(N).take(9), "TakeDataset, which depends on the order of"),
+        (lambda: Dataset.range(N).shuffle(N).cache("file"), "CacheDataset, which depends on"),
+        (lambda: Dataset.zip(Dataset.range(N).shuffle(N), Dataset.range(N)), "ZipDataset"),
+        (lambda: Dataset.range(N).filter(_kept).take(9), "TakeDataset, which depends on the order"),
+        (lambda: Dataset.sample_from_datasets([Dataset.range(N)] * 2), "DirectedInterleave"),
+        (lambda: Dataset.range(N).shuffle(N).enumerate(), "ZipDataset"),
+        (lambda: tp.shard(Dataset.range(N), rank=0, size=2), "a dataset with a `shard`"),
+        (lambda: _opaque(Dataset.range(N).shuffle(N)), "VariantDataset"),
+    ],
+)
+def test_pipelines_without_a_place_are_refused(data, received):
+    with pytest.raises(ValueError, match=f"before the first shuffle. Received: {received}"):
+        tp.shard(data(), rank=0, size=2)
+
+
+def _kept(n):
+    return tf.random.uniform([]) < 0.5
+
+
+def _opaque(data):
+    return tf.data.experimental.from_variant(
+        tf.data.experimental.to_variant(data), data.element_spec
+    )
+
+
+@pytest.mark.ranks("2x1")
+def test_two_lines_train_as_one_process(wire):
+    keras.utils.set_random_seed(7 + wire.topology.rank)
+    model, (x, y) = models.mlp(), models.mlp.data(48)
+    keras.utils.set_random_seed(7)
+    alone = models.mlp()
+    start = [np.array(w) for w in alone.get_weights()]
+    if wire.topology.rank == 0:
+        model.set_weights(start)
+    expected = train_alone(alone, (x, y), keras.optimizers.SGD(0.1), batch_size=12)
+    x, y = tp.shard((x, y))
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
+    with LogLines() as lines:
+        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+    check_equal(model.get_weights(), expected)
+    is_first = wire.topology.rank == 0
+    assert sum("global batch 12 = 2 ranks x 6" in line for line in lines) == is_first
+    assert not any("tp.shard" in line for line in lines)
+
+
+@pytest.mark.ranks("2x1")
+@pytest.mark.parametrize("kind", ["arrays", "batches", "dataset"])
+def test_equal_data_are_named_once(wire, kind):
+    x, y = models.mlp.data(24)
+    data = {
+        "arrays": (x, y),
+        "batches": (models.Batches(x, y, 6),),
+        "dataset": (Dataset.from_tensor_slices((x, y)).shuffle(24).batch(6),),
+    }[kind]
+    model = models.mlp()
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
+    with LogLines() as lines:
+        for _ in range(2):
+            model.fit(*data, verbose=0)
+    assert sum("tp.shard" in line for line in lines) == (wire.topology.rank == 0)

@@ -1,0 +1,1 @@
+"""Shares of training data: each sample on one rank."""

@@ -1,0 +1,260 @@
+"""This rank's share of a `tf.data.Dataset`: the place of the slice, and the steps after it.
+
+Think of a pipeline as a chain of steps from a source to the last one. A share is exact only where
+the order of elements is equal on all ranks, which ends with the first shuffle; TensorFlow's own
+automatic sharding by data slices the end of the chain, behind the shuffle. So the slice is put
+behind the last step that depends on the position or number of elements (`take`, `zip`), and the
+later steps are applied to it again, with the same functions, seeds and resources.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.framework import op_def_registry
+
+_ALONE = {
+    "MapDataset": "MapDataset",
+    "ParallelMapDataset": "ParallelMapDatasetV2",
+    "PrefetchDataset": "PrefetchDataset",
+    "OptionsDataset": "OptionsDataset",
+    "RestructuredDataset": "",  # of `unbatch`, and not an op
+}
+"""Classes of steps that make one element of each, with their ops."""
+_SELECTING = {
+    "FilterDataset": "FilterDataset",
+    "FlatMapDataset": "FlatMapDataset",
+    "InterleaveDataset": "InterleaveDataset",
+    "ParallelInterleaveDataset": "ParallelInterleaveDatasetV4",
+    "UnbatchDataset": "UnbatchDataset",
+}
+"""Steps that make any number of elements of each one."""
+_GROUPING = {
+    "ShuffleDataset": "ShuffleDatasetV3",
+    "RepeatDataset": "RepeatDataset",
+    "BatchDataset": "BatchDatasetV2",
+    "ParallelBatchDataset": "ParallelBatchDataset",
+    "PaddedBatchDataset": "PaddedBatchDatasetV2",
+    "CacheDataset": "CacheDatasetV2",
+    "GroupByWindowDataset": "GroupByWindowDataset",
+}
+"""Steps that order, repeat, batch or hold the elements of a share as they do those of all."""
+_OPS = _ALONE | _SELECTING | _GROUPING
+_IN_POSITION = {*_ALONE, *_GROUPING, "ZipDataset", "TensorSliceDataset", "RangeDataset"}
+_IN_POSITION -= {"GroupByWindowDataset"}
+"""Steps that select elements by their position alone."""
+_UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
+"""Ops within a function, or within a dataset without steps, whose order may differ."""
+
+
+def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
+    """Returns a rank's share of a dataset, or raises an error with the line to write instead."""
+    steps = chain(dataset)
+    place = _place(steps, size)
+    share = steps[place].shard(size, rank)
+    for step in steps[place + 1 :]:
+        share = _applied_to(share, step)
+    return share
+
+
+def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns the steps of a dataset, the last one last.
+
+    The first one is a source, or a step with several inputs.
+    """
+    steps = [_unwrapped(dataset)]
+    # TensorFlow has no public API for the inputs of a dataset.
+    while len(inputs := steps[0]._inputs()) == 1:
+        steps.insert(0, _unwrapped(inputs[0]))
+    return steps
+
+
+def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset within a reader of files, such as `TFRecordDataset`."""
+    return _unwrapped(dataset._impl) if hasattr(dataset, "_impl") else dataset
+
+
+def kind(step: tf.data.Dataset) -> str:
+    """Returns the name of a step's class without underscores."""
+    return type(step).__name__.strip("_")
+
+
+def groups(step: tf.data.Dataset) -> bool:
+    """Returns whether a step orders, repeats, batches or holds elements."""
+    return kind(step) in _GROUPING
+
+
+def _place(steps: list[tf.data.Dataset], size: int) -> int:
+    """Returns the index of the step behind which the slice is exact."""
+    end = first_random(steps)
+    # Such steps see positions or numbers of all elements, and stay before the slice.
+    whole = [index for index, step in enumerate(steps) if index and not _can_follow(step)]
+    start = whole[-1] if whole else 0
+    if start >= end:
+        behind = f", which depends on the order of {kind(steps[end])}" if start > end else ""
+        raise _refusal(kind(steps[start]) + behind)
+    if any(kind(step) == "ShardDataset" for step in below(steps[-1])):
+        raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
+    place = _balanced(steps, start, end, size)
+    if _has_at_least(steps[place], size):
+        return place
+    if _has_at_least(steps[end - 1], size):
+        return end - 1
+    if any(kind(step) in _SELECTING for step in steps[end:]):
+        raise _refusal(f"fewer than {size} elements before {kind(steps[end])}")
+    return place
+
+
+def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
+    """Returns the first place with equal shares, or the list of files if there are enough."""
+    place = start
+    for index in range(start + 1, end):
+        if groups(steps[index]):
+            break
+        if kind(steps[index]) in _SELECTING:
+            if _reads_files(steps[index]) and int(steps[index - 1].cardinality()) >= size:
+                break
+            place = index
+    return place
+
+
+def _can_follow(step: tf.data.Dataset) -> bool:
+    """Returns whether a step may be applied to a share instead of all elements."""
+    # Ranks of a node, or a later job, would take the file of another share for theirs.
+    is_file = kind(step) == "CacheDataset" and step._filename.numpy()
+    return kind(step) in _OPS and not is_file
+
+
+def first_random(steps: list[tf.data.Dataset]) -> int:
+    """Returns the index of the first step whose order may differ between ranks, or the length."""
+    draws = False
+    is_free = steps[-1].options().deterministic is False
+    for index, step in enumerate(steps):
+        # The first step may have several inputs.
+        for one in [step] if index else below(step):
+            draws = draws or kind(one) == "RandomDataset" or any(map(_draws, nodes(one)))
+            selects = kind(one) not in _IN_POSITION
+            if _reorders(one, is_free) or (draws and selects):
+                return index
+    return len(steps)
+
+
+def below(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields all steps of a dataset and of its inputs, the last one last."""
+    for one in dataset._inputs():
+        yield from below(one)
+    yield _unwrapped(dataset)
+
+
+def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
+    deterministic = _deterministic(step)
+    if deterministic == "false" or (is_free and deterministic == "default"):
+        return True
+    return kind(step).startswith("Shuffle") or any(
+        node.op.startswith(_UNKNOWN_ORDER) or node.attr["deterministic"].s == b"false"
+        for node in nodes(step)
+    )
+
+
+def _deterministic(step: tf.data.Dataset) -> str | None:
+    if kind(step) != "ParallelInterleaveDataset":
+        return getattr(step, "_deterministic", None)
+    # Its Python object does not have the argument, but its graph does.
+    op = _SELECTING["ParallelInterleaveDataset"]
+    last = [node for node in _graph(step).node if node.op == op][-1]
+    return last.attr["deterministic"].s.decode()
+
+
+def _graph(dataset: tf.data.Dataset) -> Any:
+    """Returns the `GraphDef` of a dataset, which contains its data if they are in memory."""
+    content = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
+    )
+    return tf.compat.v1.GraphDef.FromString(content.numpy())
+
+
+def nodes(step: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the `NodeDef` of each op in a step's functions, or of a dataset without steps."""
+    graphs = [one.function.graph.as_graph_def() for one in step._functions()]
+    if kind(step) == "VariantDataset":
+        graphs.append(_graph(step))
+    for definition in graphs:
+        yield from definition.node
+        for function in definition.library.function:
+            yield from function.node_def
+
+
+def _draws(node: Any) -> bool:
+    """Returns whether an op draws random numbers from a state."""
+    op = op_def_registry.get(node.op)
+    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", node.op):
+        return False
+    names = {argument.name for argument in [*op.attr, *op.input_arg]}
+    return bool(names & {"seed", "alg", "algorithm"})
+
+
+def _reads_files(step: tf.data.Dataset) -> bool:
+    for node in nodes(step):
+        op = op_def_registry.get(node.op)
+        if op and {argument.name for argument in op.input_arg} & {"filename", "filenames"}:
+            return True
+    return False
+
+
+def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
+    number = int(step.cardinality())
+    # Unknown and infinite numbers are negative.
+    return number < 0 or number >= size
+
+
+def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the same step with another input; its functions are not traced again."""
+    if kind(step) == "OptionsDataset":
+        return share.with_options(step.options())
+    if kind(step) == "RestructuredDataset":
+        return type(step)(share, step.element_spec)
+    if kind(step) == "PrefetchDataset":
+        return share.prefetch(int(step._buffer_size))
+    op = getattr(tf.raw_ops, _OPS[kind(step)])
+    given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
+    names = inspect.signature(op).parameters
+    variant = op(**{name: value for name, value in given.items() if name in names})
+    again = copy.copy(step)
+    dataset_ops.UnaryDataset.__init__(again, share, variant)
+    return again
+
+
+def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
+    """Returns the arguments of a step's op by name, and others."""
+    # As TensorFlow's constructors of steps pass them.
+    found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
+    found |= step._common_args
+    for name, value in list(found.items()):
+        if hasattr(value, "function"):
+            found |= {"f": value.function, name: value.function}
+            captured = value.function.captured_inputs
+            found |= {"other_arguments": captured, f"{name}_other_arguments": captured}
+    for name in ("padded_shapes", "padding_values"):
+        if name in found:
+            found[name] = tf.nest.flatten(found[name])
+    if kind(step) == "ParallelInterleaveDataset":
+        found["deterministic"] = _deterministic(step)
+    if kind(step) == "ShuffleDataset":
+        found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
+    if kind(step) == "CacheDataset":
+        found["cache"] = tf.raw_ops.DummyMemoryCache()
+    return found
+
+
+def _refusal(received: str, remedy: str | None = None) -> ValueError:
+    return ValueError(
+        "A share of a tf.data.Dataset must be taken where the order of its elements is equal on "
+        f"all ranks: before the first shuffle. Received: {received}. "
+        + (remedy or "Write `dataset = dataset.shard(tp.size(), tp.rank())` before `.shuffle`.")
+    )

@@ -1,0 +1,153 @@
+"""This rank's share of training data, for each kind of data that `fit` accepts.
+
+Think of a share as the slice `data[rank::size]`. What is already batched is shared by batches, all
+else by samples. `pipelines` finds the place of that slice in a `tf.data.Dataset`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import ranges
+from tfposeidon.communication import runtime
+from tfposeidon.inputs import pipelines
+
+
+def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any:
+    """Returns this rank's share of the data: each sample is in the share of exactly one rank.
+
+    Call it on every rank with the same data, in the same order. Shares differ by at most one
+    sample, or by one batch where `data` yields batches. If a rank thus has one batch more than
+    another, `fit` ends its epoch without it. `batch_size` stays the batch size of a rank.
+
+    A `tf.data.Dataset` is shared before its first shuffle, `batch` or `repeat`. If its source is a
+    list of files, at least one for each rank, each rank reads every `size`-th file, and shares
+    differ by the sizes of files. Otherwise each rank takes every `size`-th sample, and also reads
+    what `filter`, `interleave` and similar steps need for the samples of the other ranks.
+
+    Args:
+      data: An array; a dictionary, tuple or list of arrays with the same first axis, where `None`
+        stays `None`; a pandas frame or series; a `keras.utils.PyDataset`, which is shared by
+        batches and must not reorder its samples differently on each rank; an iterator, such as a
+        generator, which is shared by items; or a `tf.data.Dataset`.
+      rank: Index of the share, from 0; by default that of this rank among the ranks that train.
+      size: Number of shares; by default the number of ranks that train.
+
+    Returns:
+      Data of the same kind: views of NumPy arrays, and else a lazy slice. The server of
+      `init(server_rank=...)` gets `data` itself, which it does not train on.
+
+    Raises:
+      TypeError: If `data` is of another kind.
+      ValueError: If arrays differ in their first axis, if a `tf.data.Dataset` has no place at which
+        its order is equal on all ranks, or if only one of `rank` and `size` is given.
+
+    Example:
+      >>> import numpy as np, tfposeidon as tp
+      >>> x, y = tp.shard((np.arange(5), np.arange(5) * 10), rank=1, size=2)
+      >>> x, y
+      (array([1, 3]), array([10, 30]))
+    """
+    if rank is None and size is None:
+        workers = runtime.workers()
+        if runtime.rank() not in workers.ranks:
+            return data
+        rank, size = workers.index(runtime.rank()), workers.size
+    _check(rank, size)
+    assert rank is not None
+    assert size is not None
+    if isinstance(data, tf.data.Dataset):
+        return data if size == 1 else pipelines.share_of(data, rank, size)
+    if isinstance(data, keras.utils.PyDataset):
+        return ShareOfBatches(data, rank, size)
+    if isinstance(data, Iterator):
+        return _items(data, rank, size)
+    return _rows(data, slice(rank, None, size))
+
+
+def _check(rank: int | None, size: int | None) -> None:
+    if rank is None or size is None:
+        raise ValueError(
+            "`rank` and `size` must be given together. Received: "
+            f"rank={rank}, size={size}. Leave both out for this rank of the job."
+        )
+    ranges.check_integer("size", size, 1)
+    ranges.check_integer("rank", rank, 0)
+    if rank >= size:
+        raise ValueError(f"`rank` must be below `size`. Received: rank={rank}, size={size}.")
+
+
+def _items(data: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
+    # A generator, which is the only kind of iterator that `fit` accepts.
+    yield from itertools.islice(data, rank, None, size)
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether a value has rows, as arrays, tensors and pandas frames do."""
+    shape = getattr(leaf, "shape", None)
+    return shape is not None and len(shape) > 0 and hasattr(leaf, "__getitem__")
+
+
+def _rows(data: Any, rows: slice) -> Any:
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    for leaf in leaves:
+        if not is_array(leaf):
+            raise TypeError(
+                "`data` must be an array, a dictionary, tuple or list of arrays, a pandas frame, a "
+                "PyDataset, an iterator or a tf.data.Dataset. Received: "
+                f"{type(leaf).__name__}. Convert numbers to an array with numpy.asarray."
+            )
+    lengths = [leaf.shape[0] for leaf in leaves]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"Arrays must have the same first axis. Received: lengths {lengths}. Pass arrays of "
+            "the same samples together, and others in a separate call."
+        )
+
+    def share(leaf: Any) -> Any:
+        return None if leaf is None else getattr(leaf, "iloc", leaf)[rows]
+
+    return keras.tree.map_structure(share, data)
+
+
+class ShareOfBatches(keras.utils.PyDataset):
+    """`PyDataset` of every `size`-th batch of another one, read with the same workers."""
+
+    def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
+        super().__init__(
+            workers=data.workers,
+            use_multiprocessing=data.use_multiprocessing,
+            max_queue_size=data.max_queue_size,
+        )
+        self._data, self._rank, self._size = data, rank, size
+
+    @property
+    @override
+    def num_batches(self) -> int | None:
+        """Number of batches of this rank, or `None` if infinite."""
+        number = self._data.num_batches
+        return None if number is None else len(range(self._rank, number, self._size))
+
+    def __len__(self) -> int:
+        number = self.num_batches
+        if number is None:
+            raise TypeError("A PyDataset without an end has no length. Use `num_batches`.")
+        return number
+
+    @override
+    def __getitem__(self, index: int) -> Any:
+        return self._data[self._rank + index * self._size]
+
+    @override
+    def on_epoch_begin(self) -> None:
+        self._data.on_epoch_begin()
+
+    @override
+    def on_epoch_end(self) -> None:
+        self._data.on_epoch_end()
