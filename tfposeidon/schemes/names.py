@@ -1,4 +1,4 @@
-"""Names in `tfposeidon.schemes` and `tfposeidon.policies` that features at the edge define.
+"""Names of schemes, policies and planners that features at the edge define.
 
 This is the only module of the core that names such a feature. It imports the feature when a name is
 used, and leaves out the names of features that are not installed.
@@ -39,7 +39,7 @@ POLICIES = _installed(
 )
 """Modules of the names in `tfposeidon.policies`."""
 
-PLANNERS = _installed({"PredictingPlanner": "tfposeidon.autotune.planner"})
+PLANNERS = _installed({"PredictingPlanner": "tfposeidon.autotune.predicting"})
 """Modules of the planner that predicts steps, where the network is known."""
 
 _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
