@@ -22,7 +22,7 @@ from tfposeidon.autotune.predicting import PredictingPlanner
 from tfposeidon.autotune.race import Race
 from tfposeidon.autotune.resumed import Resumed
 from tfposeidon.autotune.search import choose_plan, predict
-from tfposeidon.autotune.step_times import Measured
+from tfposeidon.autotune.step_times import Measured, StepTimes
 from tfposeidon.communication import runtime
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire
@@ -96,6 +96,11 @@ class AutoPlanner(PredictingPlanner):
         if measured is None:
             return resumed.followed(plan, descriptions, None)
         return resumed.followed(plan, measured.sized(descriptions), measured.timeline)
+
+    @override
+    def observer(self, descriptions: Sequence[Description]) -> StepTimes:
+        # Predictions also need the sizes of structures that the plan does not exchange.
+        return StepTimes(len(descriptions), self.policy.reader)
 
     def _choose(
         self,

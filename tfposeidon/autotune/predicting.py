@@ -43,7 +43,7 @@ class PredictingPlanner(Planner):
 
     @override
     def observer(self, descriptions: Sequence[Description]) -> StepTimes:
-        return StepTimes(self.policy.reader, len(descriptions))
+        return StepTimes(len(descriptions))
 
     @override
     def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:

@@ -36,7 +36,7 @@ class StepTimes:
     A step begins when the previous exchange ends, so that input and update count as computation.
     """
 
-    def __init__(self, reader: GradientReader | None, variables: int) -> None:
+    def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
         self._reader = reader
         with tf.init_scope():
             # Use float64: float32 seconds since 1970 have a resolution of 128 s.
