@@ -5,9 +5,9 @@ import statistics
 
 from benchmarks import exchange
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
+from tfposeidon.autotune import estimate
+from tfposeidon.autotune.probes import LONG_ENOUGH_S, large_probes, small_probes
 from tfposeidon.communication.topology import Topology
-from tfposeidon.planning import estimate
-from tfposeidon.planning.probes import LONG_ENOUGH_S, large_probes, small_probes
 from tfposeidon.units import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)

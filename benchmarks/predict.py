@@ -29,9 +29,9 @@ import numpy as np
 from benchmarks import figures, grid, harness, predict_steps
 from benchmarks.baselines import one_bit
 from benchmarks.exchanges import factors_named, scheme_named
+from tfposeidon.autotune import seconds
+from tfposeidon.autotune.search import RACED_WITHIN
 from tfposeidon.lab.cluster import BURST_S
-from tfposeidon.planning import seconds
-from tfposeidon.planning.search import RACED_WITHIN
 from tfposeidon.policies import Auto
 
 GRID = harness.RESULTS / "exchange_grid.json"

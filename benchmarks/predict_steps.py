@@ -7,12 +7,12 @@ import statistics
 from benchmarks import grid, harness
 from benchmarks.exchanges import one_server_each, scheme_named
 from tfposeidon import policies, schemes
+from tfposeidon.autotune import search
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
 from tfposeidon.lab import models
-from tfposeidon.planning import search
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
-from tfposeidon.planning.simulation import Timeline
 
 STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15

@@ -23,6 +23,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, first_difference
+from tfposeidon.schemes.names import register_all
 from tfposeidon.state.placement import Placement, another_seed, is_seed
 from tfposeidon.state.rank_state import StateDescription, redistribute
 from tfposeidon.state.snapshots import (
@@ -377,6 +378,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _restore_schemes(self, snapshot: Snapshot) -> None:
         """Restores the saved schemes if a callback changes schemes, and the saved plans."""
+        # An older release may have had their classes in another module.
+        register_all()
         for held, saved in self._with_saved(snapshot):
             optimizer = session.without_loss_scale(held)
             policy = keras.saving.deserialize_keras_object(saved["scheme"])

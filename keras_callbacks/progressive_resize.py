@@ -263,7 +263,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         if phase is not self._phase:
             self._begin(phase)
             if epoch == phase.first_epoch and not self._session.is_skipping:
-                self._session.forget_times()
+                self._session.forget_steps()
         for callback in self._callbacks:
             callback.on_epoch_begin(epoch, logs)
 

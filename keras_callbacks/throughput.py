@@ -34,8 +34,8 @@ class Throughput(keras.callbacks.Callback):
       log_dir: Folder in which the first rank that trains writes the scalars
         `throughput/samples_per_second` and so on; `None` (default) writes none.
 
-    Cost: two exchanges of a few bytes per rank and epoch, and three clock ops per step. A model
-    that was trained before without this callback has its step traced once more.
+    Cost: two exchanges of a few bytes per rank and epoch, and up to five clock ops per step. The
+    step of a model that was trained before without this callback is traced once more.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.Throughput(log_dir="logs"), keras_callbacks.MetricAverage()]

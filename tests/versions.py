@@ -33,6 +33,7 @@ from tfposeidon.commands import versions
 
 PACKAGES = ("datacache", "keras_callbacks", "tfposeidon")
 CORE = (
+    "autotune",
     "commands",
     "communication",
     "datacache",

@@ -190,7 +190,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
     @property
     def policy(self) -> policies.Policy:
         """Policy that chooses the scheme of each variable."""
-        return self._exchange.plans.planner.policy
+        return self._exchange.plans.policy
 
     def change_scheme(self, scheme: Any) -> None:
         """Changes the scheme, from the next traced step on.

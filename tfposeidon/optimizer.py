@@ -165,7 +165,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "scheme": keras.saving.serialize_keras_object(self.policy),
-            "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
+            "bucket_bytes": self._exchange.plans.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
         }

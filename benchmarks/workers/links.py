@@ -11,9 +11,9 @@ import time
 
 import tfposeidon as tp
 from benchmarks.workers.task import Task
+from tfposeidon.autotune import measurement
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.planning import measurement
 
 
 @contextlib.contextmanager

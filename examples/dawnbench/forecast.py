@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import tfposeidon as tp
 from tfposeidon import policies
+from tfposeidon.autotune.search import choose_plan, predict
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import describe
 from tfposeidon.planning.plan import Plan
-from tfposeidon.planning.search import choose_plan, predict
-from tfposeidon.planning.simulation import Timeline
 from tfposeidon.text import table
 from tfposeidon.units import readable_size
 

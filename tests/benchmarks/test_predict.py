@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from benchmarks import grid, predict, predict_steps
+from tfposeidon.autotune import seconds
+from tfposeidon.autotune.probes import large_probes, small_probes
 from tfposeidon.communication.network_profile import HEADERS, Link, NetworkProfile, Rates
-from tfposeidon.planning import seconds
-from tfposeidon.planning.probes import large_probes, small_probes
 from tfposeidon.units import parse_rate
 
 LAYOUT = "2x2"

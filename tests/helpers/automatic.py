@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.training import BATCH
+from tfposeidon.autotune import choose_plan
 from tfposeidon.communication import runtime
-from tfposeidon.training import choose_plan
 
 WIDTH, LAYERS = 400, 4
 """Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
@@ -34,7 +34,7 @@ def planning(**constants):
     """Sets constants by which running jobs plan again, within this context.
 
     Args:
-      **constants: Values, by the names in `tfposeidon.training.choose_plan`.
+      **constants: Values, by the names in `tfposeidon.autotune.choose_plan`.
     """
     before = {name: getattr(choose_plan, name) for name in constants}
     vars(choose_plan).update(constants)

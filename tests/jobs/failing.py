@@ -14,7 +14,7 @@ import keras
 
 import tfposeidon as tp
 from tests.helpers import models
-from tfposeidon.planning import measurement
+from tfposeidon.autotune import measurement
 
 TROUBLES = {
     "raise": lambda: (_ for _ in ()).throw(ValueError("broken on purpose")),

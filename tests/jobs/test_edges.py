@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EDGES = ("local", "elastic_averaging", "sharded", "factors")
+EDGES = ("local", "elastic_averaging", "sharded", "factors", "autotune")
 README = "tests/test_readme.py::test_the_example_runs"
 CORE = ("tests/test_optimizer.py", "tests/optimizers/test_accumulating.py")
 """Tests of the core on one rank."""
@@ -18,6 +18,19 @@ import tfposeidon
 
 def test_it_is_the_copy():
     assert tfposeidon.__file__.startswith({folder!r})
+"""
+WITHOUT_AUTOTUNE = """
+from tfposeidon import policies
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Description
+from tfposeidon.planning.plan import make_plan
+
+def test_auto_is_all_reduce():
+    layers = [Description("dense/kernel", (20, 3), "float32")]
+    for scheme in ("auto", [(".", "auto")]):
+        plan = make_plan(layers, policies.parse(scheme), Topology.regular(0, 4, 2))
+        assert [bucket.scheme.name for bucket in plan.buckets] == ["allreduce"]
+        assert "auto: tfposeidon.autotune is not installed" in str(plan)
 """
 
 
@@ -45,7 +58,8 @@ def test_the_core_works_without(without, tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "tests" / "test_copy.py").write_text(COPY.format(folder=str(tmp_path)))
+    copy = COPY.format(folder=str(tmp_path)) + (WITHOUT_AUTOTUNE if "autotune" in without else "")
+    (tmp_path / "tests" / "test_copy.py").write_text(copy)
     more = CORE if without == EDGES else ()
     done = _run(tmp_path, "tests/test_copy.py", README, *more)
     assert done.returncode == 0, done.stdout

@@ -13,7 +13,7 @@ from tests.helpers import models
 from tests.helpers.checks import Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
-from tfposeidon.planning.seconds import exchange_seconds
+from tfposeidon.autotune.seconds import exchange_seconds
 
 MOST = 2**20
 RING = tp.schemes.AllReduce()

@@ -42,7 +42,7 @@ def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
         Phase(epochs=2, size=6, batch=4, scheme=first),
         Phase(epochs=2, size=8, batch=4, scheme=scheme),
     ]
-    with mock.patch.object(Session, "forget_times") as forgotten:
+    with mock.patch.object(Session, "forget_steps") as forgotten:
         train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
     assert counts[1] - counts[0] <= traces
     # Steps of another size take another time, by which `auto` plans; not within a phase.

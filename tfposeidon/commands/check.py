@@ -177,8 +177,8 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
             "`--network` requires two ranks or more. Received: one rank. Run: horovodrun -np N "
             "python -m tfposeidon check --network FILE"
         )
+    from tfposeidon.autotune import measurement
     from tfposeidon.communication import runtime
-    from tfposeidon.planning import measurement
 
     links = measurement.measure(runtime.wire())
     if topology.rank == 0:

@@ -21,6 +21,7 @@ from tfposeidon.communication.wire import (
     exchange_objects,
     names_ending_in,
 )
+from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.presence import (
     CallPresence,
     Presence,
@@ -29,7 +30,6 @@ from tfposeidon.exchange.presence import (
     weight_of,
 )
 from tfposeidon.exchange.scheme_states import SchemeStates
-from tfposeidon.exchange.step_times import StepTimes
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import tensors_of
 from tfposeidon.planning.plan import Plan
@@ -44,8 +44,7 @@ class Exchanger:
 
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
-    any; `own_sizes` has this rank's per variable, 0 without a structure, while the planner may
-    still choose the scheme. `calls` is the maximum number of exchanges in a traced step.
+    any. `calls` is the maximum number of exchanges in a traced step.
     """
 
     def __init__(
@@ -58,6 +57,7 @@ class Exchanger:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
+        self.observer: Observer | None = None
         self._present_at_first_step: list[bool] = []
         self.calls = 0
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
@@ -72,17 +72,14 @@ class Exchanger:
         # trace created variables, TensorFlow would trace the step again.
         count = len(self.plan.descriptions)
         self.sizes: tf.Variable = _variable([count], "sizes") if other is None else other.sizes
-        self.own_sizes: tf.Variable = (
-            _variable([count], "sizes") if other is None else other.own_sizes
-        )
-        self.times: StepTimes = StepTimes() if other is None else other.times
         # Samples of all ranks in the last step if all had equally many, else 0.
         self._expected: tf.Variable = _variable([], "samples") if other is None else other._expected
         self.states = SchemeStates(plan)
 
     def take_over(self, other: Exchanger) -> None:
         """Replaces `other`, with its state for buckets that have the same members and scheme."""
-        self.prefix, self.calls, self._calls = other.prefix, other.calls, other._calls
+        self.prefix, self.observer = other.prefix, other.observer
+        self.calls, self._calls = other.calls, other._calls
         self._present_at_first_step = other._present_at_first_step
         self.states.take_over(other.states)
 

@@ -22,7 +22,7 @@ from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.exchange.step_times import time_after
+from tfposeidon.exchange.observer import Done, ExposedTime
 from tfposeidon.gradients.description import tensors_of, with_merged_rows
 from tfposeidon.optimizers.wrapping import settings, step_counter
 from tfposeidon.policies import Policy
@@ -79,17 +79,14 @@ class Step:
         self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix or next_prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
-        self._exposed_s: tf.Variable | None = None
-        self.is_timed = self._has_timed = False
+        self._exposed = ExposedTime()
+        self.is_timed = False
 
     def build(self) -> None:
         """Creates the variables, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
             self.absence.build()
-            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
-            self._exposed_s = tf.Variable(
-                tf.zeros([], tf.float64), trainable=False, name="exposed_s"
-            )
+            self._exposed.build()
 
     # ------------------------------------------------------------------ one step
 
@@ -127,13 +124,17 @@ class Step:
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
         exchanger = self.exchanger(variables)
-        sent = self._taken(exchanger, gradients, variables)
+        replicated = [*variables, *self._optimizer.updater.variables]
+        reader, plan = self.plans.policy.reader, exchanger.plan
+        sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
+        # What observers return is called with the means.
+        observed = self._observe(exchanger, gradients, sent, replicated)
         rate = self._rate(variables)
         presence, values, states = exchanger.weighted_means(
             sent, count, None if rate is None else rate.rescale
         )
-        if self._times_steps:
-            self._time(exchanger, sent, values)
+        for done in observed:
+            done(values)
         everybody = self.absence.record(presence.absent)
         kept = itertools.chain(*exchanger.states.variables)
         state = list(zip(kept, itertools.chain(*states), strict=True))
@@ -158,24 +159,15 @@ class Step:
             state=tuple(state),
         )
 
-    def _taken(self, exchanger: Exchanger, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Returns the gradients with the structure that the plan exchanges."""
-        reader, plan = self.plans.planner.policy.reader, exchanger.plan
-        if reader is None:
-            return gradients
-        replicated = [*variables, *self._optimizer.updater.variables]
-        if self.plans.planner.is_watched:
-            exchanger.own_sizes.assign(reader.sizes(gradients, plan.descriptions, replicated))
-        return reader.take(gradients, plan.structured, replicated)
-
-    def _time(self, exchanger: Exchanger, gradients: list[Any], means: list[Any]) -> None:
-        # The time between the last gradient and the last mean is exposed communication.
-        self._has_timed = True
-        first, ready = _time_after_first(gradients), time_after(gradients)
-        end = time_after(means)
-        assert self._exposed_s is not None
-        self._exposed_s.assign_add(end - ready)
-        exchanger.times.record(first, ready, end)
+    def _observe(
+        self, exchanger: Exchanger, gradients: list[Any], sent: list[Any], replicated: list[Any]
+    ) -> list[Done]:
+        observers = [self._exposed, exchanger.observer] if self._is_observed else []
+        return [
+            observer.ready(exchanger.plan, gradients, sent, replicated)
+            for observer in observers
+            if observer is not None
+        ]
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
         """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
@@ -217,7 +209,7 @@ class Step:
     @property
     def suits_xla(self) -> bool:
         """True if XLA can compile its steps: on one rank, if schemes have no state."""
-        return runtime.size() == 1 and not self.plans.planner.policy.keeps_state
+        return runtime.size() == 1 and not self.plans.policy.keeps_state
 
     @property
     def exchangers(self) -> list[Exchanger]:
@@ -233,17 +225,17 @@ class Step:
         Raises:
           RuntimeError: If no steps are timed.
         """
-        if not (self._times_steps or self._has_timed):
+        if not (self._is_observed or self._exposed.has_observed):
             raise RuntimeError(
                 "Steps are timed only on request. Received: an optimizer whose steps are not "
                 "timed. Pass keras_callbacks.Throughput() to fit, or set "
                 "optimizer.exchange.is_timed = True before the first step."
             )
-        return 0.0 if self._exposed_s is None else float(self._exposed_s.numpy())
+        return self._exposed.seconds
 
     @property
-    def _times_steps(self) -> bool:
-        return self.is_timed or self.plans.planner.is_watched
+    def _is_observed(self) -> bool:
+        return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> bool:
         """Makes all later steps send everything; returns whether there are residuals.
@@ -296,12 +288,6 @@ def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     ]
     each = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
     return tf.reduce_all([tf.constant(True), *each])
-
-
-def _time_after_first(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the time at which the first gradient is ready: that of the last variable."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    return time_after(present[-1:])
 
 
 class BatchCount:

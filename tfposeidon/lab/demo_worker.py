@@ -14,13 +14,14 @@ import tensorflow as tf
 from typing_extensions import override
 
 import tfposeidon
+from tfposeidon.autotune import choose_plan
+from tfposeidon.autotune.forecast import forecasts_of
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.demo import MODEL
 from tfposeidon.lab.network import payload_bytes
 from tfposeidon.planning.plan import Plan
-from tfposeidon.training import choose_plan
 
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 """Steps of an epoch after which `auto` plans again from their measured times."""
@@ -92,7 +93,7 @@ class Watch(keras.callbacks.Callback):
 
 def show_choice(plan: Plan) -> None:
     """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
-    for forecast in plan.forecasts:
+    for forecast in forecasts_of(plan):
         if forecast.others:
             print(f"  chosen plan: {forecast.chosen}")
             print("\n".join(f"  {line}" for line in forecast.lines()), flush=True)

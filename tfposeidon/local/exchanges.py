@@ -62,7 +62,7 @@ class Node:
 def check_policy(policy: policies.Policy) -> None:
     """Refuses schemes with requirements that differences of weights do not meet."""
     reasons = {
-        "it chooses by steps that exchange gradients": policy.leaves_open,
+        "it chooses by steps that exchange gradients": not policy.is_fixed,
         "it reads the graph of gradients": policy.reader is not None,
         "pseudo-gradients have no velocity": policy.corrects_momentum,
     }

@@ -250,7 +250,7 @@ class LocalUpdates(CommunicatingOptimizer):
             "hierarchical": self._node is not None,
             "outer_optimizer": keras.saving.serialize_keras_object(self._rule),
             "scheme": keras.saving.serialize_keras_object(self.policy),
-            "bucket_bytes": self._exchange.plans.planner.bucket_bytes,
+            "bucket_bytes": self._exchange.plans.bucket_bytes,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
         }
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader, Structure
-from tfposeidon.planning.forecast import Forecast
 from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import AllReduce, Scheme
 from tfposeidon.schemes.base import Slot
@@ -110,9 +109,9 @@ class Bucket:
         """Returns the bucket of a step with this size of all its structures and ranks together."""
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
-        # Choices by predicted step time do not depend on the size.
+        # The choices of a planner do not depend on the size.
         choices = self.choices
-        if not policy.leaves_open:
+        if policy.is_fixed:
             choices = tuple(_choose(policy, d, topology) for d in known)
         return dataclasses.replace(self, descriptions=known, choices=choices).fitted(topology)
 
@@ -121,6 +120,16 @@ class Bucket:
         if not self.structures:
             return self
         return dataclasses.replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
+
+
+class Forecast(Protocol):
+    """What a planner predicts for a plan, to be printed and saved with it."""
+
+    def lines(self) -> Iterator[str]:
+        """Formats the forecast for the printed plan."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the forecast as a dictionary for JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from tfposeidon.policies.auto import Auto, Considered
 from tfposeidon.policies.base import Choice, Policy, Uniform
 from tfposeidon.policies.rules import POLICIES, Rules, parse
 from tfposeidon.schemes import names
 
 __all__ = [
     "POLICIES",
-    "Auto",
     "Choice",
-    "Considered",
     "Policy",
     "Rules",
     "Uniform",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description, GradientReader
-from tfposeidon.schemes import Scheme
+from tfposeidon.schemes import AllReduce, Scheme
 
 
 @dataclass(frozen=True)
@@ -94,32 +95,18 @@ class Policy(Configured, ABC):
         """True if some of its schemes accumulate velocity, so that the optimizer must not."""
         return False
 
-    def candidates(self, topology: Topology) -> dict[str, Policy]:
-        """Returns the policies among which the predicted step decides, by name.
+    @property
+    def planner(self) -> Callable[..., Any] | None:
+        """Class of the planner that this policy needs, if choices depend on more than gradients.
 
-        Args:
-          topology: Topology of the job; the result is the same on all ranks.
-
-        Returns:
-          Policies without candidates of their own; empty if this policy needs no prediction. The
-          first one is used if none is predicted to be faster.
+        It is a subclass of `tfposeidon.exchange.planner.Planner`, and replaces `choose`.
         """
-        return {}
+        return None
 
     @property
-    def leaves_open(self) -> bool:
-        """True if some choices depend on the predicted step."""
-        return bool(self.candidates(Topology(0, ((0,),))))
-
-    @property
-    def races(self) -> bool:
-        """True if the best of `candidates` are timed where predictions are close."""
-        return False
-
-    @property
-    def margin(self) -> float:
-        """Share by which a step must be faster than with the first of `candidates`."""
-        return 0.0
+    def is_fixed(self) -> bool:
+        """True if `choose` alone determines the plan."""
+        return self.planner is None
 
 
 @dataclass(frozen=True)
@@ -163,6 +150,17 @@ class Uniform(Policy):
     @override
     def corrects_momentum(self) -> bool:
         return self.scheme.corrects_momentum
+
+
+@dataclass(frozen=True)
+class Fallback(Policy):
+    """All-reduce for every variable, with the reason why no other scheme is used."""
+
+    reason: str
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        return Choice(AllReduce(), self.reason)
 
 
 def _check_is_frozen(scheme: Scheme) -> None:

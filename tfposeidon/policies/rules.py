@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,7 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader
-from tfposeidon.policies.auto import Auto
-from tfposeidon.policies.base import Choice, Policy, Uniform
+from tfposeidon.policies.base import Choice, Fallback, Policy, Uniform
 from tfposeidon.schemes import REGISTRY, AllReduce, Scheme, names
 
 
@@ -72,30 +70,11 @@ class Rules(Policy):
             if paths and not any(re.search(pattern, path) for path in paths)
         ]
 
-    @override
-    def candidates(self, topology: Topology) -> dict[str, Policy]:
-        found = [policy.candidates(topology) for _, policy in self.rules]
-        together = dict.fromkeys(itertools.chain(*found))
-        return {name: self._with_candidates(name, found) for name in together}
-
-    def _with_candidates(self, name: str, found: Sequence[dict[str, Policy]]) -> Policy:
-        """Returns the rules with undecided policies replaced by their candidate of this name."""
-        return Rules(
-            [
-                (pattern, open_to.get(name, next(iter(open_to.values()))) if open_to else policy)
-                for (pattern, policy), open_to in zip(self.rules, found, strict=True)
-            ]
-        )
-
     @property
     @override
-    def margin(self) -> float:
-        return max(policy.margin for _, policy in self.rules) if self.rules else 0.0
-
-    @property
-    @override
-    def races(self) -> bool:
-        return any(policy.races for _, policy in self.rules)
+    def planner(self) -> Callable[..., Any] | None:
+        # All planners that are not `None` are the same, and know rules.
+        return next((policy.planner for _, policy in self.rules if not policy.is_fixed), None)
 
     @property
     @override
@@ -115,7 +94,7 @@ class Rules(Policy):
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "auto": Auto,
+    "auto": lambda: Fallback("auto: tfposeidon.autotune is not installed"),
     **names.constructors(names.POLICIES, "tfposeidon.policies"),
 }
 """Constructors of policies with default options, by the name that users pass as `scheme=`."""

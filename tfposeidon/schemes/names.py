@@ -1,4 +1,4 @@
-"""Names in `tfposeidon.schemes` and `tfposeidon.policies` that features at the edge define.
+"""Names of schemes, policies and planners that features at the edge define.
 
 This is the only module of the core that names such a feature. It imports the feature when a name is
 used, and leaves out the names of features that are not installed.
@@ -7,11 +7,9 @@ used, and leaves out the names of features that are not installed.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
-
-from tfposeidon.schemes.base import Scheme
 
 
 def _installed(names: Mapping[str, str]) -> dict[str, str]:
@@ -32,15 +30,20 @@ SCHEMES = _installed(
 """Modules of the names in `tfposeidon.schemes`."""
 
 POLICIES = _installed(
-    {"HybComm": "tfposeidon.factors.policy", "best_scheme_values": "tfposeidon.factors.policy"}
+    {
+        "Auto": "tfposeidon.autotune.policy",
+        "Considered": "tfposeidon.autotune.policy",
+        "HybComm": "tfposeidon.factors.policy",
+        "best_scheme_values": "tfposeidon.factors.policy",
+    }
 )
 """Modules of the names in `tfposeidon.policies`."""
 
-_CLASSES = {"factors": "Factors", "hybcomm": "HybComm"}
-"""Classes by the name that users pass as `scheme=`."""
+PLANNERS = _installed({"PredictingPlanner": "tfposeidon.autotune.predicting"})
+"""Modules of the planner that predicts steps, where the network is known."""
 
-_WITH_READERS = ("Factors",)
-"""Schemes that exchange the structure of gradients, which `auto` considers too."""
+_CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
+"""Classes by the name that users pass as `scheme=`."""
 
 
 def resolve(names: Mapping[str, str], package: str, name: str) -> Any:
@@ -57,13 +60,6 @@ def constructors(names: Mapping[str, str], package: str) -> dict[str, Callable[[
         return lambda: resolve(names, package, name)()
 
     return {short: constructor(name) for short, name in _CLASSES.items() if name in names}
-
-
-def schemes_with_readers() -> Iterable[Scheme]:
-    """Yields the schemes of installed features that exchange the structure of gradients."""
-    for name in _WITH_READERS:
-        if name in SCHEMES:
-            yield resolve(SCHEMES, "tfposeidon.schemes", name)()
 
 
 def register_all() -> None:

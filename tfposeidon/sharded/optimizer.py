@@ -226,8 +226,8 @@ class ShardedOptimizer(DistributedOptimizer):
 
 
 def _check_policy(policy: policies.Policy) -> None:
-    if policy.reader is not None or policy.leaves_open:
-        depends = "the predicted step" if policy.leaves_open else "the graph of the first step"
+    if policy.reader is not None or not policy.is_fixed:
+        depends = "the graph of the first step" if policy.is_fixed else "the predicted step"
         raise ValueError(
             "ShardedOptimizer requires a scheme that is known before the first step, to shard "
             f'the variables. Received: scheme={policy}: it depends on {depends}. Use "ps", or '

@@ -18,8 +18,8 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import entries, session
-from tfposeidon.training.choose_plan import ChoosePlan
 from tfposeidon.training.hooks import FitHooks
+from tfposeidon.training.planners import PlannerCallbacks
 
 log = logging.getLogger("tfposeidon")
 
@@ -45,7 +45,7 @@ def with_equal_epochs(
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
     first = [callback for one in hooks for callback in one.first]
     last = [callback for one in hooks for callback in one.last]
-    return [steps, *first, *callbacks, ChoosePlan(), *last, AgreedStop(steps)]
+    return [steps, *first, *callbacks, PlannerCallbacks(), *last, AgreedStop(steps)]
 
 
 def _may_stop(callback: Any) -> bool:

@@ -293,10 +293,10 @@ class Session:
         """True if a counted step has sent everything since `flush`; the same on all ranks."""
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
-    def forget_times(self) -> None:
-        """Discards compute times of steps, which plans depend on, before the steps change."""
+    def forget_steps(self) -> None:
+        """Discards measurements of steps, which plans may depend on, before the steps change."""
         for optimizer in self.optimizers:
-            optimizer.exchange.plans.planner.forget_times()
+            optimizer.exchange.plans.planner.forget_steps()
 
     def change_scheme(self, policy: Policy) -> None:
         """Applies another policy to all optimizers from the next step, which is traced again.

@@ -13,12 +13,12 @@ from typing import Any
 
 import keras
 
+from tfposeidon.autotune.forecast import Prediction, forecasts_of
+from tfposeidon.autotune.search import predict
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import runtime
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.forecast import Prediction
 from tfposeidon.planning.plan import Bucket, Plan
-from tfposeidon.planning.search import predict
-from tfposeidon.planning.simulation import Timeline
 from tfposeidon.policies import Choice
 from tfposeidon.schemes import Scheme
 
@@ -41,7 +41,7 @@ class Resumed:
         buckets = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
         if not plan.forecasts:
             return cls(plan.paths, buckets)
-        (forecast,) = plan.forecasts
+        (forecast,) = forecasts_of(plan)
         return cls(plan.paths, buckets, forecast.chosen.name, forecast.chosen.bucket_bytes)
 
     def plan(self, descriptions: Sequence[Description]) -> Plan:
@@ -69,7 +69,7 @@ class Resumed:
         timed = self.plan(descriptions)
         if not plan.forecasts or not all(map(_has_cost, timed.buckets)):
             return before
-        (forecast,) = plan.forecasts
+        (forecast,) = forecasts_of(plan)
         chosen = Prediction(
             name=self.name or "the plan of the snapshot",
             bucket_bytes=self.bucket_bytes,

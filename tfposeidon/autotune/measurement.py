@@ -19,9 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon import ops
-from tfposeidon.communication.network_profile import NetworkProfile, Rates
-from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.planning.estimate import (
+from tfposeidon.autotune.estimate import (
     FEWEST_ROUNDS,
     LEAST_S,
     estimate_links,
@@ -29,7 +27,7 @@ from tfposeidon.planning.estimate import (
     rates_of,
     rounded,
 )
-from tfposeidon.planning.probes import (
+from tfposeidon.autotune.probes import (
     FEW_ELEMENTS,
     LONG_ENOUGH_S,
     MOST_ELEMENTS,
@@ -37,6 +35,8 @@ from tfposeidon.planning.probes import (
     large_probes,
     small_probes,
 )
+from tfposeidon.communication.network_profile import NetworkProfile, Rates
+from tfposeidon.communication.wire import Wire, exchange_objects
 
 BUDGET_S, LATEST_S = 1.2, 3.0
 """Seconds after the first round beyond which no round starts; the second limit is for slow machines

@@ -7,10 +7,10 @@ import pytest
 from benchmarks.baselines import FactorServer
 from tests import contract
 from tfposeidon import schemes
+from tfposeidon.autotune.seconds import EXPOSED, exchange_seconds, load_of, stage_times
 from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.planning.seconds import EXPOSED, exchange_seconds, load_of, stage_times
 from tfposeidon.schemes.cost import Transfer
 
 LINKS = NetworkProfile.of("1gbit", ranks_per_node=2)

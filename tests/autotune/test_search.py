@@ -10,13 +10,13 @@ import pytest
 
 from tests.launch import ROOT
 from tfposeidon import policies, schemes
+from tfposeidon.autotune.search import choose_plan, predict
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
-from tfposeidon.planning.search import choose_plan, predict
-from tfposeidon.planning.simulation import Timeline
 
 CLUSTER = Topology.regular(0, 32, 8)
 LAYERS = [Description(f"layer_{i}/kernel", (1024, 1024), "float32") for i in range(12)]
@@ -316,7 +316,7 @@ def test_bad_input(arguments, message):
 
 PLAN_OF_A_RANK = """
 import sys
-from tests.planning import test_search as t
+from tests.autotune import test_search as t
 print(t.described(t.choose(topology=t.CLUSTER.seen_from(int(sys.argv[1])))))
 """
 

@@ -5,15 +5,16 @@ The planner uses their means to predict which communication computation hides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.description import Description, tensors_of
-from tfposeidon.native import library
-from tfposeidon.planning.simulation import Timeline
+from tfposeidon.autotune.simulation import Timeline
+from tfposeidon.exchange.observer import Done, time_after
+from tfposeidon.gradients.description import Description, GradientReader
+from tfposeidon.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,36 @@ class MeanTimes:
 
 
 class StepTimes:
-    """Sums of the times of steps, for one list of variables.
+    """Observer that sums the times of steps, for one list of variables.
 
     A step begins when the previous exchange ends, so that input and update count as computation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
+        self._reader = reader
         with tf.init_scope():
             # Use float64: float32 seconds since 1970 have a resolution of 128 s.
             self._end_s = _variable([], "end_of_exchange")
             self._sums = _variable([4], "step_times")
+            with tf.device("/CPU:0"):
+                self._sizes = tf.Variable(tf.zeros([variables]), trainable=False, name="sizes")
 
-    def record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
-        """Adds a step, in ops of the step; times are float64 seconds since 1970."""
+    def ready(
+        self,
+        plan: Plan,
+        gradients: Sequence[Any],
+        sent: Sequence[Any],
+        replicated: Collection[Any],
+    ) -> Done:
+        """Reads the clock after the first and the last gradient, and later after the last mean."""
+        if self._reader is not None:
+            self._sizes.assign(self._reader.sizes(gradients, plan.descriptions, replicated))
+        # The gradient of the last variable is the first to be ready.
+        present = [gradient for gradient in sent if gradient is not None]
+        first_s, ready_s = time_after(present[-1:]), time_after(sent)
+        return lambda means: self._record(first_s, ready_s, time_after(means))
+
+    def _record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
         begin_s = self._end_s.read_value()
         own = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)])
         # Exclude the first step, which would include the time before training.
@@ -66,13 +84,11 @@ class StepTimes:
         first_s, compute_s, step_s = (value / steps for value in sums)
         return MeanTimes(first_s, compute_s, step_s)
 
-
-def time_after(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the time at which all gradients are ready, in float64 seconds since 1970."""
-    tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
-    # `tf.timestamp` would wait for all earlier stateful ops, such as Python functions in the
-    # backward pass, regardless of its control dependencies.
-    return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()
+    @property
+    def sizes(self) -> list[float]:
+        """Size of the structure of each gradient in the last step, 0 without one."""
+        sizes: list[float] = self._sizes.numpy().tolist()
+        return sizes
 
 
 def _variable(shape: list[int], name: str) -> tf.Variable:

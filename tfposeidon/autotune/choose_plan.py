@@ -8,7 +8,7 @@ for tracing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -16,11 +16,10 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfposeidon.autotune.step_times import Measured, StepTimes
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange.agreed_plan import AgreedPlans
-from tfposeidon.exchange.planner import Paths
-from tfposeidon.exchange.step_times import Measured
+from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
@@ -57,16 +56,27 @@ class ChoosePlan(keras.callbacks.Callback):
         self._begin = self._end = 0
         self._trace_s = LEAST_TRACE_S
         self._on_gpu: bool | None = None
-        self._open: dict[str, AgreedPlans] = {}
+        self._optimizers: dict[str, Any] = {}
         self._found: Found | None = None
 
-    @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._session = session.of(self.model)
+    @property
+    def _session(self) -> session.Session:
+        return session.of(self.model)
+
+    @property
+    def _open(self) -> dict[str, Any]:
+        """The plans that are tunable now, by index of the optimizer."""
+        # A schedule may have changed the planner of an optimizer.
+        every = {number: one.exchange.plans for number, one in self._optimizers.items()}
+        return {
+            number: plans
+            for number, plans in every.items()
+            if plans.planner.callback is type(self) and plans.planner.is_tunable
+        }
 
     def _watch(self) -> None:
         """Starts to time steps if any optimizer has a tunable plan."""
-        undecided = [plans for plans in self._find_open().values() if plans.planner.may_learn]
+        undecided = [plans for plans in self._open.values() if plans.planner.is_undecided]
         if not undecided or self._is_changing:
             return
         if self._on_gpu is None:
@@ -75,12 +85,12 @@ class ChoosePlan(keras.callbacks.Callback):
             self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
         if self._on_gpu:
             for plans in undecided:
-                plans.keep()
+                plans.planner.retain()
             return
         self._is_watching = True
-        if not all(plans.planner.is_watched for plans in undecided):
+        if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                plans.planner.is_watched = True
+                plans.planner.is_watching = True
             # Adds the clock ops. In a first `fit`, the step has not been traced yet.
             self._session.retrace()
         # With gradient accumulation, an exchange takes place once in several steps.
@@ -88,19 +98,14 @@ class ChoosePlan(keras.callbacks.Callback):
         self._end = self._begin + TIMED_STEPS * self._calls
         self._found = None
 
-    def _find_open(self) -> dict[str, AgreedPlans]:
-        """Returns the tunable plans, which schedules may have changed, by index of optimizer."""
-        every = {str(n): o.exchange.plans for n, o in enumerate(self._session.optimizers)}
-        self._open = {n: plans for n, plans in every.items() if plans.planner.leaves_open}
-        return self._open
-
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
+        self._optimizers = {str(n): one for n, one in enumerate(self._session.optimizers)}
         # Exclude time between epochs from step timing.
-        for optimizer in self._session.optimizers:
-            for exchanger in optimizer.exchange.exchangers:
-                exchanger.times.pause()
+        for optimizer in self._optimizers.values():
+            for _, times in _step_times(optimizer.exchange.exchangers):
+                times.pause()
         # A schedule may make plans tunable in a later epoch.
         if not self._is_watching:
             self._watch()
@@ -134,8 +139,8 @@ class ChoosePlan(keras.callbacks.Callback):
             self._trace_s = max(LEAST_TRACE_S, traced_s)
         if self._steps == self._begin:
             for plans in self._open.values():
-                for exchanger in plans.agreed_exchangers:
-                    exchanger.times.reset()
+                for _, times in _step_times(plans.agreed_exchangers):
+                    times.reset()
         elif self._steps == self._end:
             self._found = self._measured()
 
@@ -156,21 +161,18 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _until_exchange(self) -> int:
-        every = self._session.optimizers
-        return self._session.steps_until_exchange(every[int(number)] for number in self._open)
+        return self._session.steps_until_exchange(self._optimizers[n] for n in self._open)
 
     def _calls_of(self, number: str) -> int:
-        return self._session.optimizers[int(number)].gradient_accumulation_steps or 1
+        return self._optimizers[number].gradient_accumulation_steps or 1
 
     def _measured(self) -> Found:
         found: Found = {}
-        for number, plans in self._find_open().items():
-            for place, exchanger in enumerate(plans.agreed_exchangers):
-                means = exchanger.times.means
-                if means is not None:
-                    sizes = exchanger.own_sizes.numpy().tolist()
-                    times = [means.first_s, means.compute_s, means.step_s]
-                    found[f"{number} {place}"] = [*times, sizes]
+        for number, plans in self._open.items():
+            for place, times in _step_times(plans.agreed_exchangers):
+                if (means := times.means) is not None:
+                    seconds = [means.first_s, means.compute_s, means.step_s]
+                    found[f"{number} {place}"] = [*seconds, times.sizes]
         return found
 
     def _continue(self) -> None:
@@ -192,7 +194,7 @@ class ChoosePlan(keras.callbacks.Callback):
         if not joined:
             # A schedule has changed the policy meanwhile; timing starts again with the next epoch.
             return
-        saved_s = self._learn(joined)
+        saved_s = self._update(joined)
         waits_for_epoch = self._session.watches_absence and not self._has_flushed
         steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
         trace_s = max(trace_s for _, trace_s in everybody)
@@ -207,40 +209,40 @@ class ChoosePlan(keras.callbacks.Callback):
             )
         self._change_or_flush()
 
-    def _learn(self, joined: Mapping[str, Measured]) -> float:
+    def _update(self, joined: dict[str, Measured]) -> float:
         """Plans with all ranks' measurements; returns the predicted seconds saved per step."""
         saved_s = 0.0
-        for number, plans in self._find_open().items():
-            if plans.planner.may_learn:
-                found: Mapping[Paths, Measured] = {
+        for number, plans in self._open.items():
+            if plans.planner.is_undecided:
+                found = {
                     exchanger.plan.paths: joined[f"{number} {place}"]
                     for place, exchanger in enumerate(plans.agreed_exchangers)
                     if f"{number} {place}" in joined
                 }
-                saved_s += plans.learn(found)
+                saved_s += plans.planner.update(plans, found)
         return saved_s
 
     def _stay(self) -> None:
         for plans in self._open.values():
-            if plans.are_changing:
-                plans.keep()
-            elif plans.planner.may_learn:
-                plans.adopt()
+            if plans.planner.are_changing:
+                plans.planner.retain()
+            elif plans.planner.is_undecided:
+                plans.planner.apply(plans)
 
     @property
     def _is_changing(self) -> bool:
         """True while a changed plan, also of an earlier `fit` or run, waits to be applied."""
-        return any(plans.are_changing for plans in self._open.values())
+        return any(plans.planner.are_changing for plans in self._open.values())
 
     @property
     def _has_flushed(self) -> bool:
         """True if the schemes of all changing plans hold no error-feedback state."""
-        return all(plans.have_flushed for plans in self._open.values())
+        return all(plans.planner.has_flushed(plans) for plans in self._open.values())
 
     def _change_or_flush(self) -> None:
         if self._has_flushed:
             for plans in self._open.values():
-                plans.adopt()
+                plans.planner.apply(plans)
             self._session.retrace()
             return
         # An epoch with a single exchange has no earlier step for the flush.
@@ -250,7 +252,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _flush(self) -> None:
         for plans in self._open.values():
-            plans.flush()
+            plans.planner.flush(plans)
 
     @property
     def _steps_left(self) -> int:
@@ -259,6 +261,13 @@ class ChoosePlan(keras.callbacks.Callback):
         if steps is None:
             return self._steps
         return max(0, steps * (epochs - self._epoch) - self._batches)
+
+
+def _step_times(exchangers: Iterable[Exchanger]) -> Iterator[tuple[int, StepTimes]]:
+    """Yields what times the steps of exchangers, with their place."""
+    for place, exchanger in enumerate(exchangers):
+        if isinstance(exchanger.observer, StepTimes):
+            yield place, exchanger.observer
 
 
 def _joined(ranks: list[Found]) -> dict[str, Measured]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
 from tfposeidon import ranges
+from tfposeidon.autotune.planner import AutoPlanner
+from tfposeidon.autotune.tunable import Tunable
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.policies.base import Choice, Policy
-from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D, names
+from tfposeidon.schemes import REGISTRY, AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
 
 @dataclass(frozen=True)
-class Auto(Policy):
+class Auto(Tunable):
     """Chooses the scheme and the bucket size with the shortest predicted step.
 
     It needs the network profile of the job, which is measured at the first step unless it is passed
@@ -83,7 +86,7 @@ class Auto(Policy):
         found = [Considered(scheme) for scheme in self._schemes(topology)]
         combined = [
             Considered(one.scheme, structured)
-            for structured in names.schemes_with_readers()
+            for structured in _schemes_with_readers()
             for one in found
         ]
         return {str(one): one for one in (*found, *combined)}
@@ -91,7 +94,12 @@ class Auto(Policy):
     @property
     @override
     def reader(self) -> GradientReader | None:
-        return next((scheme.reader for scheme in names.schemes_with_readers()), None)
+        return next((scheme.reader for scheme in _schemes_with_readers()), None)
+
+    @property
+    @override
+    def planner(self) -> type[AutoPlanner]:
+        return AutoPlanner
 
     @property
     @override
@@ -110,6 +118,11 @@ class Auto(Policy):
                 kind(density=self.density, wire_dtype=wire_dtype) for kind in (HiTopK, TopK)
             ]
         return schemes
+
+
+def _schemes_with_readers() -> Iterator[Scheme]:
+    """Yields the installed schemes that exchange the structure of gradients."""
+    yield from (scheme for make in REGISTRY.values() if (scheme := make()).reader is not None)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.autotune.probes import Probe
+from tfposeidon.autotune.seconds import EXPOSED, float16_sums
 from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
-from tfposeidon.planning.probes import Probe
-from tfposeidon.planning.seconds import EXPOSED, float16_sums
 
 QUANTILE = 25
 """Percentile that represents a probe: load of other processes only prolongs a round, but a single

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
+from tfposeidon.autotune.seconds import load_of
 from tfposeidon.communication.topology import Group, Topology
-from tfposeidon.planning.seconds import load_of
 from tfposeidon.schemes.cost import Operation, Transfer
 
 FEW_ELEMENTS = 2**8

@@ -5,11 +5,11 @@ import random
 
 import pytest
 
+from tfposeidon.autotune import estimate
+from tfposeidon.autotune.probes import large_probes, small_probes
+from tfposeidon.autotune.seconds import EXPOSED, float16_sums
 from tfposeidon.communication.network_profile import CPU
 from tfposeidon.communication.topology import Topology
-from tfposeidon.planning import estimate
-from tfposeidon.planning.probes import large_probes, small_probes
-from tfposeidon.planning.seconds import EXPOSED, float16_sums
 
 LAYOUTS = {
     "1x2": Topology.regular(0, 2, 2),

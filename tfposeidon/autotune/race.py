@@ -14,10 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfposeidon.autotune.measurement import without_collections
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.measurement import without_collections
 from tfposeidon.planning.plan import Plan
 
 ROUNDS, BUDGET_S = 7, 2.0

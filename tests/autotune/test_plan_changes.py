@@ -27,8 +27,10 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import on_one_rank
 from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.autotune import choose_plan
+from tfposeidon.autotune.planner import AutoPlanner
+from tfposeidon.autotune.tunable import Tunable
 from tfposeidon.communication import runtime
-from tfposeidon.training import choose_plan
 
 pytestmark = pytest.mark.ranks("2x1")
 
@@ -96,7 +98,7 @@ TURNING = []
 
 
 @dataclasses.dataclass(frozen=True)
-class Turning(tp.policies.Policy):
+class Turning(Tunable):
     """Leaves open what is in the list, which the test changes."""
 
     def choose(self, description, topology):
@@ -104,6 +106,10 @@ class Turning(tp.policies.Policy):
 
     def candidates(self, topology):
         return {str(scheme): tp.policies.Uniform(scheme) for scheme in TURNING}
+
+    @property
+    def planner(self):
+        return AutoPlanner
 
     @property
     def keeps_state(self):

@@ -13,13 +13,14 @@ from typing import Any
 
 from typing_extensions import override
 
+from tfposeidon.autotune.forecast import Forecast, Prediction, decide
+from tfposeidon.autotune.seconds import StageTime, stage_times
+from tfposeidon.autotune.simulation import Simulated, Timeline, fusion_bytes_of, simulate
+from tfposeidon.autotune.tunable import candidates_of, margin_of, races
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.forecast import Forecast, Prediction, decide
 from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
-from tfposeidon.planning.seconds import StageTime, stage_times
-from tfposeidon.planning.simulation import Simulated, Timeline, fusion_bytes_of, simulate
 from tfposeidon.policies import Choice, Policy
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
@@ -57,31 +58,33 @@ def choose_plan(
     It tries each candidate with five bucket sizes, if `bucket_bytes` is the default and `timeline`
     is known; without a timeline, it compares exchanges alone. Then it tries other schemes for each
     of the largest variables. If predictions are close or the profile is too uncertain, `race` times
-    the best plans and the default. A candidate, or a mixture of schemes, must gain `policy.margin`
-    to be used. The result is the same on every rank, except for `topology.rank`.
+    the best plans and the default. A candidate, or a mixture of schemes, must gain the margin of
+    the policy to be used. The result is the same on every rank, except for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
-    search = _Search(descriptions, topology, links, timeline, tuple(notes), policy.margin)
-    candidates = policy.candidates(topology) or {"as configured": policy}
+    margin = margin_of(policy)
+    search = _Search(descriptions, topology, links, timeline, tuple(notes), margin)
+    open_to = candidates_of(policy, topology)
+    candidates = open_to or {"as configured": policy}
     options = search.known(candidates)
     if not options:
         # The cost of structures without a size is unknown.
         return make_plan(descriptions, _first(candidates), topology, bucket_bytes, notes)
     sizes = [bucket_bytes]
-    if policy.leaves_open and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
+    if open_to and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
         sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
     attempts = search.attempts(options, sizes)
     best = min(attempts, key=lambda attempt: attempt.step_s)
     attempts.append(search.mixed(best, options))
     # Plans of one scheme are easier to understand, so a mixture must be worth it.
-    if attempts[-1].step_s >= (1 - policy.margin) * best.step_s:
+    if attempts[-1].step_s >= (1 - margin) * best.step_s:
         attempts.pop()
-    if race is not None and policy.races:
+    if race is not None and races(policy):
         attempts = search.raced(attempts, race)
     # Mark it last, because a timed trial may change the best bucket size of the default scheme.
     attempts = search.with_default(attempts)
-    chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], policy.margin))
+    chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], margin))
     ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
     return search.with_forecast(ordered)
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tfposeidon.autotune.simulation import Simulated
 from tfposeidon.communication.network_profile import NetworkProfile
-from tfposeidon.planning.simulation import Simulated
+from tfposeidon.planning.plan import Plan
 from tfposeidon.units import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
@@ -146,6 +147,11 @@ class Forecast:
                 f"compared with steps of up to {MOST_RANKS_PER_CORE}"
             )
         return ""
+
+
+def forecasts_of(plan: Plan) -> list[Forecast]:
+    """Returns the forecasts of a plan, one for each list of variables."""
+    return [one for one in plan.forecasts if isinstance(one, Forecast)]
 
 
 def _to_dict(prediction: Prediction) -> dict[str, Any]:

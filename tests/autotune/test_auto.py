@@ -15,8 +15,8 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.autotune.planner import AutoPlanner
 from tfposeidon.communication import runtime
-from tfposeidon.exchange.planner import Planner
 from tfposeidon.gradients.description import Description
 
 pytestmark = pytest.mark.ranks("2x1")
@@ -121,17 +121,17 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
 
 def test_times_of_a_race_are_those_of_its_links(wire):
     descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
-    planner = Planner(tp.policies.Auto(margin=0.0), 2**22)
+    planner = AutoPlanner(tp.policies.Auto(margin=0.0), 2**22)
     with links(ideal(wire, bytes_per_s=1e8)):
-        planner.plan(descriptions, together=True)
-        raced = planner.to_dict()["raced"]
+        planner.plan_step(descriptions)
+        raced = planner.to_dict([])["raced"]
         assert raced
         raced.update(dict.fromkeys(raced, 1e9))
-        planner.plan(descriptions, together=True)
-        assert planner.to_dict()["raced"] is raced
+        planner.plan_step(descriptions)
+        assert planner.to_dict([])["raced"] is raced
     with links(ideal(wire, bytes_per_s=2e8)):
-        planner.plan(descriptions, together=True)
-        assert max(planner.to_dict()["raced"].values()) < 1e8
+        planner.plan_step(descriptions)
+        assert max(planner.to_dict([])["raced"].values()) < 1e8
     assert planner.spent_s > 0.0
 
 

@@ -4,7 +4,7 @@ import time
 
 import tensorflow as tf
 
-from tfposeidon.exchange.step_times import time_after
+from tfposeidon.exchange.observer import time_after
 
 SLEEP_S = 0.2
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from tfposeidon.planning.seconds import StageTime
-from tfposeidon.planning.simulation import (
+from tfposeidon.autotune.seconds import StageTime
+from tfposeidon.autotune.simulation import (
     FUSION_BYTES,
     FUSION_THRESHOLD,
     Timeline,

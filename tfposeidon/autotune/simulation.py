@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfposeidon import ranges
-from tfposeidon.planning.seconds import StageTime
+from tfposeidon.autotune.seconds import StageTime
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""

@@ -1,0 +1,1 @@
+"""Choice of plans by prediction and measurement: the policy `auto`, and predicted steps."""

@@ -1,0 +1,82 @@
+"""Observers of a traced step, which add ops to it, such as clocks. There are none by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfposeidon.gradients.description import tensors_of
+from tfposeidon.native import library
+from tfposeidon.planning.plan import Plan
+
+Done = Callable[[Sequence[Any]], None]
+"""Is called with the means of a step, while the step is traced."""
+
+
+class Observer(Protocol):
+    """Observes the exchange of a step while it is traced."""
+
+    def ready(
+        self,
+        plan: Plan,
+        gradients: Sequence[Any],
+        sent: Sequence[Any],
+        replicated: Collection[Any],
+    ) -> Done:
+        """Is called before the exchange.
+
+        Args:
+          plan: Plan of the exchange.
+          gradients: Gradients of this rank, in the order of their variables.
+          sent: The same as the plan sends them, some by their structure.
+          replicated: Variables with the same values on all ranks.
+
+        Returns:
+          What to call after the exchange.
+        """
+
+
+class ExposedTime:
+    """Observer that sums the exposed communication of steps: from last gradient to last mean."""
+
+    def __init__(self) -> None:
+        self._sum: tf.Variable | None = None
+        self.has_observed = False
+
+    def build(self) -> None:
+        """Creates the variable, because TensorFlow would retrace a step that creates any."""
+        with tf.init_scope():
+            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
+            self._sum = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps so far."""
+        return 0.0 if self._sum is None else float(self._sum.numpy())
+
+    def ready(
+        self,
+        plan: Plan,
+        gradients: Sequence[Any],
+        sent: Sequence[Any],
+        replicated: Collection[Any],
+    ) -> Done:
+        """Reads the clock after the last gradient, and later after the last mean."""
+        self.has_observed = True
+        ready_s = time_after(sent)
+
+        def done(means: Sequence[Any]) -> None:
+            assert self._sum is not None
+            self._sum.assign_add(time_after(means) - ready_s)
+
+        return done
+
+
+def time_after(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns the time at which all gradients are ready, in float64 seconds since 1970."""
+    tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
+    # `tf.timestamp` would wait for all earlier stateful ops, such as Python functions in the
+    # backward pass, regardless of its control dependencies.
+    return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()
