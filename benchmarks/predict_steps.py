@@ -9,10 +9,10 @@ from benchmarks.exchanges import one_server_each, scheme_named
 from tfposeidon import policies, schemes
 from tfposeidon.autotune import search
 from tfposeidon.autotune.simulation import Timeline
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
 from tfposeidon.lab import models
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
 
 STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15

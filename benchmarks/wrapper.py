@@ -22,8 +22,8 @@ import statistics
 import numpy as np
 
 from benchmarks import figures, harness
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.lab import models
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMMON = {
     "pairs": 101,

@@ -27,7 +27,7 @@ from tests import launch
 from tests.launch import ROOT
 
 CODE = (
-    *("exchange", "communication", "planning", "schemes", "sharded", "local", "elastic_averaging"),
+    *("exchange", "communication", "schemes", "sharded", "local", "elastic_averaging"),
     *("factors", "autotune", "state", "gradients", "policies", "training", "optimizers"),
 )
 """Folders of tfposeidon, or modules; keras_callbacks and datacache are taken whole."""

@@ -18,10 +18,10 @@ from typing_extensions import override
 from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import surroundings
 from tfposeidon.exchange.joining import JoinHook, join_hooks
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapper import OptimizerWrapper
-from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes import names
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import keras_patches, one_writer, session

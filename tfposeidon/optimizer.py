@@ -22,6 +22,7 @@ from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.joining import JoinHook, join_hooks, join_with_zeros
 from tfposeidon.exchange.means import Means
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import (
@@ -29,7 +30,6 @@ from tfposeidon.optimizers.wrapping import (
     leaves,
     step_counter,
 )
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training.hooks import FitHooks
 

@@ -25,9 +25,9 @@ from tfposeidon.autotune import choose_plan
 from tfposeidon.autotune.simulation import FUSION_BYTES, FUSION_THRESHOLD
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
 # What is no scheme of that name; "dense..." are the dense layers of the emulated models.

@@ -8,8 +8,8 @@ from tfposeidon import policies
 from tfposeidon.autotune.search import choose_plan, predict
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import describe
-from tfposeidon.planning.plan import Plan
 from tfposeidon.text import table
 from tfposeidon.units import readable_size
 

@@ -14,9 +14,9 @@ from tfposeidon.autotune.search import choose_plan, predict
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, make_plan
 
 CLUSTER = Topology.regular(0, 32, 8)
 LAYERS = [Description(f"layer_{i}/kernel", (1024, 1024), "float32") for i in range(12)]

@@ -7,9 +7,9 @@ import pytest
 
 from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.plan import make_plan, sized
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import make_plan, sized
 
 
 def test_each_variable_of_a_bucket_keeps_its_reason():

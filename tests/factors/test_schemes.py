@@ -10,9 +10,9 @@ from tests.schemes.test_schemes import LAYOUTS, check_calls
 from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Zeros
+from tfposeidon.exchange.plan import Bucket
 from tfposeidon.factors.pairs import FactorPair, FactorShape
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Bucket
 from tfposeidon.schemes.cost import total_cost
 
 FACTOR_SCHEMES = (

@@ -23,7 +23,7 @@ WITHOUT_AUTOTUNE = """
 from tfposeidon import policies
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import make_plan
+from tfposeidon.exchange.plan import make_plan
 
 def test_auto_is_all_reduce():
     layers = [Description("dense/kernel", (20, 3), "float32")]

@@ -6,9 +6,9 @@ import tensorflow as tf
 
 from tfposeidon import native, policies
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange import advice
+from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning import advice
-from tfposeidon.planning.plan import make_plan
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 

@@ -14,8 +14,8 @@ from tests.state.resuming import fit_with_checkpoint, sharded_adam
 from tests.state.test_rank_state import LAYOUTS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients.description import describe
-from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
 from tfposeidon.sharded.scheme import Sharded
 from tfposeidon.sharded.shards import Shards

@@ -12,8 +12,8 @@ from tests.in_process import Cluster, InProcessWire
 from tfposeidon import schemes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import make_plan
 from tfposeidon.policies import Uniform
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription, redistribute

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfposeidon.autotune.simulation import Simulated
 from tfposeidon.communication.network_profile import NetworkProfile
-from tfposeidon.planning.plan import Plan
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.units import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2

@@ -28,8 +28,8 @@ from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Plan
 from tfposeidon.policies import Policy
 
 Paths = tuple[str, ...]

@@ -15,9 +15,9 @@ from tfposeidon.autotune.search import choose_plan
 from tfposeidon.autotune.step_times import StepTimes
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.planner import Planner
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Plan
 
 
 class PredictingPlanner(Planner):

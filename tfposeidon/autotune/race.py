@@ -17,8 +17,8 @@ import tensorflow as tf
 from tfposeidon.autotune.measurement import without_collections
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Plan
 
 ROUNDS, BUDGET_S = 7, 2.0
 """Timed rounds, and seconds after which no round starts; neither includes the first, which

@@ -17,8 +17,8 @@ from tfposeidon.autotune.forecast import Prediction, forecasts_of
 from tfposeidon.autotune.search import predict
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import runtime
+from tfposeidon.exchange.plan import Bucket, Plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Bucket, Plan
 from tfposeidon.policies import Choice
 from tfposeidon.schemes import Scheme
 

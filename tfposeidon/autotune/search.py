@@ -19,8 +19,8 @@ from tfposeidon.autotune.simulation import Simulated, Timeline, fusion_bytes_of,
 from tfposeidon.autotune.tunable import candidates_of, margin_of, races
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
 from tfposeidon.policies import Choice, Policy
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.exchange.observer import Done, time_after
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import Description, GradientReader
-from tfposeidon.planning.plan import Plan
 
 
 @dataclass(frozen=True)

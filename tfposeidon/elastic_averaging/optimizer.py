@@ -24,10 +24,10 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job
 from tfposeidon.elastic_averaging.calls import Slots
 from tfposeidon.elastic_averaging.worker import Worker
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
 from tfposeidon.optimizers.wrapping import rates, settings, step_counter
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import entries

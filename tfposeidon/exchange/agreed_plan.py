@@ -15,14 +15,13 @@ import tensorflow as tf
 
 from tfposeidon.communication import agreement, runtime, surroundings
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
-from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange import advice, layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import Plan, sized
 from tfposeidon.exchange.planner import Planner, planner_for
 from tfposeidon.exchange.scheme_states import EffectiveRate
 from tfposeidon.gradients.description import Description, describe, of_tensorflow
 from tfposeidon.optimizers.layer_wise import Norms
-from tfposeidon.planning import advice
-from tfposeidon.planning.plan import Plan, sized
 from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
 

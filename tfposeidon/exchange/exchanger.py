@@ -22,6 +22,7 @@ from tfposeidon.communication.wire import (
     names_ending_in,
 )
 from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.presence import (
     CallPresence,
     Presence,
@@ -32,7 +33,6 @@ from tfposeidon.exchange.presence import (
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import tensors_of
-from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes.base import State
 
 Afterwards = Callable[[list[Any]], list[Any]]

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import tensors_of
 from tfposeidon.native import library
-from tfposeidon.planning.plan import Plan
 
 Done = Callable[[Sequence[Any]], None]
 """Is called with the means of a step, while the step is traced."""

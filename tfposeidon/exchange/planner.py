@@ -13,8 +13,8 @@ import keras
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.plan import Plan, make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import Plan, make_plan
 from tfposeidon.policies import Policy
 from tfposeidon.schemes import names
 

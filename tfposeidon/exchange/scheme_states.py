@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.presence import Presence
 from tfposeidon.optimizers.wrapping import leaves
-from tfposeidon.planning.plan import Plan
 from tfposeidon.schemes.base import Slot, State
 from tfposeidon.state.placement import Placement
 from tfposeidon.state.rank_state import StateDescription

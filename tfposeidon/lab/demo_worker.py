@@ -18,10 +18,10 @@ from tfposeidon.autotune import choose_plan
 from tfposeidon.autotune.forecast import forecasts_of
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.demo import MODEL
 from tfposeidon.lab.network import payload_bytes
-from tfposeidon.planning.plan import Plan
 
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 """Steps of an epoch after which `auto` plans again from their measured times."""

@@ -22,6 +22,7 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.joining import JoinHook, join_hooks
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import exchanges, rules
@@ -30,7 +31,6 @@ from tfposeidon.local.schedule import Schedule, notes
 from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.optimizers.wrapping import settings
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES, Plan
 from tfposeidon.state.placement import by_dtype
 from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import entries

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tfposeidon import ranges
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.local.rules import Rule
-from tfposeidon.planning.plan import Plan
 from tfposeidon.units import readable_size
 
 

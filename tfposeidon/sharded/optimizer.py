@@ -15,11 +15,11 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.exchange.means import Means
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.planning.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.sharded.scheme import Sharded
 from tfposeidon.sharded.shards import Shards
 from tfposeidon.state.rank_state import StateDescription

@@ -21,10 +21,10 @@ from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, zeros
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
+from tfposeidon.exchange.plan import Bucket
 from tfposeidon.gradients.description import describe, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapping import innermost
-from tfposeidon.planning.plan import Bucket
 from tfposeidon.schemes import Scheme
 from tfposeidon.sharded import whole_gradients
 from tfposeidon.sharded.scheme import OwnParts

@@ -126,7 +126,7 @@ class Forecast(Protocol):
     """What a planner predicts for a plan, to be printed and saved with it."""
 
     def lines(self) -> Iterator[str]:
-        """Formats the forecast for the printed plan."""
+        """Yields the lines of the forecast in the printed plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the forecast as a dictionary for JSON."""

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfposeidon import native
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.optimizers.wrapping import leaves
-from tfposeidon.planning.plan import Plan
 
 
 def cpu_advice(plan: Plan) -> str:

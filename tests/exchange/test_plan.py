@@ -7,8 +7,8 @@ import pytest
 
 from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.planning.plan import make_plan
 
 LAYERS = [
     Description(f"layer_{i}/{part}", shape, "float32")

@@ -1,1 +1,0 @@
-"""Planning: assigns a scheme and a bucket to each gradient."""
