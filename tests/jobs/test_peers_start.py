@@ -86,7 +86,8 @@ def run(*options):
 def two_nodes():
     nodes = ("--per-node", "1", "--nodes", "2", "--master", f"127.0.0.1:{free_port()}")
     commands = [[*run(*nodes, "--node-rank", str(node)), "sum"] for node in range(2)]
-    return [finish(process, LIMIT_S) for process in map(start, commands)]
+    running = [start(command) for command in commands]
+    return [finish(process, LIMIT_S) for process in running]
 
 
 @ahead(two_nodes)
