@@ -10,7 +10,7 @@ from functools import partial
 
 from tfposeidon.lab.faults import Fault
 from tfposeidon.lab.network import Network
-from tfposeidon.peers.runner import Runner, Start
+from tfposeidon.runner import Runner, Start
 
 NAME = "tfposeidon lab"
 SAMPLE_INTERVAL_S = 0.5

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
 from tfposeidon.peers.client import Client, connect
-from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
+from tfposeidon.runner import GRACE_S, Rank, Runner, Start
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
