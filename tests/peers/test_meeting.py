@@ -68,9 +68,20 @@ def test_a_second_process_with_one_rank_is_an_error_with_both(server):
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
-    server.is_ending = True
-    with pytest.raises(TimeoutError, match="of an earlier start"):
+    server.wait_for_last_words(2, limit_s=0.0)
+    with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
+
+
+def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
+    with ThreadPoolExecutor() as ranks:
+        waiting = ranks.submit(meet, server, 1, limit_s=60)
+        while server.get("ranks", "1") is None:
+            time.sleep(0.01)
+        server.wait_for_last_words(2, limit_s=0.0)
+        message = r"must answer until all ranks have come.*rank 0 \(host0:1\) show why"
+        with pytest.raises(RuntimeError, match=message):
+            waiting.result(10)
 
 
 def test_a_wrong_token_is_refused(server):

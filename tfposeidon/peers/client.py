@@ -43,13 +43,9 @@ class Client:
     local_address: str = ""
 
     def put_first(self, scope: str, key: str, value: Any) -> Any:
-        """Stores a value unless there is one; returns the value that is there now.
-
-        `None` means that the job of this store is ending.
-        """
+        """Stores a value unless there is one; returns the value that is there now."""
         body = json.dumps(value).encode()
-        answer = self.request("PUT", f"{scope}/{key}", body, {"If-None-Match": "*"})
-        return None if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else answer.value()
+        return self.request("PUT", f"{scope}/{key}", body, {"If-None-Match": "*"}).value()
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> Any:
         """Returns a value as soon as it exists, or `None` after `wait_s`, at most 30 s."""
@@ -69,7 +65,7 @@ class Client:
         headers: dict[str, str] | None = None,
         wait_s: float = 0.0,
     ) -> Answer:
-        """Returns the answer to a request; raises `OSError` if there is none."""
+        """Returns the answer to a request; raises `OSError` if there is none, or the job ends."""
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
         headers = {"Prefer": f"wait={wait_s:.3f}", **(headers or {})}
         # Not urllib, which would send requests to the proxy of `http_proxy`.
@@ -79,8 +75,12 @@ class Client:
             own = connection.sock.getsockname()[0]
             connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
             answer = connection.getresponse()
+            # Read in any case, which closes the connection.
+            body = answer.read()
+            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise ConnectionError("its job is ending")
             job = unquote(answer.getheader(JOB_HEADER) or "")
-            return Answer(answer.status, answer.read(), job, own)
+            return Answer(answer.status, body, job, own)
         except http.client.HTTPException as error:
             raise ConnectionError(f"no answer of HTTP: {error!r}") from error
         finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon.peers import sources, store
-from tfposeidon.peers.client import RETRY_S, Client, connect
+from tfposeidon.peers.client import Client, connect
 from tfposeidon.peers.sources import Job
 
 MEMBER = "TFPOSEIDON_MEMBER"
@@ -137,7 +137,14 @@ def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], C
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
     """Publishes `own` and returns what all processes of the job have published, in their order."""
     try:
-        _publish(client, scope, job, own, deadline)
+        first = client.put_first(scope, str(job.rank), own)
+        if first != own:
+            raise RuntimeError(
+                f"Each {job.unit} must be one process. Received from {job.source}: "
+                f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
+                f"process {own['process']} on {own['host']}. Start one process for each "
+                f"{job.unit}; restart all of them if one has ended."
+            )
         while (found := client.all(scope, job.size, deadline - time.monotonic())) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(_missing(client, scope, job))
@@ -148,25 +155,6 @@ def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: fl
             f"{job.name_of(0)} show why it ended."
         ) from error
     return [found[rank] for rank in range(job.size)]
-
-
-def _publish(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> None:
-    """Puts `own` into the store; refuses a second process with the same number."""
-    while (first := client.put_first(scope, str(job.rank), own)) is None:
-        # The store is that of an earlier start, which ends within seconds.
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"A job must have ended before it starts again. Received: the store at "
-                f"{client.host}:{client.port} of an earlier start. End its processes."
-            )
-        time.sleep(RETRY_S)
-    if first != own:
-        raise RuntimeError(
-            f"Each {job.unit} must be one process. Received from {job.source}: "
-            f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and process "
-            f"{own['process']} on {own['host']}. Start one process for each {job.unit}; restart "
-            "all of them if one has ended."
-        )
 
 
 def _missing(client: Client, scope: str, job: Job) -> str:

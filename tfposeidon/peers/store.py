@@ -97,10 +97,14 @@ class Store(ThreadingHTTPServer):
             return self._values.get(scope, {}).get(key)
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[str, str] | None:
-        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`."""
+        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`.
+
+        No more ranks come to a job that is ending.
+        """
         with self._changed:
             values = self._values.setdefault(scope, {})
-            if not self._changed.wait_for(lambda: len(values) >= count, wait_s):
+            self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
+            if len(values) < count:
                 return None
             return {key: value.decode() for key, value in values.items()}
 
@@ -111,7 +115,9 @@ class Store(ThreadingHTTPServer):
 
     def wait_for_last_words(self, size: int, limit_s: float = LAST_WORDS_S) -> None:
         """Waits until all ranks have written their exit status, or the limit."""
-        self.is_ending = True
+        with self._changed:
+            self.is_ending = True
+            self._changed.notify_all()
         deadline = time.monotonic() + limit_s
         for rank in range(size):
             self.get(FAILURES, EXIT_STATUS.format(rank), max(0.0, deadline - time.monotonic()))
@@ -136,6 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             values = self.server.all(scope, count, wait_s)
             value = None if values is None else json.dumps(values).encode()
+            if self.server.is_ending:
+                # A new start of the same job waits for its own store.
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+                return
         if value is None:
             self._answer(HTTPStatus.NOT_FOUND)
         else:
