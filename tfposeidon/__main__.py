@@ -17,6 +17,7 @@ except versions.UnsupportedVersionError as error:
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 from tfposeidon.lab import demo
+from tfposeidon.peers import run
 
 COMMANDS = {
     "check": (
@@ -32,6 +33,7 @@ COMMANDS = {
         "install TensorFlow if it is missing, and Horovod with the corrections it needs",
     ),
     "lab": (lab, "run a training script on emulated nodes with slow links between them"),
+    "run": (run, "start the ranks of this machine, one per GPU"),
 }
 
 

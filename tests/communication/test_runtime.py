@@ -124,6 +124,15 @@ def test_each_rank_of_a_node_gets_its_gpu():
 
 
 @pytest.mark.parametrize(
+    ("gpus", "ranks", "warned"), [(0, 1, False), (1, 1, False), (8, 1, True), (8, 8, False)]
+)
+def test_gpus_that_no_rank_uses_are_named(caplog, gpus, ranks, warned):
+    with mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus):
+        runtime.warn_of_idle_gpus(ranks)
+    assert ("one of the 8 GPUs of this node is used" in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
     ("gpus", "ranks", "nccl", "refused"),
     [(0, 2, True, False), (1, 2, False, False), (2, 2, True, False), (1, 2, True, True)],
 )
@@ -165,11 +174,16 @@ def test_check_wants_nccl_where_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
 
 
 @pytest.mark.slow
-def test_check_reports(capsys):
+def test_check_reports(capsys, monkeypatch):
+    cluster = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    monkeypatch.setenv("TF_CONFIG", cluster)
+    monkeypatch.setenv("PET_NNODES", "2")
     assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 0
     said = capsys.readouterr().out
     assert f"tensorflow    {tf.__version__}" in said
     assert "sums are right on all 1 rank(s)" in said
+    assert "TF_CONFIG: rank 0 of 1; TrainJob lacks PET_NODE_RANK" in said
+    assert "keeps jobs apart but is not secret" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Reports versions, the build of Horovod and the nodes that it sees, and runs a small collective.
 
-On its own it checks this machine; `horovodrun -np N python -m tfposeidon check` checks the job.
+On its own it checks this machine; `horovodrun -np N python -m tfposeidon check` checks the job, as
+do `python -m tfposeidon run` and the platforms whose variables it lists.
 With `--network FILE` it also measures the network of the job, and writes a profile to a file for
 `tfposeidon.init(network=FILE)`. If a check fails, it prints the remedy, and the exit status is 1.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from tfposeidon.commands import gpu_report, install, versions
 from tfposeidon.commands.corrections import CORRECTED_MARK
+from tfposeidon.peers import meeting, sources
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
 
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a check fails."""
     try:
-        rows = _versions()
+        rows = [*_versions(), *_peers()]
         topology = _start(options.ranks_per_node)
         rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
         problems = _wrong_schemes()
@@ -101,6 +103,19 @@ def version_of(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _peers() -> list[tuple[str, str]]:
+    """Returns rows about the platforms whose variables are set, and about the job's token."""
+    variables = meeting.variables()
+    if not (found := sources.describe(variables)):
+        return []
+    secret = (
+        f"requests bear a key from {sources.TOKEN}"
+        if sources.token(variables)
+        else "requests bear the job's identity, which keeps jobs apart but is not secret"
+    )
+    return [("peers by", "; ".join(found)), ("rendezvous", secret)]
 
 
 def _start(ranks_per_node: int | None) -> Any:

@@ -1,7 +1,8 @@
 """Environment variables of launchers, and all variables that tfposeidon sets.
 
-horovodrun and `tfposeidon lab` provide rank, node and rendezvous store in `HOROVOD_*`; Open MPI,
-MPICH and SLURM have other names. They are read in `tfposeidon.init()`, never at import.
+horovodrun and `tfposeidon lab` provide rank, node and rendezvous store in `HOROVOD_*`, which
+`peers` sets from the variables of other platforms; Open MPI, MPICH and SLURM have other names. They
+are read in `tfposeidon.init()`, never at import.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from typing import Any
+
+from tfposeidon.peers import meeting, sources
 
 # The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -38,6 +41,9 @@ STORE_TIMEOUT_S = 2.0
 STORE_START_TIMEOUT_S = 60.0
 """If all processes of a machine start at once, the launcher's server responds slowly."""
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Requests to stores, which must not go to the proxy of `http_proxy`."""
+
 
 @dataclass(frozen=True)
 class ProcessRank:
@@ -50,10 +56,14 @@ class ProcessRank:
 
 
 def process_rank() -> ProcessRank:
-    """Returns the rank of this process, from the launcher's variables."""
+    """Returns the rank of this process, from the variables of its launcher or platform.
+
+    On a platform, the local rank is known once the ranks have met in `tfposeidon.init()`.
+    """
     # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
     if not any(os.environ.get(name) for name in RANK):
-        return ProcessRank()
+        job = sources.find(meeting.variables())
+        return ProcessRank(job.rank, job.size) if job else ProcessRank()
     size = _first(SIZE, 1)
     return ProcessRank(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
 
@@ -91,12 +101,12 @@ class Store:
         request = urllib.request.Request(
             self._url(key), data=json.dumps(value).encode(), method="PUT"
         )
-        urllib.request.urlopen(request, timeout=timeout_s).close()
+        _DIRECT.open(request, timeout=timeout_s).close()
 
     def get(self, key: str) -> Any:
         """Returns a value, or `None` if there is none yet or the store cannot be reached."""
         try:
-            with urllib.request.urlopen(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
+            with _DIRECT.open(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
         # Horovod's server responds with 404 for a missing key: an HTTPError, which is an OSError.
         except OSError:

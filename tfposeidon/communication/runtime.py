@@ -12,6 +12,7 @@ from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire, exchange_objects
+from tfposeidon.peers import meeting
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
 """Default seconds that Gloo waits in jobs with a server.
@@ -21,6 +22,8 @@ thread on the server does not communicate with other workers.
 """
 DEFAULT_STALL_TIMEOUT_S = 300.0
 """Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
+DEFAULT_START_TIMEOUT_S = 600.0
+"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
 LONGEST_STALL_WARNING_S = 60
 """Maximum seconds between Horovod's checks for late ranks."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -47,10 +50,12 @@ def init(
     pin_gpu: bool = True,
     network: Any = None,
     server_rank: int | None = None,
+    start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up process sets. May be called repeatedly.
 
-    Without a launcher it starts a job of one rank. The first step calls it if the script does not.
+    Ranks find each other by the environment variables of their launcher or platform; without either
+    it starts a job of one rank. The first step calls it if the script does not.
     Call it to set its arguments, or before code that depends on the rank.
 
     Args:
@@ -69,16 +74,22 @@ def init(
         `"unknown"` on GPUs, where measuring is untested.
       server_rank: Rank that holds the global weights of `ElasticAveraging` and does not train, the
         same on all ranks; `None` (default) for none.
+      start_timeout_s: Seconds within which all ranks of a platform must have called this function;
+        launchers have limits of their own.
 
     Returns:
       The topology from the perspective of this rank: `rank`, `size`, `nodes`.
 
     Raises:
       ImportError: If Horovod is missing or was built without TensorFlow.
-      ValueError: If an argument is out of its range, or `network` is for another kind of cluster.
+      ValueError: If an argument is out of its range, `network` is for another kind of cluster, or
+        the variables of a platform are incomplete or contradict each other.
+      TimeoutError: If a rank did not come within `start_timeout_s`.
+      PermissionError: If the token of this rank is not that of the job.
       RuntimeError: If it was called before with another layout or server, if ranks request
-        different ones, if `hvd.init()` was called before and process sets are needed, or if Horovod
-        has NCCL and the node has fewer GPUs than ranks (unless `pin_gpu` is false).
+        different ones, if two processes have one rank, if `hvd.init()` was called before and
+        process sets are needed, or if Horovod has NCCL and the node has fewer GPUs than ranks
+        (unless `pin_gpu` is false).
 
     Example:
       >>> import tfposeidon as tp
@@ -95,13 +106,15 @@ def init(
     _check_horovod()
     # Before Horovod starts, because it then reads its environment.
     set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
+    nodes = _find_peers(start_timeout_s)
     if pin_gpu:
         require_gpu_per_rank(launcher.ranks_of_node())
-    _wire = _start(ranks_per_node, server_rank)
+    _wire = _start(ranks_per_node, server_rank, nodes)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         choose_gpu(launcher.process_rank().local_rank)
+        warn_of_idle_gpus(launcher.ranks_of_node())
     _take_links(network, _wire.topology)
     return _wire.topology
 
@@ -270,7 +283,17 @@ def say(text: str, *values: object) -> None:
         log.warning(text, *values)
 
 
-def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
+def _find_peers(timeout_s: float) -> meeting.Nodes | None:
+    """Returns the ranks of each node if they find each other by a platform's variables."""
+    import horovod.tensorflow as hvd
+
+    ranges.check_number("start_timeout_s", timeout_s, ranges.AT_LEAST_1, "The unit is seconds.")
+    return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=hvd.mpi_built())
+
+
+def _start(
+    ranks_per_node: int | None, server_rank: int | None, nodes: meeting.Nodes | None
+) -> HorovodWire:
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():
@@ -279,7 +302,7 @@ def _start(ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
     check_server_rank(server_rank, own.size)
     if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
         return _start_over_mpi(hvd, server_rank)
-    topology = _find_topology(own, ranks_per_node)
+    topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
     # Passed at the start: process sets that are added later make each cycle of Horovod's thread
     # wait for all ranks.
@@ -318,9 +341,13 @@ def _start_over_mpi(hvd: Any, server_rank: int | None) -> HorovodWire:
     return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
 
 
-def _find_topology(own: launcher.ProcessRank, ranks_per_node: int | None) -> Topology:
+def _find_topology(
+    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: meeting.Nodes | None
+) -> Topology:
     if ranks_per_node is not None:
         return Topology.regular(own.rank, own.size, ranks_per_node)
+    if nodes is not None:
+        return Topology(own.rank, nodes)
     store = launcher.Store.of_launcher()
     if store is None or own.size == 1:
         return Topology(0, ((0,),))
@@ -491,4 +518,17 @@ def choose_gpu(local_rank: int) -> None:
             "TensorFlow was initialized before tfposeidon.init(); its visible GPUs stay "
             "unchanged (%s)",
             error,
+        )
+
+
+def warn_of_idle_gpus(ranks_here: int | None) -> None:
+    """Warns if one process is alone on a node with several GPUs, of which it uses one."""
+    import tensorflow as tf
+
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if ranks_here == 1 and gpus > 1:
+        log.warning(
+            "tfposeidon: one of the %d GPUs of this node is used, because only one rank runs here. "
+            "To start one rank per GPU: python -m tfposeidon run -- python train.py",
+            gpus,
         )

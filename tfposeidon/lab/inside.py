@@ -35,7 +35,7 @@ async def _run(request: command.Request) -> int:
         with network(request.cluster) as built, rendezvous(request.cluster) as environments:
             job = Job(built, request.faults, request.show)
             try:
-                await job.run(request.command, environments)
+                await job.run_on_nodes(request.command, environments)
             except asyncio.CancelledError:
                 say("interrupted; ended all ranks")
                 return ENDED

@@ -1,0 +1,111 @@
+"""Ranks that find each other by their platform's variables, without a launcher and without SSH."""
+
+import contextlib
+import socket
+import sys
+import time
+
+import pytest
+
+from tests.jobs.starting import KINDS
+from tests.launch import ROOT, ahead, finish, lab, start
+
+SCRIPT = str(ROOT / "tests" / "jobs" / "starting.py")
+LIMIT_S = 300
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def started(kind, *what, ranks=(0, 1), environments=({}, {})):
+    """Runs processes with the variables of two ranks; returns the finished ones."""
+    port = str(free_port())
+    running = []
+    for rank, extra in zip(ranks, environments, strict=False):
+        variables = KINDS[kind](rank, 2, ["127.0.0.1"] * 2)
+        environment = {**variables, "TFPOSEIDON_PORT": port, **extra}
+        running.append(start([sys.executable, SCRIPT, *what], environment))
+    done = [finish(process, LIMIT_S) for process in running]
+    _check_no_store_left(int(port))
+    return done
+
+
+def _check_no_store_left(port):
+    """The store of rank 0 ends after the last word of all ranks, or soon after rank 0."""
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ConnectionRefusedError):
+        while time.monotonic() < deadline:
+            socket.create_connection(("127.0.0.1", port)).close()
+            time.sleep(0.2)
+        raise AssertionError("the store of rank 0 was left behind")
+
+
+@ahead(lambda kind: started(kind, "sum"))
+@pytest.mark.parametrize("kind", ["TF_CONFIG", "torchrun"])
+def test_two_ranks_of_one_machine(kind, outcome):
+    for rank, done in enumerate(outcome):
+        assert done.returncode == 0, done.stdout
+        assert f"rank {rank} of 2 rank(s) on 1 node(s) (1 x 2)" in done.stdout
+        assert "sum 1" in done.stdout
+
+
+@ahead(lambda: started("TF_CONFIG", "kill"))
+def test_a_killed_rank_0_is_named_by_the_others(outcome):
+    killed, other = outcome
+    assert killed.returncode == -9
+    assert other.returncode == 1
+    assert "tfposeidon: the job ends. rank 0 (process " in other.stdout, other.stdout
+    assert "ended without a message: it may have been killed" in other.stdout
+
+
+@ahead(lambda: started("TF_CONFIG", "sum", ranks=[0], environments=[{"START_TIMEOUT_S": "3"}]))
+def test_a_peer_that_never_comes_is_named(outcome):
+    (done,) = outcome
+    assert done.returncode == 1
+    assert "rank 1 (127.0.0.1:7001) did not come to 127.0.0.1:" in done.stdout, done.stdout
+
+
+WRONG = [{"TFPOSEIDON_TOKEN": "right", "START_TIMEOUT_S": "10"}, {"TFPOSEIDON_TOKEN": "wrong"}]
+
+
+@ahead(lambda: started("TF_CONFIG", "sum", environments=WRONG))
+def test_a_wrong_token_is_refused(outcome):
+    waiting, refused = outcome
+    assert refused.returncode == 1
+    assert "PermissionError: All processes of a job must have the same token" in refused.stdout
+    assert "did not come" in waiting.stdout, waiting.stdout
+
+
+def run(*options):
+    return [sys.executable, "-m", "tfposeidon", "run", *options, "--", sys.executable, SCRIPT]
+
+
+def two_nodes():
+    nodes = ("--per-node", "1", "--nodes", "2", "--master", f"127.0.0.1:{free_port()}")
+    commands = [[*run(*nodes, "--node-rank", str(node)), "sum"] for node in range(2)]
+    running = [start(command) for command in commands]
+    return [finish(process, LIMIT_S) for process in running]
+
+
+@ahead(two_nodes)
+def test_run_on_two_nodes(outcome):
+    for node, done in enumerate(outcome):
+        assert done.returncode == 0, done.stdout
+        assert f"[{node}] rank {node} of 2 rank(s) on 2 node(s) (2 x 1)" in done.stdout
+
+
+@ahead(lambda: finish(start([*run("--per-node", "2"), "kill"]), LIMIT_S))
+def test_run_ends_with_the_status_of_the_first_that_fails(outcome):
+    assert outcome.returncode == 128 + 9, outcome.stdout
+    assert "tfposeidon run: rank 0 was ended by SIGKILL" in outcome.stdout
+    assert "[1] tfposeidon: the job ends. rank 0 was ended by SIGKILL" in outcome.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_in_turn_on_two_nodes_of_the_lab(kind):
+    done = lab("--nodes 2 --per-node 2", sys.executable, SCRIPT, "lab", kind, timeout_s=LIMIT_S)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("nodes ((0, 2), (1, 3)), sum 6") == 4, done.stdout

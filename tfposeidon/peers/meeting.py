@@ -1,0 +1,252 @@
+"""The start of a job: all ranks meet in the store, and get Horovod's variables from it.
+
+Each rank publishes where it is and waits for all others. From the same entries, every rank derives
+the nodes and its own variables, so that Horovod starts only once all of them are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfposeidon.peers import sources, store
+from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.sources import Job
+
+MEMBER = "TFPOSEIDON_MEMBER"
+"""Variable with the process that has met the others, and their store: children inherit the rest."""
+LAUNCHER = "HOROVOD_RANK"
+STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+INTERFACE = "HOROVOD_GLOO_IFACE"
+RANKS = "ranks"
+"""Scope of the store in which ranks meet."""
+
+Nodes = tuple[tuple[int, ...], ...]
+_nodes: Nodes | None = None
+_store: subprocess.Popen[str] | None = None
+"""Process of the store, if this is rank 0: a reference, because it outlives this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a rank publishes.
+
+    `node` names the node and is equal on its ranks only. `address` is the rank's own in its
+    connection to the store.
+    """
+
+    node: str
+    host: str
+    process: int
+    address: str
+    size: int
+
+
+def variables() -> dict[str, str]:
+    """Returns the environment, with this host's full name if an Indexed Job needs it."""
+    found = dict(os.environ)
+    if "JOB_COMPLETION_INDEX" in found:
+        # Only then, because the lookup takes seconds on some networks.
+        found[sources.FULL_NAME] = socket.getfqdn()
+    return found
+
+
+def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
+    """Sets Horovod's variables from those of a platform, once all ranks have met.
+
+    Returns the ranks of each node, or `None` if a launcher has started this process, or if it is
+    alone. Raises `ValueError` for incomplete or contradictory variables, `TimeoutError` for
+    missing peers, `PermissionError` for a wrong token, and `RuntimeError` for a second process
+    with the same rank.
+    """
+    global _nodes
+    if _nodes is not None:
+        return _nodes
+    _refuse_child()
+    found = variables()
+    job = None if _has_launcher(found, has_mpi) else sources.find(found)
+    if job is None or job.size == 1:
+        return None
+    entries, client = _meet(job, sources.token(found), timeout_s)
+    os.environ.update(horovod_variables(entries, job.rank, client))
+    # Only if the user has not chosen an interface.
+    for name, value in interface_variables(entries, job.rank).items():
+        os.environ.setdefault(name, value)
+    os.environ[MEMBER] = f"{os.getpid()} {os.environ[STORE_ADDRESS]}"
+    # Jobs that this rank starts have their own.
+    for name in sources.OF_RUN:
+        os.environ.pop(name, None)
+    _nodes = nodes_of(entries)
+    return _nodes
+
+
+def _has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
+    names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
+    return sources.RANK not in found and any(found.get(name) for name in names)
+
+
+def _refuse_child() -> None:
+    """Refuses a process that has the variables of a rank from its parent."""
+    process, _, address = os.environ.get(MEMBER, "").partition(" ")
+    # Another address is that of a job which this rank has started.
+    if process in ("", str(os.getpid())) or address != os.environ.get(STORE_ADDRESS):
+        return
+    raise RuntimeError(
+        "Each rank must be one process. Received: a second process with the variables of rank "
+        f"{os.environ.get(LAUNCHER)}, process {os.getpid()} beside process {process}. Do not call "
+        "tfposeidon.init() in a child process of a rank, or start it without the variables that "
+        "begin with HOROVOD_."
+    )
+
+
+def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
+    """Returns the entries of all ranks, in their order, and the store's client."""
+    global _store
+    deadline = time.monotonic() + timeout_s
+    if job.rank == 0 and not job.has_store:
+        _store, port = store.start_process(job.host, job.ports, job.identity, token, job.size)
+        # Its own name may lead to another address, such as that of a service.
+        job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
+    client = connect(job, token, timeout_s)
+    own = Entry(
+        node=job.node or _this_node(),
+        host=socket.gethostname(),
+        process=os.getpid(),
+        address=client.local_address,
+        size=job.size,
+    )
+    found = meet(client, RANKS, job, dataclasses.asdict(own), deadline)
+    entries = [Entry(**entry) for entry in found]
+    for rank, entry in enumerate(entries):
+        if entry.size != job.size:
+            raise ValueError(
+                f"All ranks must have the same size. Received from {job.source}: {job.size} on "
+                f"{job.name_of(job.rank)}, {entry.size} on {job.name_of(rank)}."
+            )
+    return entries, client
+
+
+def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
+    """Publishes `own` and returns what all processes of the job have published, in their order."""
+    try:
+        first = client.put_first(scope, str(job.rank), own)
+        if first != own:
+            raise RuntimeError(
+                f"Each {job.unit} must be one process. Received from {job.source}: "
+                f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
+                f"process {own['process']} on {own['host']}. Start one process for each "
+                f"{job.unit}; restart all of them if one has ended."
+            )
+        while (found := client.all(scope, job.size, deadline - time.monotonic())) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(_missing(client, scope, job))
+    except ConnectionError as error:
+        raise RuntimeError(
+            f"The store of {job.unit} 0 must answer until all {job.unit}s have come. Received: "
+            f"{error} at {client.host}:{client.port}, which had answered before. The messages of "
+            f"{job.name_of(0)} show why it ended."
+        ) from error
+    return [found[rank] for rank in range(job.size)]
+
+
+def _missing(client: Client, scope: str, job: Job) -> str:
+    there = client.all(scope, 0) or {}
+    missing = [job.name_of(rank) for rank in range(job.size) if rank not in there]
+    return (
+        f"All {job.size} {job.unit}s must come to the store within the start timeout "
+        f"(`start_timeout_s`). Received: {', '.join(missing)} did not come to "
+        f"{client.host}:{client.port}. Check that they have started, and that they reach this "
+        "address; their own messages name the address that they tried."
+    )
+
+
+def _this_node() -> str:
+    """Returns text that is equal for processes that share a machine and its shared memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    memory = Path("/dev/shm")
+    return " ".join(
+        (
+            boot.read_text().strip() if boot.exists() else "",
+            socket.gethostname(),
+            str(memory.stat().st_dev if memory.exists() else ""),
+        )
+    )
+
+
+def nodes_of(entries: Sequence[Entry]) -> Nodes:
+    """Returns the ranks of each node, ordered by the first; they need not be consecutive."""
+    nodes: dict[str, list[int]] = {}
+    for rank, entry in enumerate(entries):
+        nodes.setdefault(entry.node, []).append(rank)
+    return tuple(map(tuple, nodes.values()))
+
+
+def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> dict[str, str]:
+    """Returns the variables with which Horovod starts as a rank over Gloo."""
+    nodes = nodes_of(entries)
+    node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
+    local_rank = nodes[node].index(rank)
+    # Nodes that have this local rank form a group.
+    across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
+    numbers = {
+        "RANK": rank,
+        "SIZE": len(entries),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": len(nodes[node]),
+        "CROSS_RANK": across.index(node),
+        "CROSS_SIZE": len(across),
+        # Horovod takes what follows the address as the beginning of each path.
+        "GLOO_RENDEZVOUS_PORT": 0,
+    }
+    return {
+        **{f"HOROVOD_{name}": str(value) for name, value in numbers.items()},
+        STORE_ADDRESS: f"{client.host}:{client.port}/{client.prefix}",
+        "HOROVOD_HOSTNAME": f"node-{node}",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
+    """Returns the variables that select the network interface between ranks, if one is found."""
+    first_elsewhere = next((e for e in entries if e.node != entries[0].node), None)
+    if first_elsewhere is None:
+        address = "127.0.0.1"
+    elif entries[rank].node == entries[0].node:
+        # Here the store is reached over the loopback, so that its connection shows no interface.
+        address = _address_towards(first_elsewhere.address)
+    else:
+        address = entries[rank].address
+    name = _interface_of(address)
+    return {INTERFACE: name, "NCCL_SOCKET_IFNAME": name} if name else {}
+
+
+def _address_towards(host: str) -> str:
+    """Returns this host's address in connections to another; sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _interface_of(address: str) -> str | None:
+    """Returns the name of the interface that has an address."""
+    # Horovod requires psutil; the emulated nodes of tests need not.
+    import psutil
+
+    return next(
+        (
+            name
+            for name, found in psutil.net_if_addrs().items()
+            if any(one.address == address for one in found)
+        ),
+        None,
+    )

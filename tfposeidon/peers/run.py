@@ -1,0 +1,279 @@
+"""Starts the ranks of this machine, one per GPU, and ends all of them when one fails.
+
+  python -m tfposeidon run -- python train.py                  # one rank per visible GPU
+  python -m tfposeidon run --per-node 4 -- python train.py     # four ranks, also without GPUs
+  python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
+
+Over several nodes, run the same command on each of them, without SSH: nodes are described by the
+options, or by the variables of a platform (docs/clusters.md). Each rank sees one GPU. The exit
+status is that of the first rank of this node that fails, or 1 if a rank of another node failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tfposeidon.peers import meeting, sources, store
+from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
+from tfposeidon.peers.sources import Job
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+"""Variables in which platforms ask for a number of ranks per node, unless they hold a word."""
+START_TIMEOUT_S = 600.0
+TERMINATION_S = 10.0
+"""Time between SIGTERM and SIGKILL, in which ranks may save their state."""
+FOLLOW_S = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `python -m tfposeidon run`."""
+    parser.add_argument(
+        "--per-node",
+        type=int,
+        metavar="N",
+        help="ranks on this machine (default: one per visible GPU; required without GPUs)",
+    )
+    nodes = parser.add_argument_group("several nodes (default: as the platform's variables say)")
+    nodes.add_argument("--nodes", type=int, metavar="M", help="number of nodes")
+    nodes.add_argument("--node-rank", type=int, metavar="I", help="number of this node, from 0")
+    nodes.add_argument(
+        "--master", metavar="HOST:PORT", help="address of node 0, and a free port of it"
+    )
+    nodes.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file of mode 0600 with a secret that all nodes share (default: TFPOSEIDON_TOKEN)",
+    )
+    nodes.add_argument(
+        "--start-timeout",
+        type=float,
+        default=START_TIMEOUT_S,
+        metavar="SECONDS",
+        help="time within which all nodes must come (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--output-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="write each rank's output to FOLDER/rank-N.log (default: print it with its rank)",
+    )
+    parser.add_argument(
+        "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of each rank"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns the job's exit status, or 2 if nothing was started."""
+    try:
+        command = read_command(options.command_line)
+        variables = meeting.variables()
+        job = read_job(options, variables)
+        token = read_token(options, variables, job)
+        gpus = visible_gpus(variables)
+        count = ranks_here(options.per_node, variables, gpus)
+        if options.output_folder:
+            options.output_folder.mkdir(parents=True, exist_ok=True)
+        with _job_store(job, token, options.start_timeout) as client:
+            environments = _environments(job, token, client, count, gpus, options.start_timeout)
+            starts = [
+                Start(number=number, node=job.rank, command=command, environment=environment)
+                for number, environment in environments.items()
+            ]
+            return asyncio.run(_run(starts, client, options.output_folder))
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"tfposeidon run: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def read_command(words: list[str]) -> list[str]:
+    """Returns the command of each rank, without the dashes before it."""
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command or not shutil.which(command[0]):
+        raise ValueError(
+            "A command is required, which must be an executable file or on PATH. Received: "
+            f"{command[0] if command else 'none'}. Append it: ... -- python train.py"
+        )
+    return command
+
+
+def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
+    """Returns the job of nodes that options or a platform describe; else one of this node."""
+    given = (options.nodes, options.node_rank, options.master)
+    found = None if any(one is not None for one in given) else sources.find(variables)
+    if found is None or found.size == 1:
+        return _job_of_options(*given)
+    if not found.one_per_node:
+        raise ValueError(
+            "`run` starts the ranks of a node, so that the platform must start one process per "
+            f"node. Received from {found.source}: several processes per node, of which this is "
+            f"rank {found.rank} of {found.size}. Leave out `python -m tfposeidon run`: "
+            "tfposeidon.init() finds the other ranks."
+        )
+    return dataclasses.replace(found, unit="node")
+
+
+def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None) -> Job:
+    if None in (nodes, node_rank, master) and (nodes, node_rank, master) != (None, None, None):
+        raise ValueError(
+            "`--nodes`, `--node-rank` and `--master` must be given together. Received: --nodes "
+            f"{nodes}, --node-rank {node_rank}, --master {master}. Leave out all of them for one "
+            "node."
+        )
+    # On one node the kernel chooses the port, because no other node needs to know it.
+    host, port = sources.split_address(master or "127.0.0.1:0", "--master")
+    identity = f"run {master} {nodes}" if master else f"run {secrets.token_hex(8)}"
+    size = 1 if nodes is None else nodes
+    return Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+
+
+def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
+    """Returns the job's token; draws one if there is a single node."""
+    if options.token_file:
+        return sources.read_token(options.token_file)
+    return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
+
+
+def visible_gpus(variables: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs of this machine that CUDA may use, as in `CUDA_VISIBLE_DEVICES`."""
+    if (given := variables.get(GPUS)) is not None:
+        return [one.strip() for one in given.split(",") if one.strip() not in ("", "-1")]
+    if not shutil.which("nvidia-smi"):
+        return []
+    # Not TensorFlow, which would take memory of each GPU.
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return [str(index) for index in range(count)]
+
+
+def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str]) -> int:
+    """Returns the number of ranks on this machine."""
+    by_platform = next((variables[name] for name in RANKS_OF_NODE if name in variables), "")
+    if asked is None and by_platform.isdigit():
+        asked = int(by_platform)
+    count = len(gpus) if asked is None else asked
+    if count < 1:
+        raise ValueError(
+            "`--per-node` must be at least 1, and is required without a GPU. Received: "
+            f"--per-node {asked} and {len(gpus)} visible GPU(s). Pass the number of ranks of this "
+            "machine, such as --per-node 2."
+        )
+    return count
+
+
+@contextlib.contextmanager
+def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
+    """Connects to the store of node 0, which lives in this process if this is node 0."""
+    if job.rank > 0:
+        yield connect(job, token, timeout_s)
+        return
+    server = store.listen(job.host, job.ports, job.identity, token)
+    with server.serving():
+        yield Client("127.0.0.1", server.server_address[1], server.prefix, "127.0.0.1")
+        if job.size > 1:
+            # The ranks of this node have ended; those of others may still look for the cause.
+            server.wait_for_last_words(len(server.all(meeting.RANKS, 0) or ()))
+
+
+def _environments(
+    job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
+) -> dict[int, dict[str, str]]:
+    """Returns the environment of each rank of this node, by rank, once all nodes have come."""
+    own = {"host": socket.gethostname(), "process": os.getpid(), "ranks": count}
+    nodes = meeting.meet(client, "nodes", job, own, time.monotonic() + timeout_s)
+    first = sum(node["ranks"] for node in nodes[: job.rank])
+    common = {
+        **os.environ,
+        sources.SIZE: str(sum(node["ranks"] for node in nodes)),
+        sources.STORE: f"{client.host}:{client.port}",
+        sources.JOB: job.identity,
+        sources.NODE: f"node {job.rank}",
+        # So that lines arrive when ranks write them.
+        "PYTHONUNBUFFERED": "1",
+    }
+    for name in (sources.TOKEN_FILE, meeting.MEMBER):
+        common.pop(name, None)
+    if token:
+        common[sources.TOKEN] = token
+    return {
+        first + index: {
+            **common,
+            sources.RANK: str(first + index),
+            # Ranks that share GPUs see all of them, so that tfposeidon.init() checks the number.
+            **({GPUS: gpus[index]} if count <= len(gpus) else {}),
+        }
+        for index in range(count)
+    }
+
+
+class _Ranks(Runner):
+    """Ranks of this node, which also end when a rank of another node has failed."""
+
+    def __init__(self, client: Client, folder: Path | None) -> None:
+        super().__init__("tfposeidon run", folder=folder, termination_s=TERMINATION_S)
+        self._client = client
+        self.failed_elsewhere = False
+
+    async def follow(self) -> None:
+        """Ends the ranks of this node after a rank of any node has failed."""
+        try:
+            while (cause := await asyncio.to_thread(self._cause)) is None:
+                pass
+        except OSError:
+            # Node 0 has ended. Ranks notice it themselves, or have ended too.
+            return
+        await asyncio.sleep(GRACE_S)
+        if self.first_failed is None:
+            self.say(f"the job ends. {cause}")
+            self.failed_elsewhere = self._ended = True
+            await self.end(0.0)
+
+    def _cause(self) -> object:
+        return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
+
+    def _fail(self, rank: Rank) -> None:
+        # A rank that raised an exception has written its cause itself.
+        if rank.status is not None and rank.status < 0:
+            with contextlib.suppress(OSError):
+                self._client.put_first(store.FAILURES, store.FIRST_FAILURE, f"{rank}.")
+        super()._fail(rank)
+
+
+async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
+    """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
+    ranks = _Ranks(client, folder)
+    task = asyncio.current_task()
+    assert task is not None
+    signals: list[int] = []
+
+    def end(number: int) -> None:
+        if signals:
+            for rank in ranks.ranks:
+                rank.signal(signal.SIGKILL)
+        else:
+            task.cancel()
+        signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, end, number)
+    try:
+        await ranks.run(starts, [ranks.follow])
+    except asyncio.CancelledError:
+        return 128 + (signals[0] if signals else signal.SIGPIPE)
+    return 1 if ranks.failed_elsewhere else ranks.status

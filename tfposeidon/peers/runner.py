@@ -1,0 +1,252 @@
+"""Runs ranks of a job on this machine: forwards their output, and ends all when one fails.
+
+`python -m tfposeidon run` and the lab start ranks with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tfposeidon.quiet import is_startup_message
+
+GRACE_S = 10.0
+"""Time for the other ranks to end and report after one has failed."""
+TERMINATION_S = 3.0
+POLL_INTERVAL_S = 0.02
+DRAIN_S = 1.0
+"""Time to read on after a rank has ended: its child processes may keep the pipe open."""
+KEPT_LINES = 30
+CHUNK_BYTES = 65536
+# Progress bars end in "\r". One at the end of a chunk does not count: "\n" may follow.
+LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
+
+
+@dataclass(kw_only=True)
+class Rank:
+    """Process of a job, which leads a session of its own.
+
+    `status` is negative for a signal and `None` while the rank runs. `wall_s` counts from the start
+    of the job to the end of the rank.
+    """
+
+    number: int
+    node: int
+    process: asyncio.subprocess.Process
+    status: int | None = None
+    wall_s: float = 0.0
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the rank and its child processes."""
+        # The whole process group may have ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def __str__(self) -> str:
+        if self.status is None:
+            return f"rank {self.number} runs"
+        if self.status < 0:
+            name = signal.Signals(-self.status).name
+            return f"rank {self.number} was ended by {name} after {self.wall_s:.1f} s"
+        return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Command of one rank, with its environment."""
+
+    number: int
+    node: int
+    command: list[str]
+    environment: dict[str, str]
+
+
+class Runner:
+    """Ranks of a job on this machine, from their start to their end.
+
+    Output is printed with the rank's number before each line, or written to one file per rank in
+    `folder`. Only the output of the ranks in `show` is printed, `None` for all. The last lines of
+    the rank that fails first are always printed. `name` begins the runner's own messages, and
+    `termination_s` is the time between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        show: set[int] | None = None,
+        folder: Path | None = None,
+        termination_s: float = TERMINATION_S,
+    ) -> None:
+        self.name = name
+        self.ranks: list[Rank] = []
+        self.first_failed: Rank | None = None
+        self._show = show
+        self._folder = folder
+        self._termination_s = termination_s
+        self._ending: asyncio.Task[None] | None = None
+        self._ended = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start of the job to the end of its slowest rank."""
+        return max((rank.wall_s for rank in self.ranks), default=0.0)
+
+    @property
+    def status(self) -> int:
+        """Exit status of the job: 0, or that of the first failed rank in the form of a shell."""
+        status = self.first_failed.status if self.first_failed else 0
+        assert status is not None
+        return status if status >= 0 else 128 - status
+
+    async def run(
+        self,
+        starts: Sequence[Start],
+        background: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+    ) -> None:
+        """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
+
+        Raises `CancelledError` if the task is cancelled or standard output is closed, and the error
+        of a background task, in each case after ending all ranks.
+        """
+        self._begin = time.monotonic()
+        # `_print` cancels it from another task.
+        self._task = asyncio.current_task()
+        watchers: list[asyncio.Task[None]] = []
+        beside: set[asyncio.Task[None]] = set()
+        try:
+            for start in starts:
+                self.ranks.append(await self._start(start))
+            beside = {asyncio.create_task(one()) for one in background}
+            watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
+            await _wait_for(watchers, beside)
+        finally:
+            # Ranks that are terminated from here on have not failed.
+            self._ended = True
+            for task in beside:
+                task.cancel()
+            await self.end(0.0)
+            await asyncio.gather(*watchers)
+
+    async def _start(self, start: Start) -> Rank:
+        process = await asyncio.create_subprocess_exec(
+            *start.command,
+            env=start.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            # A process group of its own, so that signals reach the rank's child processes.
+            start_new_session=True,
+        )
+        return Rank(number=start.number, node=start.node, process=process)
+
+    async def _watch(self, rank: Rank) -> None:
+        log = (self._folder / f"rank-{rank.number}.log").open("w") if self._folder else None
+        streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
+        output = [
+            asyncio.create_task(self._pass_on(rank, source, log or sink))
+            for source, sink in streams
+        ]
+        # Process.wait() would also wait for the pipes, which children of the rank may hold open.
+        while (status := rank.process.returncode) is None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        rank.status, rank.wall_s = status, time.monotonic() - self._begin
+        # Decide now and report later: the pipe may still hold the last lines, which are shown, and
+        # another rank may fail in the meantime.
+        failed_first = status != 0 and self.first_failed is None and not self._ended
+        if failed_first:
+            self.first_failed = rank
+        _, still_open = await asyncio.wait(output, timeout=DRAIN_S)
+        for task in still_open:
+            task.cancel()
+        if log:
+            log.close()
+        # End the child processes that the rank has left behind.
+        rank.signal(signal.SIGKILL)
+        if failed_first:
+            self._fail(rank)
+
+    async def _pass_on(
+        self, rank: Rank, source: asyncio.StreamReader | None, sink: IO[str]
+    ) -> None:
+        assert source is not None
+        rest = b""
+        while chunk := await source.read(CHUNK_BYTES):
+            *lines, rest = LINE_ENDS.split(rest + chunk)
+            for line in lines:
+                self._print(rank, line, sink)
+        if rest:
+            self._print(rank, rest, sink)
+
+    def _print(self, rank: Rank, line: bytes, sink: IO[str]) -> None:
+        text = line.decode(errors="replace")
+        if is_startup_message(text):
+            return
+        rank.last_lines.append(text)
+        if not self._shows(rank) and not self._folder:
+            return
+        try:
+            print(text if self._folder else f"[{rank.number}] {text}", file=sink, flush=True)
+        except BrokenPipeError:
+            # The output is closed, as in `lab ... | head`, so end the job. Redirect the stream, so
+            # that Python does not fail again when it flushes the buffer.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
+            assert self._task is not None
+            self._task.cancel()
+
+    def _shows(self, rank: Rank) -> bool:
+        return not self._folder and (self._show is None or rank.number in self._show)
+
+    def _fail(self, rank: Rank) -> None:
+        if not self._shows(rank):
+            for line in rank.last_lines:
+                print(f"[{rank.number}] {line}", file=sys.stderr)
+        self.say(str(rank))
+        # Hold a reference, because asyncio only has weak references to tasks.
+        self._ending = asyncio.create_task(self.end(GRACE_S))
+
+    def say(self, text: str) -> None:
+        """Writes a message of the runner to standard error, apart from the output of ranks."""
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    async def end(self, grace_s: float) -> None:
+        """Ends the running ranks: after a grace period by SIGTERM, then by SIGKILL."""
+        # A stopped rank does not react to SIGTERM, but SIGKILL ends it.
+        for number, wait_s in (
+            (None, grace_s),
+            (signal.SIGTERM, self._termination_s),
+            (signal.SIGKILL, 0.0),
+        ):
+            for rank in self.ranks:
+                if number is not None:
+                    rank.signal(number)
+            deadline = time.monotonic() + wait_s
+            while (
+                any(rank.process.returncode is None for rank in self.ranks)
+                and time.monotonic() < deadline
+            ):
+                await asyncio.sleep(0.05)
+
+
+async def _wait_for(
+    watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
+) -> None:
+    """Waits for all watchers; raises the error of any task at once."""
+    waiting = set(watchers)
+    while waiting:
+        done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        waiting, background = waiting - done, background - done

@@ -1,0 +1,373 @@
+"""Jobs described by environment variables of platforms.
+
+Think of each source as a function from variables to a `Job`. Nothing here reads the environment or
+starts anything: `find` takes a mapping, and the first complete source counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+Variables = Mapping[str, str]
+
+RANK = "TFPOSEIDON_RANK"
+SIZE = "TFPOSEIDON_SIZE"
+STORE = "TFPOSEIDON_STORE"
+JOB = "TFPOSEIDON_JOB"
+NODE = "TFPOSEIDON_NODE"
+OF_RUN = (RANK, SIZE, STORE, JOB, NODE)
+"""Variables that `run` sets for each rank."""
+NODES = "TFPOSEIDON_NODES"
+HOST = "TFPOSEIDON_HOST"
+PORT = "TFPOSEIDON_PORT"
+TOKEN = "TFPOSEIDON_TOKEN"
+TOKEN_FILE = "TFPOSEIDON_TOKEN_FILE"
+FULL_NAME = "HOSTNAME"
+"""Name of this host with its domain, from which the name of an Indexed Job's first pod follows."""
+
+FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
+"""Ports that are derived from a job's identity: below those of outgoing connections."""
+
+
+class IncompleteError(ValueError):
+    """Error of a source that lacks variables."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Job that a source describes, from the perspective of one process.
+
+    Attributes:
+      source: Name of the source.
+      rank: Number of this process.
+      size: Number of processes.
+      host: Host on which process 0 keeps the store: an IPv4 address, or a name that has one.
+      ports: Ports of the store, in the order in which they are tried.
+      identity: Text that all processes of the job have, and no other job at the same time.
+      node: Name of this process's node, or empty if the source does not give it.
+      members: Name or address of each process for messages, or empty.
+      one_per_node: Whether the source starts one process per node, which may start one per GPU.
+      has_store: Whether the store runs already, in the process that set the variables.
+      unit: What the processes are in messages: ranks, or nodes.
+    """
+
+    source: str
+    rank: int
+    size: int
+    host: str
+    ports: tuple[int, ...]
+    identity: str
+    _: KW_ONLY
+    node: str = ""
+    members: tuple[str, ...] = ()
+    one_per_node: bool = False
+    has_store: bool = False
+    unit: str = "rank"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"The rank must be in 0..size-1. Received from {self.source}: rank {self.rank} of "
+                f"{self.size}. Correct its variables."
+            )
+        if ":" in self.host:
+            raise ValueError(
+                "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
+                f"from {self.source}: {self.host!r}. Set {HOST} to such a name."
+            )
+
+    def name_of(self, rank: int) -> str:
+        """Returns how messages name a process: with its address, if the source gives it."""
+        return f"{self.unit} {rank}" + (f" ({self.members[rank]})" if self.members else "")
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.unit} {self.rank} of {self.size}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Variables of one platform: present if one of the first two of `names` is set."""
+
+    name: str
+    names: tuple[str, ...]
+    read: Callable[[Variables], Job | None]
+
+    def job(self, variables: Variables) -> Job | None:
+        """Returns the job, or `None` if the source is absent; raises if it is incomplete."""
+        if not any(variables.get(name) for name in self.names[:2]):
+            return None
+        if missing := [name for name in self.names if not variables.get(name)]:
+            raise IncompleteError(f"{self.name} lacks {', '.join(missing)}")
+        return self.read(variables)
+
+
+def find(variables: Variables) -> Job | None:
+    """Returns the job of the first complete source, or `None` if there is no source.
+
+    Raises `ValueError` if a source before it contradicts itself, and `IncompleteError` if all
+    sources that are present are incomplete.
+    """
+    lacks = []
+    for found in _all(variables):
+        if isinstance(found, Job):
+            return found if found.has_store else _with_settings(found, variables)
+        if not isinstance(found, IncompleteError):
+            raise found
+        lacks.append(str(found))
+    if lacks:
+        raise IncompleteError(
+            "The variables that describe a job must be complete. Received: "
+            f"{'; '.join(lacks)}. Set them, or remove the others for a job of one process."
+        )
+    return None
+
+
+def describe(variables: Variables) -> list[str]:
+    """Returns a line for each source that is present: its job, or its problem."""
+    return [str(found) for found in _all(variables)]
+
+
+def _all(variables: Variables) -> Iterator[Job | ValueError]:
+    for source in SOURCES:
+        try:
+            if (job := source.job(variables)) is not None:
+                yield job
+        except ValueError as error:
+            yield error
+
+
+def token(variables: Variables) -> str | None:
+    """Returns the job's token, from its variable or file, or `None` if it has none."""
+    if path := variables.get(TOKEN_FILE):
+        return read_token(path)
+    return variables.get(TOKEN) or None
+
+
+def read_token(path: str) -> str:
+    """Returns the token in a file that only this user can access."""
+    with open(path) as stream:
+        found = os.fstat(stream.fileno())
+        if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (0, os.geteuid()):
+            raise ValueError(
+                "A token file must be accessible to its owner alone, who must be this user or "
+                f"root. Received: {path} with mode {stat.S_IMODE(found.st_mode):04o} of uid "
+                f"{found.st_uid}. Run: chmod 600 {path}"
+            )
+        text = stream.read().strip()
+    if not text:
+        raise ValueError(
+            f"A token file must hold a token. Received: {path}, which is empty. Write one, for "
+            "example with: openssl rand -hex 16"
+        )
+    return text
+
+
+def split_address(text: str, source: str) -> tuple[str, int]:
+    """Returns host and port of an address.
+
+    >>> split_address("node1:2222", "TF_CONFIG")
+    ('node1', 2222)
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(
+            f"An address must have the form host:port. Received from {source}: {text!r}."
+        )
+    return host.strip("[]"), int(port)
+
+
+def derived_ports(identity: str) -> tuple[int, ...]:
+    """Returns the ports to try for a job whose platform gives none."""
+    digest = hashlib.sha256(identity.encode()).digest()
+    words = (digest[2 * i : 2 * i + 2] for i in range(PORT_TRIES))
+    found = (FIRST_PORT + int.from_bytes(word, "big") % PORT_COUNT for word in words)
+    return tuple(dict.fromkeys(found))
+
+
+def _with_settings(job: Job, variables: Variables) -> Job:
+    """Replaces host and port of the store by those that the user has set."""
+    host = variables.get(HOST) or job.host
+    ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
+    return dataclasses.replace(job, host=host, ports=ports)
+
+
+def _integer(variables: Variables, name: str) -> int:
+    text = variables[name]
+    if not text.strip().isdigit():
+        raise ValueError(f"{name} must be a number from 0. Received: {name}={text!r}.")
+    return int(text)
+
+
+def _of_run(variables: Variables) -> Job:
+    rank, size = _integer(variables, RANK), _integer(variables, SIZE)
+    host, port = split_address(variables[STORE], STORE)
+    job, node = variables[JOB], variables[NODE]
+    return Job("tfposeidon run", rank, size, host, (port,), job, node=node, has_store=True)
+
+
+def _tf_config(variables: Variables) -> Job | None:
+    return _cluster("TF_CONFIG", variables["TF_CONFIG"], ("chief", "master", "worker"))
+
+
+def _cluster_spec(variables: Variables) -> Job | None:
+    return _cluster("CLUSTER_SPEC", variables["CLUSTER_SPEC"], ("workerpool0", "workerpool1"))
+
+
+def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
+    """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
+    cluster, task = _parsed(source, text)
+    if not cluster:
+        return None
+    if others := sorted({*cluster, task.get("type")} - {*roles}, key=str):
+        raise ValueError(
+            f"All processes of {source} must train: its roles are {', '.join(roles)}. Received: "
+            f"{', '.join(map(str, others))}. Leave out parameter servers and evaluators: "
+            'tp.DistributedOptimizer(..., scheme="ps") spreads parameters over ranks.'
+        )
+    members = [(role, index) for role in roles for index in range(len(cluster.get(role, ())))]
+    own = (task.get("type"), int(task.get("index") or 0))
+    if own not in members:
+        raise ValueError(
+            f"The task of {source} must be part of its cluster. Received: {own[0]} {own[1]}, and "
+            f"{', '.join(f'{len(cluster[role])} {role}' for role in roles if role in cluster)}."
+        )
+    addresses = [cluster[role][index] for role, index in members]
+    return _of_addresses(source, addresses, members.index(own))
+
+
+def _parsed(source: str, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        found = json.loads(text)
+        cluster, task = found.get("cluster") or {}, found.get("task") or {}
+    except (AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{source} must be a JSON object with `cluster` and `task`. Received: {text!r} "
+            f"({error})."
+        ) from None
+    if not all(isinstance(addresses, list) for addresses in cluster.values()):
+        raise ValueError(
+            f"{source} must list all addresses of each role. Received: {text!r}. Sparse clusters "
+            "are of parameter servers."
+        )
+    return cluster, task
+
+
+def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
+    """Returns the job of a source that lists an address for every rank."""
+    split = [split_address(address, source) for address in addresses]
+    hosts = [host for host, _ in split]
+    digest = hashlib.sha256(",".join(addresses).encode()).hexdigest()[:8]
+    identity = f"{source} {addresses[0]} {digest}"
+    return Job(
+        *(source, rank, len(addresses), hosts[0], (split[0][1],), identity),
+        # An index beyond the list is an error of the job.
+        node=hosts[rank] if rank < len(hosts) else "",
+        members=tuple(addresses),
+        one_per_node=len(set(hosts)) == len(hosts),
+    )
+
+
+def _torchrun(variables: Variables) -> Job:
+    rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
+    port = _integer(variables, "MASTER_PORT")
+    run = variables.get("TORCHELASTIC_RUN_ID", "")
+    restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Without the address, which is "localhost" on the master of some operators.
+    identity = f"torchrun {port} {run} restart {restarts}"
+    # torchrun's agent then listens on the port itself.
+    taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ports = derived_ports(identity) if taken else (port,)
+    per_node = "LOCAL_RANK" not in variables
+    host = variables["MASTER_ADDR"]
+    return Job("torchrun", rank, size, host, ports, identity, one_per_node=per_node)
+
+
+def _trainjob(variables: Variables) -> Job:
+    rank, size = _integer(variables, "PET_NODE_RANK"), _integer(variables, "PET_NNODES")
+    host, port = variables["PET_MASTER_ADDR"], _integer(variables, "PET_MASTER_PORT")
+    identity = f"TrainJob {host}:{port}"
+    return Job("TrainJob", rank, size, host, (port,), identity, one_per_node=True)
+
+
+def _keras(variables: Variables) -> Job:
+    source = "KERAS_DISTRIBUTION"
+    addresses = variables[f"{source}_JOB_ADDRESSES"].split(",")
+    rank, count = _integer(variables, f"{source}_PROCESS_ID"), f"{source}_NUM_PROCESSES"
+    size = _integer(variables, count) if variables.get(count) else len(addresses)
+    if size == len(addresses):
+        return _of_addresses(source, addresses, rank)
+    if len(addresses) > 1:
+        raise ValueError(
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
+            f"coordinator alone. Received: {len(addresses)} addresses of {size} processes."
+        )
+    host, port = split_address(addresses[0], source)
+    return Job(source, rank, size, host, (port,), f"{source} {addresses[0]} {size}")
+
+
+def _slurm(variables: Variables) -> Job:
+    rank, size = _integer(variables, "SLURM_PROCID"), _integer(variables, "SLURM_STEP_NUM_TASKS")
+    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
+    host, ports = first_host(variables["SLURM_STEP_NODELIST"]), derived_ports(identity)
+    return Job(
+        *("SLURM", rank, size, host, ports, identity),
+        node=variables.get("SLURMD_NODENAME", ""),
+        one_per_node=variables.get("SLURM_STEP_NUM_NODES") == str(size),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of SLURM's list of nodes.
+
+    >>> first_host("rack[2-3]n[01-03,07],gpu1")
+    'rack2n01'
+    """
+    first = re.match(r"(\[[^\]]*\]|[^,\[])+", nodes)
+    if first is None:
+        raise ValueError(f"SLURM_STEP_NODELIST must name nodes. Received: {nodes!r}.")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _indexed_job(variables: Variables) -> Job:
+    rank = _integer(variables, "JOB_COMPLETION_INDEX")
+    pod, dot, domain = variables[FULL_NAME].partition(".")
+    name = pod.removesuffix(f"-{rank}")
+    if name == pod:
+        raise ValueError(
+            "The host name of a pod of an Indexed Job must end in its index. Received: "
+            f"{pod!r} and JOB_COMPLETION_INDEX={rank}. Remove `hostname` from the pod's template."
+        )
+    size, host = _integer(variables, NODES), f"{name}-0{dot}{domain}"
+    identity = f"Indexed Job {host} {size}"
+    ports = derived_ports(identity)
+    members = tuple(f"{name}-{index}{dot}{domain}" for index in range(size))
+    return Job(
+        *("Indexed Job", rank, size, host, ports, identity), members=members, one_per_node=True
+    )
+
+
+def _names(prefix: str, names: str) -> tuple[str, ...]:
+    return tuple(prefix + name for name in names.split())
+
+
+SOURCES = (
+    Source("tfposeidon run", OF_RUN, _of_run),
+    Source("TF_CONFIG", ("TF_CONFIG",), _tf_config),
+    Source("CLUSTER_SPEC", ("CLUSTER_SPEC",), _cluster_spec),
+    Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
+    Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
+    Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
+    # A batch script has no variables of a step, except a number of tasks in some shells.
+    Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
+    Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES, FULL_NAME), _indexed_job),
+)
+"""All sources, in the order of precedence."""

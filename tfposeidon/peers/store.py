@@ -1,0 +1,279 @@
+"""Key-value store of a job, which answers as Horovod's rendezvous server does.
+
+Every path begins with the job's prefix. Beyond Horovod's requests, a PUT with `If-None-Match: *`
+keeps an existing value (412), and a GET with `Prefer: wait=SECONDS` waits for a value, or with
+`?count=N` for the values of a scope. This module imports nothing of the package: rank 0 runs it as
+a process that outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import os
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+LONGEST_VALUE_BYTES = 2**20
+LONGEST_WAIT_S = 30.0
+REQUEST_TIMEOUT_S = 10.0
+LAST_WORDS_S = 10.0
+"""Longest time that a store outlives rank 0 while other ranks have not written their last word."""
+BIND_S = 15.0
+"""Time to wait for a port that the store of an earlier start may still hold."""
+POLL_S = 0.1
+JOB_HEADER = "Tfposeidon-Job"
+FAILURES = "tfposeidon"
+"""Scope in which ranks write their exit status and the first cause of failure."""
+FIRST_FAILURE = "first-failure"
+EXIT_STATUS = "fate-of-rank-{}"
+
+
+def prefix_of(identity: str, token: str | None) -> str:
+    """Returns the prefix of a job's paths: a secret only if the job has a token.
+
+    >>> prefix_of("TF_CONFIG a:1", None) == prefix_of("TF_CONFIG b:1", None)
+    False
+    """
+    return hmac.new((token or "").encode(), identity.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+class Store(ThreadingHTTPServer):
+    """Store of one job, which listens from its construction and serves in `serving()`."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, address: tuple[str, int], identity: str, prefix: str) -> None:
+        super().__init__(address, _Handler)
+        self.identity = identity
+        self.prefix = prefix
+        self.is_ending = False
+        self._values: dict[str, dict[str, bytes]] = {}
+        self._changed = threading.Condition()
+
+    def server_bind(self) -> None:
+        """Binds the address without looking up its name, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores a request that breaks off or makes no sense, which concerns its client alone."""
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """Answers requests on a thread until the context ends."""
+        thread = threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.shutdown()
+            self.server_close()
+
+    def put(self, scope: str, key: str, value: bytes, *, keep: bool = False) -> bytes:
+        """Stores a value, unless `keep` and there is one; returns the value that is there now."""
+        with self._changed:
+            values = self._values.setdefault(scope, {})
+            if not (keep and key in values):
+                values[key] = value
+            self._changed.notify_all()
+            return values[key]
+
+    def get(self, scope: str, key: str, wait_s: float = 0.0) -> bytes | None:
+        """Returns a value as soon as it exists, or `None` after `wait_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values.get(scope, {}), wait_s)
+            return self._values.get(scope, {}).get(key)
+
+    def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[str, str] | None:
+        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`.
+
+        No more ranks come to a job that is ending.
+        """
+        with self._changed:
+            values = self._values.setdefault(scope, {})
+            self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
+            if len(values) < count:
+                return None
+            return {key: value.decode() for key, value in values.items()}
+
+    def delete(self, scope: str, key: str) -> None:
+        """Removes a value, if it exists."""
+        with self._changed:
+            self._values.get(scope, {}).pop(key, None)
+
+    def wait_for_last_words(self, size: int, limit_s: float = LAST_WORDS_S) -> None:
+        """Waits until all ranks have written their exit status, or the limit."""
+        with self._changed:
+            self.is_ending = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + limit_s
+        for rank in range(size):
+            self.get(FAILURES, EXIT_STATUS.format(rank), max(0.0, deadline - time.monotonic()))
+
+    def report_death(self, rank: int, text: str) -> None:
+        """Stores that a rank ended without a word as the first cause, unless there is a cause."""
+        if self.get(FAILURES, EXIT_STATUS.format(rank)) is None:
+            self.put(FAILURES, FIRST_FAILURE, json.dumps(text).encode(), keep=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Store
+    timeout = REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        if (place := self._place()) is None:
+            return
+        scope, key, count = place
+        wait_s = min(_seconds(self.headers.get("Prefer", "")), LONGEST_WAIT_S)
+        if count is None:
+            value = self.server.get(scope, key, wait_s)
+        else:
+            values = self.server.all(scope, count, wait_s)
+            value = None if values is None else json.dumps(values).encode()
+            if self.server.is_ending:
+                # A new start of the same job waits for its own store.
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+                return
+        if value is None:
+            self._answer(HTTPStatus.NOT_FOUND)
+        else:
+            self._answer(HTTPStatus.OK, value)
+
+    def do_PUT(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        if (place := self._place()) is None:
+            return
+        if not 0 <= length <= LONGEST_VALUE_BYTES:
+            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        scope, key, _ = place
+        value = self.rfile.read(length)
+        keep = self.headers.get("If-None-Match") == "*"
+        if keep and self.server.is_ending:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+            return
+        found = self.server.put(scope, key, value, keep=keep)
+        # The same value may come twice: its first answer was lost.
+        self._answer(HTTPStatus.OK if found == value else HTTPStatus.PRECONDITION_FAILED, found)
+
+    def do_DELETE(self) -> None:
+        if place := self._place():
+            self.server.delete(*place[:2])
+            self._answer(HTTPStatus.OK)
+
+    def _place(self) -> tuple[str, str, int | None] | None:
+        """Returns scope, key and count of the path, or refuses the request."""
+        path = urlsplit(self.path)
+        prefix, _, rest = path.path.removeprefix("/").partition("/")
+        # Horovod appends its port to the prefix, which follows the address (see `meeting`).
+        if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
+            self._answer(HTTPStatus.FORBIDDEN)
+            return None
+        scope, _, key = rest.partition("/")
+        count = parse_qs(path.query).get("count")
+        return scope, key, int(count[0]) if count else None
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header(JOB_HEADER, quote(self.server.identity, safe=" :,.-_"))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: 404 is the normal answer to a rank that waits."""
+
+
+def _seconds(preferences: str) -> float:
+    name, _, value = preferences.partition("=")
+    return float(value) if name == "wait" else 0.0
+
+
+def listen(host: str, ports: Sequence[int], identity: str, token: str | None) -> Store:
+    """Returns a store on the first free port, on all interfaces unless the host is a loopback.
+
+    Raises `OSError` if all ports stay taken.
+    """
+    bind_to = "127.0.0.1" if host.startswith("127.") else ""
+    deadline = time.monotonic() + BIND_S
+    while True:
+        for port in ports:
+            try:
+                return Store((bind_to, port), identity, prefix_of(identity, token))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        if time.monotonic() > deadline:
+            raise OSError(
+                errno.EADDRINUSE,
+                "The store of rank 0 requires a free port. Received: port(s) "
+                f"{', '.join(map(str, ports))}, which other programs use. Set TFPOSEIDON_PORT to a "
+                "free one on all ranks",
+            )
+        time.sleep(POLL_S)
+
+
+def start_process(
+    host: str, ports: Sequence[int], identity: str, token: str | None, size: int
+) -> tuple[subprocess.Popen[str], int]:
+    """Starts a store that outlives this process, which is rank 0; returns it and its port."""
+    # A session of its own, so that signals to a process group do not end it before the ranks.
+    # Isolated and without site-packages, because it must not import TensorFlow, nor a module of
+    # the script's folder that has the name of a standard one.
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", os.path.abspath(__file__)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        cwd="/",
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    # Through a pipe, because every user can read command lines.
+    with process.stdin, process.stdout:
+        json.dump([os.getpid(), size, host, ports, identity, token], process.stdin)
+        process.stdin.close()
+        answer = json.loads(process.stdout.read() or '"the process of the store ended"')
+    if isinstance(answer, str):
+        raise OSError(answer)
+    return process, answer
+
+
+def main() -> None:
+    """Serves the job that standard input describes while rank 0 lives, and its last words."""
+    parent, size, *place = json.load(sys.stdin)
+    try:
+        store = listen(*place)
+    except OSError as error:
+        json.dump(error.strerror, sys.stdout)
+        return
+    with store.serving():
+        json.dump(store.server_address[1], sys.stdout)
+        sys.stdout.close()
+        os.close(1)
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        store.report_death(
+            0,
+            f"rank 0 (process {parent}) ended without a message: it may have been killed (out of "
+            "memory?).",
+        )
+        store.wait_for_last_words(size)
+
+
+if __name__ == "__main__":
+    main()
