@@ -231,6 +231,20 @@ def test_without_links_it_is_all_reduce(wire):
     assert not optimizer.plan.forecasts
 
 
+def test_a_fixed_scheme_has_a_prediction_where_the_network_is_known(wire):
+    for known in (None, given(wire, "1gbit")):
+        model, data = small()
+        optimizer = tp.DistributedOptimizer(sgd(), "alltoall")
+        with links(known):
+            throughput = keras_callbacks.Throughput()
+            train_together(model, data, optimizer, wire, callbacks=[throughput], epochs=2)
+        text = str(optimizer.plan)
+        assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"alltoall"}
+        for line in ("predicted exchange: ", "measured step: ", f"network: {known}"):
+            assert (line in text) == (known is not None), text
+        assert optimizer.exposed_s > 0.0
+
+
 def test_loops_of_ones_own(wire):
     weight = keras.Variable(np.zeros((64, 64), "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(sgd())

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import keras
 import pytest
 
 from tests.launch import ROOT
@@ -296,6 +297,9 @@ def test_policies_are_saved_without_links():
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
     assert set(policy.get_config()) == {"compression", "density", "margin", "race"}
+    # Of a release in which the class was in another module.
+    saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
+    assert keras.saving.deserialize_keras_object(saved) == policy
 
 
 @pytest.mark.parametrize(
