@@ -149,7 +149,9 @@ PIPELINES = {
     ),
     "interleave": lambda: (
         Dataset.range(10)
-        .interleave(lambda n: Dataset.range(10 * n, 10 * n + 10), num_parallel_calls=2)
+        .interleave(
+            lambda n: Dataset.range(10 * n, 10 * n + 10), cycle_length=3, num_parallel_calls=2
+        )
         .shuffle(N)
     ),
     "padded": lambda: Dataset.range(N).shuffle(N).map(lambda n: n[None]).padded_batch(1),
@@ -200,15 +202,17 @@ def test_functions_of_a_share_read_the_same_variable():
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
-@pytest.mark.parametrize("form", ["list", "shuffled", "interleaved", "parallel"])
+@pytest.mark.parametrize("form", ["list", "shuffled", "interleaved", "parallel", "readers"])
 def test_files(files, form, size):
-    names = Dataset.list_files(files, shuffle=form != "list")
-    if size > 4 and form != "list":
+    names = Dataset.list_files(files, shuffle=form not in ("list", "readers"))
+    if size > 4 and form not in ("list", "readers"):
         with pytest.raises(ValueError, match="fewer than 7 elements before ShuffleDataset"):
             shares(numbers(tf.data.TFRecordDataset(names)), size)
         return
     if form in ("list", "shuffled"):
         data = tf.data.TFRecordDataset(names)
+    elif form == "readers":
+        data = tf.data.TFRecordDataset(names, num_parallel_reads=2)
     else:
         calls = 2 if form == "parallel" else None
         data = names.interleave(tf.data.TFRecordDataset, num_parallel_calls=calls)
@@ -216,9 +220,27 @@ def test_files(files, form, size):
     check_law([samples(part) for part in parts], most=1 if size > 4 else 25)
 
 
+def test_a_filter_that_python_decides_has_the_share():
+    """Its choice differs between ranks, and with it the positions of what follows."""
+
+    def drawn(n):
+        return tf.numpy_function(lambda n: np.random.default_rng().random() < 0.5, [n], tf.bool)
+
+    data = Dataset.range(N).map(lambda n: (n, drawn(n))).filter(lambda n, keep: keep).shuffle(N)
+    for rank, part in enumerate(shares(data, 3)):
+        assert {n % 3 for n in samples(part)} == {rank}
+
+
+def test_an_order_by_processors_has_the_share():
+    data = Dataset.range(6).interleave(lambda n: Dataset.range(10 * n, 10 * n + 5)).shuffle(N)
+    for rank, part in enumerate(shares(data, 2)):
+        assert {n // 10 % 2 for n in samples(part)} == {rank}
+
+
 @pytest.mark.parametrize(
     ("data", "received"),
     [
+        (lambda: Dataset.range(4).flat_map(lambda n: Dataset.range(4).shard(2, 0)), "a dataset wi"),
         (lambda: Dataset.range(N).shuffle(N).take(9), "TakeDataset, which depends on the order of"),
         (lambda: Dataset.range(N).shuffle(N).cache("file"), "CacheDataset, which depends on"),
         (lambda: Dataset.zip(Dataset.range(N).shuffle(N), Dataset.range(N)), "ZipDataset"),
@@ -265,13 +287,20 @@ def test_two_lines_train_as_one_process(wire):
 
 
 @pytest.mark.ranks("2x1")
-@pytest.mark.parametrize("kind", ["arrays", "batches", "dataset"])
-def test_equal_data_are_named_once(wire, kind):
+@pytest.mark.parametrize("kind", ["arrays", "batches", "dataset", "files"])
+def test_equal_data_are_named_once(wire, kind, tmp_path):
     x, y = models.mlp.data(24)
+    for name in ("a", "b"):
+        with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
+            for row in range(12):
+                writer.write(str(row).encode())
+    files = tf.data.TFRecordDataset([str(tmp_path / n) for n in "ab"], num_parallel_reads=2)
+    rows = files.map(lambda n: tf.strings.to_number(n, tf.int64))
     data = {
         "arrays": (x, y),
         "batches": (models.Batches(x, y, 6),),
         "dataset": (Dataset.from_tensor_slices((x, y)).shuffle(24).batch(6),),
+        "files": (rows.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).batch(6),),
     }[kind]
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)

@@ -1,4 +1,4 @@
-"""Plans with a predicted step, of any policy, where the network profile is known."""
+"""Plans with a predicted step, of any policy whose costs are known, over a known network."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ _numbers = itertools.count()
 class Race:
     """Timed trial: measures the exchange of each plan without computation, on all ranks together.
 
-    `known` has the seconds of timed plans by their digest. A plan is timed only once, so that equal
-    plans have equal times, also in a run that resumes with the times of an earlier run.
+    `known` has the seconds of timed plans by their digest. A planner times a plan only once, so
+    that equal plans have equal times, also in a run that resumes with an earlier run's times.
     """
 
     def __init__(self, known: dict[str, float] | None = None) -> None:

@@ -145,13 +145,24 @@ class _Search:
         return [one.changed(is_default=True) if one is best else one for one in attempts]
 
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates with known costs: those of structures require their size."""
-        unknown = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
+        """Returns the candidates with known costs: those of structures require their size.
+
+        Structures of unknown size that all candidates send alike do not matter.
+        """
+        unknown = [
+            d
+            for d in self.descriptions
+            if d.structure and not d.structure.is_sized and self._differ(options, d)
+        ]
         return {
             name: policy
             for name, policy in options.items()
             if not any(policy.choose(d, self.topology).scheme.reader for d in unknown)
         }
+
+    def _differ(self, options: Mapping[str, Policy], description: Description) -> bool:
+        schemes = {one.choose(description, self.topology).scheme for one in options.values()}
+        return len(options) == 1 or len(schemes) > 1
 
     def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
         """Returns an attempt for each distinct plan."""

@@ -23,7 +23,8 @@ class Planner:
     """Makes the plans of one optimizer, the same on every rank.
 
     `is_watching` is true while steps that are traced call observers. `callback` is the class of the
-    callback that `fit` runs once for all optimizers with such a planner.
+    callback that `fit` runs once for all optimizers with such a planner; of its methods, those at
+    the begin of an epoch and around a batch are called.
     """
 
     callback: ClassVar[type[keras.callbacks.Callback] | None] = None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import dataset_ops, readers
 from tensorflow.python.framework import op_def_registry
 
 _ALONE = {
@@ -32,6 +32,7 @@ _SELECTING = {
     "FlatMapDataset": "FlatMapDataset",
     "InterleaveDataset": "InterleaveDataset",
     "ParallelInterleaveDataset": "ParallelInterleaveDatasetV4",
+    "LegacyParallelInterleaveDataset": "LegacyParallelInterleaveDatasetV2",
     "UnbatchDataset": "UnbatchDataset",
 }
 """Steps that make any number of elements of each one."""
@@ -49,6 +50,11 @@ _OPS = _ALONE | _SELECTING | _GROUPING
 _IN_POSITION = {*_ALONE, *_GROUPING, "ZipDataset", "TensorSliceDataset", "RangeDataset"}
 _IN_POSITION -= {"GroupByWindowDataset"}
 """Steps that select elements by their position alone."""
+_PER_ELEMENT = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
+"""Steps whose function may differ between ranks if it calls Python, such as NumPy's generators."""
+PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+_WRITES = re.compile("Assign.*VariableOp|Resource(Scatter|Apply|SparseApply)")
+"""Ops that change variables, as the seed generators of Keras's random layers do."""
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 """Ops within a function, or within a dataset without steps, whose order may differ."""
 
@@ -82,7 +88,9 @@ def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
-    return type(step).__name__.strip("_")
+    # That of files which are read in parallel has the name of another step, with another op.
+    is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
+    return ("Legacy" if is_legacy else "") + type(step).__name__.strip("_")
 
 
 def groups(step: tf.data.Dataset) -> bool:
@@ -99,7 +107,7 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
     if start >= end:
         behind = f", which depends on the order of {kind(steps[end])}" if start > end else ""
         raise _refusal(kind(steps[start]) + behind)
-    if any(kind(step) == "ShardDataset" for step in below(steps[-1])):
+    if is_share(steps[-1]):
         raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
     place = _balanced(steps, start, end, size)
     if _has_at_least(steps[place], size):
@@ -109,6 +117,14 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
     if any(kind(step) in _SELECTING for step in steps[end:]):
         raise _refusal(f"fewer than {size} elements before {kind(steps[end])}")
     return place
+
+
+def is_share(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset has a `shard`, also within a function of a step."""
+    return any(
+        kind(step) == "ShardDataset" or any(node.op == "ShardDataset" for node in nodes(step))
+        for step in below(dataset)
+    )
 
 
 def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
@@ -138,7 +154,9 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
     for index, step in enumerate(steps):
         # The first step may have several inputs.
         for one in [step] if index else below(step):
-            draws = draws or kind(one) == "RandomDataset" or any(map(_draws, nodes(one)))
+            ops = {node.op for node in nodes(one)}
+            draws = draws or kind(one) == "RandomDataset" or any(map(_draws, ops))
+            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
             selects = kind(one) not in _IN_POSITION
             if _reorders(one, is_free) or (draws and selects):
                 return index
@@ -155,6 +173,9 @@ def below(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
     deterministic = _deterministic(step)
     if deterministic == "false" or (is_free and deterministic == "default"):
+        return True
+    # TensorFlow then chooses by the processors of the rank.
+    if int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE:
         return True
     return kind(step).startswith("Shuffle") or any(
         node.op.startswith(_UNKNOWN_ORDER) or node.attr["deterministic"].s == b"false"
@@ -190,10 +211,12 @@ def nodes(step: tf.data.Dataset) -> Iterator[Any]:
             yield from function.node_def
 
 
-def _draws(node: Any) -> bool:
-    """Returns whether an op draws random numbers from a state."""
-    op = op_def_registry.get(node.op)
-    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", node.op):
+def _draws(name: str) -> bool:
+    """Returns whether an op draws random numbers from a state, or changes a variable."""
+    op = op_def_registry.get(name)
+    if _WRITES.match(name):
+        return True
+    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", name):
         return False
     names = {argument.name for argument in [*op.attr, *op.input_arg]}
     return bool(names & {"seed", "alg", "algorithm"})

@@ -40,7 +40,8 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
       size: Number of shares; by default the number of ranks that train.
 
     Returns:
-      Data of the same kind: views of NumPy arrays, and else a lazy slice. The server of
+      Data of the same kind: views of NumPy arrays, slices of tensors and frames, and else what
+      reads the share lazily. The server of
       `init(server_rank=...)` gets `data` itself, which it does not train on.
 
     Raises:

@@ -25,7 +25,8 @@ class Rules(Policy):
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
 
     Raises:
-      ValueError: If a pattern is not a regular expression, or a scheme is unknown.
+      ValueError: If a pattern is not a regular expression, a scheme is unknown, or policies have
+        different planners or readers, of which a plan has one.
 
     Example:
       >>> from tfposeidon.communication.topology import Topology
@@ -46,6 +47,8 @@ class Rules(Policy):
         # `object.__setattr__`, because the dataclass is frozen: plans and configurations are
         # compared.
         object.__setattr__(self, "rules", parsed)
+        _check_same("planner", [policy.planner for _, policy in parsed if not policy.is_fixed])
+        _check_same("reader", [type(policy.reader) for _, policy in parsed if policy.reader])
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -73,13 +76,11 @@ class Rules(Policy):
     @property
     @override
     def planner(self) -> Callable[..., Any] | None:
-        # All planners that are not `None` are the same, and know rules.
         return next((policy.planner for _, policy in self.rules if not policy.is_fixed), None)
 
     @property
     @override
     def reader(self) -> GradientReader | None:
-        # All readers that are not `None` are the same.
         return next((policy.reader for _, policy in self.rules if policy.reader), None)
 
     @property
@@ -91,6 +92,15 @@ class Rules(Policy):
     @override
     def corrects_momentum(self) -> bool:
         return any(policy.corrects_momentum for _, policy in self.rules)
+
+
+def _check_same(kind: str, found: list[Any]) -> None:
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"Rules must not contain policies with different {kind}s, because one {kind} makes the "
+            f"whole plan. Received: {', '.join(one.__name__ for one in found)}. Use policies with "
+            "the same one."
+        )
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

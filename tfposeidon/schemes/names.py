@@ -32,7 +32,6 @@ SCHEMES = _installed(
 POLICIES = _installed(
     {
         "Auto": "tfposeidon.autotune.policy",
-        "Considered": "tfposeidon.autotune.policy",
         "HybComm": "tfposeidon.factors.policy",
         "best_scheme_values": "tfposeidon.factors.policy",
     }

@@ -60,9 +60,7 @@ class StateDescription:
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
         """Creates a description from a result of `to_dict`, also if its tuples are lists."""
         names = {on_disk: name for name, on_disk in _ON_DISK.items()}
-        # Older checkpoints also have `joined`.
-        known = {name: value for name, value in content.items() if name != "joined"}
-        values = {names.get(name, name): value for name, value in known.items()}
+        values = {names.get(name, name): value for name, value in content.items()}
         members = tuple((path, length) for path, length in content["members"])
         placement = Placement(content["placement"])
         return cls(**values | {"members": members, "placement": placement})

@@ -6,6 +6,7 @@ samples of each rank reveal that before the first step.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from typing import Any
 
@@ -19,7 +20,7 @@ from tfposeidon.inputs import pipelines
 from tfposeidon.inputs.shares import is_array
 from tfposeidon.training import session
 
-_PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+log = logging.getLogger("tfposeidon")
 
 
 def compare(model: keras.Model, arguments: dict[str, Any]) -> None:
@@ -27,13 +28,21 @@ def compare(model: keras.Model, arguments: dict[str, Any]) -> None:
 
     All ranks call it together, with the arguments of a model's first `fit`.
     """
-    data = _Given(arguments)
+    data = _Given()
+    try:
+        data.read(arguments)
+    except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
+        log.debug("tfposeidon: the data of ranks are not compared: %s", error)
     ranks = exchange_objects([data.batch_size, data.samples], runtime.wire(), "tp.given_data")
     sizes = [size for size, _ in ranks]
     if None not in sizes and session.of(model).is_in_step:
         first = f"{len(sizes)} ranks x {sizes[0]}"
         terms = first if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-        runtime.say("tfposeidon: global batch %d = %s; learning rate unchanged", sum(sizes), terms)
+        calls = [one.gradient_accumulation_steps or 1 for one in session.of(model).optimizers]
+        if (steps := max(calls, default=1)) > 1:
+            terms = f"({terms}) x {steps} accumulated steps"
+        total = sum(sizes) * steps
+        runtime.say("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
     if data.samples and all(samples == data.samples for _, samples in ranks):
         runtime.say(
             "tfposeidon: all ranks pass the same data to fit, by its length and some samples. Pass "
@@ -44,13 +53,16 @@ def compare(model: keras.Model, arguments: dict[str, Any]) -> None:
 class _Given:
     """What one rank gives to `fit`: its batch size, and the length and checksums of some samples.
 
-    Both are `None` if they are unknown, or if reading the data would have side effects.
+    Both are `None` if they are unknown, or if reading the data calls Python.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        x = arguments["x"]
+    def __init__(self) -> None:
         self.batch_size: int | None = None
         self.samples: list[Any] | None = None
+
+    def read(self, arguments: dict[str, Any]) -> None:
+        """Reads both from the arguments of `fit`."""
+        x = arguments["x"]
         if isinstance(x, tf.data.Dataset):
             variant = tf.data.experimental.to_variant(x)
             size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
@@ -99,8 +111,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
     end = next((i for i, step in enumerate(steps) if pipelines.groups(step)), len(steps))
     read = steps[: min(end, pipelines.first_random(steps))]
     # A share, an opaque dataset, or one that calls Python, which counts epochs or ends for good.
-    is_share = any(pipelines.kind(step) == "ShardDataset" for step in pipelines.below(dataset))
-    if is_share or not read or _calls_python(read[-1]):
+    if pipelines.is_share(dataset) or not read or _calls_python(read[-1]):
         return None
     found = [int(read[-1].cardinality())]
     for sample in read[-1].take(1):
@@ -110,4 +121,4 @@ def _of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 
 def _calls_python(dataset: tf.data.Dataset) -> bool:
     steps = pipelines.below(dataset)
-    return any(node.op in _PYTHON_OPS for step in steps for node in pipelines.nodes(step))
+    return any(node.op in pipelines.PYTHON_OPS for step in steps for node in pipelines.nodes(step))
