@@ -118,9 +118,22 @@ def test_each_rank_of_a_node_gets_its_gpu():
         mock.patch.object(tf.config, "set_visible_devices") as visible,
         mock.patch.object(tf.config.experimental, "set_memory_growth") as growth,
     ):
-        runtime.choose_gpu(2)
+        runtime.choose_gpu(2, 4)
     visible.assert_called_once_with(gpus[2], "GPU")
     growth.assert_called_once_with(gpus[2], True)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_gpus_that_all_ranks_have_initialized_are_an_error(caplog, ranks):
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * 4),
+        mock.patch.object(tf.config, "set_visible_devices", side_effect=RuntimeError("late")),
+        pytest.raises(RuntimeError, match=r"initialized 4 GPUs, and 4 ranks.*Call tfposeidon.init")
+        if ranks > 1
+        else contextlib.nullcontext(),
+    ):
+        runtime.choose_gpu(0, ranks)
+    assert ("its visible GPUs stay unchanged" in caplog.text) == (ranks == 1)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def init(
       PermissionError: If the token of this rank is not that of the job.
       RuntimeError: If it was called before with another layout or server, if ranks request
         different ones, if two processes have one rank, if `hvd.init()` was called before and
-        process sets are needed, or if Horovod has NCCL and the node has fewer GPUs than ranks
+        process sets are needed, if TensorFlow has initialized the GPUs that ranks of this node
+        share, or if Horovod has NCCL and the node has fewer GPUs than ranks
         (unless `pin_gpu` is false).
 
     Example:
@@ -113,7 +114,7 @@ def init(
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        choose_gpu(launcher.process_rank().local_rank)
+        choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
         warn_of_idle_gpus(launcher.ranks_of_node())
     _take_links(network, _wire.topology)
     return _wire.topology
@@ -501,8 +502,8 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
         )
 
 
-def choose_gpu(local_rank: int) -> None:
-    """Makes only this rank's GPU visible to TensorFlow."""
+def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
+    """Makes only this rank's GPU visible to TensorFlow, or raises if ranks would share all."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -514,6 +515,13 @@ def choose_gpu(local_rank: int) -> None:
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
     except RuntimeError as error:
+        if len(gpus) > 1 and (ranks_here or 1) > 1:
+            raise RuntimeError(
+                "Each rank must choose its GPU before TensorFlow initializes any. Received: "
+                f"TensorFlow has initialized {len(gpus)} GPUs, and {ranks_here} ranks share this "
+                "node. Call tfposeidon.init(), or a function that calls it, such as tp.shard, "
+                "before the first model, tensor or dataset."
+            ) from error
         log.warning(
             "TensorFlow was initialized before tfposeidon.init(); its visible GPUs stay "
             "unchanged (%s)",
