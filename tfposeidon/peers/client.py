@@ -104,7 +104,7 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
                 f"All processes of a job must reach the store of {job.unit} 0 within its start "
                 f"timeout. Received: {problems}, for {timeout_s:g} s. Check that "
                 f"{job.name_of(0)} has started and that no firewall or network policy closes the "
-                f"port; {HOST} and {PORT} choose another address."
+                f"port; {HOST} and {PORT} choose another address.{job.hint}"
             )
         time.sleep(RETRY_S)
 

@@ -164,7 +164,7 @@ def _missing(client: Client, scope: str, job: Job) -> str:
         f"All {job.size} {job.unit}s must come to the store within the start timeout "
         f"(`start_timeout_s`). Received: {', '.join(missing)} did not come to "
         f"{client.host}:{client.port}. Check that they have started, and that they reach this "
-        "address; their own messages name the address that they tried."
+        f"address; their own messages name the address that they tried.{job.hint}"
     )
 
 

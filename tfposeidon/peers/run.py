@@ -140,7 +140,8 @@ def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None
     host, port = sources.split_address(master or "127.0.0.1:0", "--master")
     identity = f"run {master} {nodes}" if master else f"run {secrets.token_hex(8)}"
     size = 1 if nodes is None else nodes
-    return Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+    job = Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+    return sources.require_ipv4(job)
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
