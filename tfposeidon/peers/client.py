@@ -16,7 +16,12 @@ from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
 from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, prefix_of
 
 TIMEOUT_S = 10.0
+"""Longest silence of a store."""
 RETRY_S = 0.2
+
+
+class EndingError(ConnectionError):
+    """Error of a request to the store of a job that is ending."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Client:
             # Read in any case, which closes the connection.
             body = answer.read()
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                raise ConnectionError("its job is ending")
+                raise EndingError("its job is ending")
             job = unquote(answer.getheader(JOB_HEADER) or "")
             return Answer(answer.status, body, job, own)
         except http.client.HTTPException as error:
@@ -107,6 +112,13 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
                 f"port; {HOST} and {PORT} choose another address.{job.hint}"
             )
         time.sleep(RETRY_S)
+
+
+def running(job: Job, token: str | None) -> Client | None:
+    """Returns a client of the job's store if it runs on this host already."""
+    # The host's own name may lead to another address, such as that of a service.
+    *_, last = _attempts(replace(job, host="127.0.0.1"), token)
+    return last if isinstance(last, Client) else None
 
 
 def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:

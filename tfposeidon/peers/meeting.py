@@ -7,7 +7,9 @@ the nodes and its own variables, so that Horovod starts only once all of them ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon.peers import sources, store
-from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.client import RETRY_S, Client, EndingError, connect, running
 from tfposeidon.peers.sources import Job
 
 MEMBER = "TFPOSEIDON_MEMBER"
@@ -35,19 +37,16 @@ _store: subprocess.Popen[str] | None = None
 """Process of the store, if this is rank 0: a reference, because it outlives this process."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
-    """What a rank publishes.
+    """Where a rank is.
 
     `node` names the node and is equal on its ranks only. `address` is the rank's own in its
     connection to the store.
     """
 
     node: str
-    host: str
-    process: int
     address: str
-    size: int
 
 
 def variables() -> dict[str, str]:
@@ -111,50 +110,67 @@ def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], C
     """Returns the entries of all ranks, in their order, and the store's client."""
     global _store
     deadline = time.monotonic() + timeout_s
-    if job.rank == 0 and not job.has_store:
+    client = None
+    if job.rank == 0 and not job.has_store and (client := running(job, token)) is None:
         _store, port = store.start_process(job.host, job.ports, job.identity, token, job.size)
         # Its own name may lead to another address, such as that of a service.
         job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
-    client = connect(job, token, timeout_s)
-    own = Entry(
-        node=job.node or _this_node(),
-        host=socket.gethostname(),
-        process=os.getpid(),
-        address=client.local_address,
-        size=job.size,
-    )
-    found = meet(client, RANKS, job, dataclasses.asdict(own), deadline)
-    entries = [Entry(**entry) for entry in found]
-    for rank, entry in enumerate(entries):
-        if entry.size != job.size:
-            raise ValueError(
-                f"All ranks must have the same size. Received from {job.source}: {job.size} on "
-                f"{job.name_of(job.rank)}, {entry.size} on {job.name_of(rank)}."
-            )
-    return entries, client
+    client = client or connect(job, token, timeout_s)
+    own = {"node": job.node or _this_node(), "address": client.local_address}
+    found = meet(client, RANKS, job, own, deadline)
+    return [Entry(entry["node"], entry["address"]) for entry in found], client
 
 
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
     """Publishes `own` and returns what all processes of the job have published, in their order."""
-    try:
-        first = client.put_first(scope, str(job.rank), own)
-        if first != own:
-            raise RuntimeError(
-                f"Each {job.unit} must be one process. Received from {job.source}: "
-                f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
-                f"process {own['process']} on {own['host']}. Start one process for each "
-                f"{job.unit}; restart all of them if one has ended."
-            )
-        while (found := client.all(scope, job.size, deadline - time.monotonic())) is None:
-            if time.monotonic() > deadline:
+    own = {**own, **_this_process(), "size": job.size}
+    found = None
+    while found is None:
+        try:
+            if (first := client.put_first(scope, str(job.rank), own)) != own:
+                raise RuntimeError(
+                    f"Each {job.unit} must be one process. Received from {job.source}: "
+                    f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
+                    f"process {own['process']} on {own['host']}. Start one process for each "
+                    f"{job.unit}; restart all of them if one has ended."
+                )
+            found = client.all(scope, job.size, deadline - time.monotonic())
+        except OSError as error:
+            # Others, such as a reset, do not show that the store has ended.
+            is_gone = isinstance(error, EndingError | ConnectionRefusedError)
+            if is_gone or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"The store of {job.unit} 0 must answer until all {job.unit}s have come. "
+                    f"Received: {error} at {client.host}:{client.port}, which had answered before. "
+                    f"The messages of {job.name_of(0)} show why it ended."
+                ) from error
+            time.sleep(RETRY_S)
+        else:
+            if found is None and time.monotonic() > deadline:
                 raise TimeoutError(_missing(client, scope, job))
-    except ConnectionError as error:
-        raise RuntimeError(
-            f"The store of {job.unit} 0 must answer until all {job.unit}s have come. Received: "
-            f"{error} at {client.host}:{client.port}, which had answered before. The messages of "
-            f"{job.name_of(0)} show why it ended."
-        ) from error
+    _require_same_size(found, job)
     return [found[rank] for rank in range(job.size)]
+
+
+def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
+    # Among the entries of a larger job, one of this job's ranks may be missing.
+    for rank, entry in found.items():
+        if entry["size"] != job.size:
+            raise ValueError(
+                f"All {job.unit}s must have the same size. Received from {job.source}: {job.size} "
+                f"on {job.name_of(job.rank)}, {entry['size']} on {job.name_of(rank)}. Correct the "
+                "variables, or restart all of them."
+            )
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "process": os.getpid(), "start": _start()}
+
+
+@functools.cache
+def _start() -> str:
+    """Returns text of this process alone: a restarted container keeps its names and numbers."""
+    return secrets.token_hex(8)
 
 
 def _missing(client: Client, scope: str, job: Job) -> str:

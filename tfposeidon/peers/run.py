@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.client import Client, connect, running
 from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
@@ -181,8 +180,9 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 @contextlib.contextmanager
 def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Connects to the store of node 0, which lives in this process if this is node 0."""
-    if job.rank > 0:
-        yield connect(job, token, timeout_s)
+    # A store that node 0 finds is that of a second node 0, which both learn when they meet.
+    if client := connect(job, token, timeout_s) if job.rank > 0 else running(job, token):
+        yield client
         return
     server = store.listen(job.host, job.ports, job.identity, token)
     with server.serving():
@@ -196,8 +196,8 @@ def _environments(
     job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
 ) -> dict[int, dict[str, str]]:
     """Returns the environment of each rank of this node, by rank, once all nodes have come."""
-    own = {"host": socket.gethostname(), "process": os.getpid(), "ranks": count}
-    nodes = meeting.meet(client, "nodes", job, own, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    nodes = meeting.meet(client, "nodes", job, {"ranks": count}, deadline)
     first = sum(node["ranks"] for node in nodes[: job.rank])
     common = {
         **os.environ,
