@@ -239,21 +239,32 @@ class _Ranks(Runner):
         except OSError:
             # Node 0 has ended. Ranks notice it themselves, or have ended too.
             return
+        # The ranks of this node may end in the meantime, even with status 0.
+        self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
         if self.first_failed is None:
             self.say(f"the job ends. {cause}")
-            self.failed_elsewhere = self._ended = True
+            self._ended = True
             await self.end(0.0)
 
     def _cause(self) -> object:
         return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
 
     def _fail(self, rank: Rank) -> None:
-        # A rank that raised an exception has written its cause itself.
-        if rank.status is not None and rank.status < 0:
-            with contextlib.suppress(OSError):
-                self._client.put_first(store.FAILURES, store.FIRST_FAILURE, f"{rank}.")
+        word = None
+        with contextlib.suppress(OSError):
+            word = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
+        # A rank that raised an exception has written its cause, unless it was before
+        # tfposeidon.init(); sys.exit(3) leaves the word of a normal end.
+        if word in (None, "ended"):
+            self.leave_cause(f"{rank}.")
         super()._fail(rank)
+
+    def leave_cause(self, cause: str) -> None:
+        """Stores the cause of the job's end for the other nodes, unless there is one."""
+        # Without a store, there is no node that waits.
+        with contextlib.suppress(OSError):
+            self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
 async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
@@ -268,13 +279,19 @@ async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
             for rank in ranks.ranks:
                 rank.signal(signal.SIGKILL)
         else:
+            cause = f"run of node {starts[0].node} received {signal.Signals(number).name}."
+            # Not in this thread, because the store of a lost node 0 is silent for seconds.
+            loop.run_in_executor(None, ranks.leave_cause, cause)
             task.cancel()
         signals.append(number)
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+        # nohup ignores SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end, number)
     try:
         await ranks.run(starts, [ranks.follow])
     except asyncio.CancelledError:
         return 128 + (signals[0] if signals else signal.SIGPIPE)
-    return 1 if ranks.failed_elsewhere else ranks.status
+    return ranks.status or int(ranks.failed_elsewhere)
