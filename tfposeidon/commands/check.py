@@ -107,7 +107,14 @@ def version_of(name: str) -> str | None:
 
 def _peers() -> list[tuple[str, str]]:
     """Returns rows about the platforms whose variables are set, and about the job's token."""
+    # Imported here for the reason in `_start`.
+    import_tensorflow()
+    from tfposeidon.communication import launcher
+
     variables = meeting.variables()
+    if meeting.has_launcher(variables, launcher.has_mpi()):
+        name = next(name for name in launcher.RANK if variables.get(name))
+        return [("peers by", f"a launcher, which has set {name}")]
     if not (found := sources.describe(variables)):
         return []
     secret = (

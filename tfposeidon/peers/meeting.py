@@ -71,7 +71,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
         return _nodes
     _refuse_child()
     found = variables()
-    job = None if _has_launcher(found, has_mpi) else sources.find(found)
+    job = None if has_launcher(found, has_mpi) else sources.find(found)
     if job is None or job.size == 1:
         return None
     entries, client = _meet(job, sources.token(found), timeout_s)
@@ -87,7 +87,8 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     return _nodes
 
 
-def _has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
+def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
+    """Returns whether variables of a launcher count, which they do not for ranks of `run`."""
     names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
     return sources.RANK not in found and any(found.get(name) for name in names)
 
