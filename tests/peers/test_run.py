@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import os
@@ -187,23 +186,24 @@ def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):
 
 def output_of(script, sink, monkeypatch, folder=None):
     monkeypatch.setattr(sys, "stdout", sink)
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(Runner("test", folder=folder).run(starts(script)))
-        return True
-    return False
+    asyncio.run(Runner("test", folder=folder).run(starts(script)))
 
 
 def test_characters_that_the_output_lacks_are_replaced(monkeypatch, tmp_path):
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert output_of(r"printf '\303\244b\n'", sink, monkeypatch)
+    output_of(r"printf '\303\244b\n'", sink, monkeypatch)
     assert sink.buffer.getvalue() == b"[4] ?b\n"
-    assert output_of(r"printf '\303\244\377\n'", sink, monkeypatch, tmp_path)
+    output_of(r"printf '\303\244\377\n'", sink, monkeypatch, tmp_path)
     assert (tmp_path / "rank-4.log").read_bytes() == "\u00e4\ufffd\n".encode()
 
 
-def test_a_full_disk_ends_the_job_with_a_message(monkeypatch, capsys):
+def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
+    server, client = job
     begin = time.monotonic()
     with open("/dev/full", "w") as sink:
-        assert not output_of("echo a; sleep 60", sink, monkeypatch)
+        monkeypatch.setattr(sys, "stdout", sink)
+        status = asyncio.run(run._run(starts("echo a; sleep 60"), client, None))
+    assert status == 128 + signal.SIGPIPE
     assert time.monotonic() - begin < 30
+    assert first_failure(server) == "run of node 2 could not write its output."
     assert "could not be written: [Errno 28] No space left" in capsys.readouterr().err

@@ -293,5 +293,8 @@ async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
     try:
         await ranks.run(starts, [ranks.follow])
     except asyncio.CancelledError:
-        return 128 + (signals[0] if signals else signal.SIGPIPE)
+        if signals:
+            return 128 + signals[0]
+        ranks.leave_cause(f"run of node {starts[0].node} could not write its output.")
+        return 128 + signal.SIGPIPE
     return ranks.status or int(ranks.failed_elsewhere)

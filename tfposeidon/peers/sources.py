@@ -238,15 +238,9 @@ def _cluster_spec(variables: Variables) -> Job | None:
 
 def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
     """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
-    cluster, task = _parsed(source, text)
+    cluster, kind, index = _parsed(source, text)
     if not cluster:
         return None
-    kind, index = task.get("type"), str(task.get("index") or 0)
-    if not isinstance(kind, str) or not index.isdigit():
-        raise ValueError(
-            f"The task of {source} must have a type and an index from 0. Received: {task}. Set "
-            f'"task" to one such as {{"type": "{roles[-1]}", "index": 0}}.'
-        )
     if others := sorted({*cluster, kind} - {*roles}):
         raise ValueError(
             f"All processes of {source} must train: its roles are {', '.join(roles)}. Received: "
@@ -254,33 +248,33 @@ def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
             'tp.DistributedOptimizer(..., scheme="ps") spreads parameters over ranks.'
         )
     members = [(role, number) for role in roles for number in range(len(cluster.get(role, ())))]
-    own = (kind, int(index))
-    if own not in members:
+    if (kind, index) not in members:
         raise ValueError(
             f"The task of {source} must be part of its cluster. Received: {kind} {index}, and "
             f"{', '.join(f'{len(cluster[role])} {role}' for role in roles if role in cluster)}. "
             "Correct the task, or list its address."
         )
     addresses = [cluster[role][number] for role, number in members]
-    return _of_addresses(source, addresses, members.index(own))
+    return _of_addresses(source, addresses, members.index((kind, index)))
 
 
-def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
+def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
+    """Returns the addresses of each role, and the type and index of the task."""
     try:
         found = json.loads(text)
-        cluster, task = found.get("cluster") or {}, found.get("task") or {}
+        if not (cluster := found.get("cluster")):
+            return {}, "", 0
         # Sparse clusters, which map indices to addresses, are of parameter servers.
-        is_right = isinstance(task, dict) and all(map(_is_list_of_text, cluster.values()))
-        problem = None if is_right else "another form"
-    except (AttributeError, json.JSONDecodeError) as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(
-            f"{source} must be a JSON object with `cluster`, which lists all addresses of each "
-            f"role, and `task`. Received: {text!r} ({problem}). Set it to a form such as "
-            '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
-        )
-    return cluster, task
+        if all(map(_is_list_of_text, cluster.values())):
+            return cluster, str(found["task"]["type"]), int(found["task"].get("index") or 0)
+        problem = "addresses in another form"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = repr(error)
+    raise ValueError(
+        f"{source} must be a JSON object with `cluster`, which lists all addresses of each role, "
+        f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to a form "
+        'such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
+    )
 
 
 def _is_list_of_text(found: Any) -> bool:
