@@ -130,7 +130,15 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
     with pytest.raises(RuntimeError, match=message):
         meeting._meet(job(server), "secret", 5.0)
-    # A job that has no store yet, beside another one's.
+    # Both come at the same time, so that the port is taken.
+    answers = [None, client.running(job(server), "secret")]
+    monkeypatch.setattr(client, "running", lambda *_: answers.pop(0))
+    monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
+    with pytest.raises(RuntimeError, match=message):
+        meeting._meet(job(server), "secret", 5.0)
+
+
+def test_a_job_without_a_store_finds_none(server):
     assert client.running(job(server, identity="second"), None) is None
 
 

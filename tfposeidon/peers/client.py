@@ -6,15 +6,16 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
 from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, prefix_of
 
+T = TypeVar("T")
 TIMEOUT_S = 10.0
 """Longest silence of a store."""
 RETRY_S = 0.2
@@ -112,6 +113,19 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
                 f"port; {HOST} and {PORT} choose another address.{job.hint}"
             )
         time.sleep(RETRY_S)
+
+
+def running_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | T:
+    """Returns a client of the job's store if it runs on this host, else the result of `start`."""
+    if client := running(job, token):
+        return client
+    try:
+        return start()
+    except OSError:
+        # A second process 0 may have started it at the same time.
+        if client := running(job, token):
+            return client
+        raise
 
 
 def running(job: Job, token: str | None) -> Client | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon.peers import sources, store
-from tfposeidon.peers.client import RETRY_S, Client, EndingError, connect, running
+from tfposeidon.peers.client import RETRY_S, Client, EndingError, connect, running_or
 from tfposeidon.peers.sources import Job
 
 MEMBER = "TFPOSEIDON_MEMBER"
@@ -111,15 +111,18 @@ def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], C
     """Returns the entries of all ranks, in their order, and the store's client."""
     global _store
     deadline = time.monotonic() + timeout_s
-    client = None
-    if job.rank == 0 and not job.has_store and (client := running(job, token)) is None:
-        _store, port = store.start_process(job.host, job.ports, job.identity, token, job.size)
-        # Its own name may lead to another address, such as that of a service.
-        job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
-    client = client or connect(job, token, timeout_s)
+    found: Client | tuple[subprocess.Popen[str], int] | None = None
+    if job.rank == 0 and not job.has_store:
+        place = (job.host, job.ports, job.identity, token, job.size)
+        found = running_or(job, token, lambda: store.start_process(*place))
+        if isinstance(found, tuple):
+            _store, port = found
+            # Its own name may lead to another address, such as that of a service.
+            job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
+    client = found if isinstance(found, Client) else connect(job, token, timeout_s)
     own = {"node": job.node or _this_node(), "address": client.local_address}
-    found = meet(client, RANKS, job, own, deadline)
-    return [Entry(entry["node"], entry["address"]) for entry in found], client
+    entries = meet(client, RANKS, job, own, deadline)
+    return [Entry(entry["node"], entry["address"]) for entry in entries], client
 
 
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.client import Client, connect, running
+from tfposeidon.peers.client import Client, connect, running_or
 from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
@@ -180,11 +180,16 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 @contextlib.contextmanager
 def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Connects to the store of node 0, which lives in this process if this is node 0."""
-    # A store that node 0 finds is that of a second node 0, which both learn when they meet.
-    if client := connect(job, token, timeout_s) if job.rank > 0 else running(job, token):
-        yield client
+    server: Client | store.Store
+    if job.rank > 0:
+        server = connect(job, token, timeout_s)
+    else:
+        place = (job.host, job.ports, job.identity, token)
+        server = running_or(job, token, lambda: store.listen(*place))
+    if isinstance(server, Client):
+        # If this is node 0, there is a second one, which both learn when they meet.
+        yield server
         return
-    server = store.listen(job.host, job.ports, job.identity, token)
     with server.serving():
         yield Client("127.0.0.1", server.server_address[1], server.prefix, "127.0.0.1")
         if job.size > 1:
