@@ -62,7 +62,7 @@ def horovod(rank=0, size=1):
 def test_mpirun_with_a_horovod_without_mpi_is_refused():
     message = "must agree. Received: rank 2 of 4 from the environment, rank 0 of 1 from Horovod"
     with pytest.raises(RuntimeError, match=message):
-        runtime._start_over_mpi(horovod(), ProcessRank(2, 4), None)
+        runtime.start_over_mpi(horovod(), ProcessRank(2, 4), None)
 
 
 def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
@@ -76,8 +76,8 @@ def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
 
 def test_check_claims_no_key_where_a_launcher_counts(environment):
     environment({**TORCHRUN, meeting.LAUNCHER: "0"})
-    assert check._peers() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
+    assert check.peers() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
     environment({**TORCHRUN, **MPIRUN}, has_mpi=True)
-    assert check._peers() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]
+    assert check.peers() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]
     environment({**TORCHRUN, **MPIRUN})
-    assert [name for name, _ in check._peers()] == ["peers by", "rendezvous"]
+    assert [name for name, _ in check.peers()] == ["peers by", "rendezvous"]

@@ -71,12 +71,12 @@ def published(server, rank):
 @pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
 def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatch, other):
     """Also a restarted container, which has the host name and process number of the first."""
-    monkeypatch.setattr(meeting, "_this_process", lambda: THERE)
+    monkeypatch.setattr(meeting, "this_process", lambda: THERE)
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(meet, server, 1)
         published(server, 1)
         second = {**THERE, **other}
-        monkeypatch.setattr(meeting, "_this_process", lambda: second)
+        monkeypatch.setattr(meeting, "this_process", lambda: second)
         message = f"process 7 on there and process {second['process']} on {second['host']}"
         with pytest.raises(RuntimeError, match=message):
             meet(server, 1)
@@ -85,10 +85,10 @@ def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatc
 
 
 def test_a_start_is_drawn_once_per_process():
-    assert meeting._this_process() == meeting._this_process()
-    drawn = meeting._start()
-    meeting._start.cache_clear()
-    assert meeting._start() != drawn
+    assert meeting.this_process() == meeting.this_process()
+    drawn = meeting.start_text()
+    meeting.start_text.cache_clear()
+    assert meeting.start_text() != drawn
 
 
 def test_sizes_are_compared_before_ranks_are_counted(server):
@@ -129,13 +129,13 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
     message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
     with pytest.raises(RuntimeError, match=message):
-        meeting._meet(job(server), "secret", 5.0)
+        meeting.meet_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
     answers = [None, client.running(job(server), "secret")]
     monkeypatch.setattr(client, "running", lambda *_: answers.pop(0))
     monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
     with pytest.raises(RuntimeError, match=message):
-        meeting._meet(job(server), "secret", 5.0)
+        meeting.meet_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):

@@ -137,7 +137,7 @@ def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, 
     server, client = job
     if word:
         server.put(store.FAILURES, store.EXIT_STATUS.format(4), json.dumps(word).encode())
-    assert asyncio.run(run._run(starts("exit 3"), client, None)) == 3
+    assert asyncio.run(run.run_ranks(starts("exit 3"), client, None)) == 3
     assert (first_failure(server) or "").startswith(cause or "")
     assert (first_failure(server) is None) == (cause is None)
 
@@ -145,8 +145,8 @@ def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, 
 def test_a_failure_elsewhere_counts_if_ranks_end_meanwhile(job):
     server, client = job
     server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
-    assert asyncio.run(run._run(starts("sleep 0.5"), client, None)) == 1
-    assert asyncio.run(run._run(starts("sleep 0.5; exit 5"), client, None)) == 5
+    assert asyncio.run(run.run_ranks(starts("sleep 0.5"), client, None)) == 1
+    assert asyncio.run(run.run_ranks(starts("sleep 0.5; exit 5"), client, None)) == 5
 
 
 def sends(number, is_ready):
@@ -166,7 +166,7 @@ def test_a_signal_is_reported_to_other_nodes(job, tmp_path):
     server, client = job
     started = tmp_path / "started"
     thread = sends(signal.SIGTERM, started.exists)
-    status = asyncio.run(run._run(starts(f"touch {started}; sleep 60"), client, None))
+    status = asyncio.run(run.run_ranks(starts(f"touch {started}; sleep 60"), client, None))
     thread.join()
     assert status == 128 + signal.SIGTERM
     assert first_failure(server) == "run of node 2 received SIGTERM."
@@ -178,7 +178,7 @@ def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):
     try:
         thread = sends(signal.SIGHUP, started.exists)
         command = starts(f"touch {started}; sleep 0.5")
-        assert asyncio.run(run._run(command, job[1], None)) == 0
+        assert asyncio.run(run.run_ranks(command, job[1], None)) == 0
         thread.join()
     finally:
         signal.signal(signal.SIGHUP, previous)
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
     begin = time.monotonic()
     with open("/dev/full", "w") as sink:
         monkeypatch.setattr(sys, "stdout", sink)
-        status = asyncio.run(run._run(starts("echo a; sleep 60"), client, None))
+        status = asyncio.run(run.run_ranks(starts("echo a; sleep 60"), client, None))
     assert status == 128 + signal.SIGPIPE
     assert time.monotonic() - begin < 30
     assert first_failure(server) == "run of node 2 could not write its output."

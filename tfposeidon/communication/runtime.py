@@ -301,7 +301,7 @@ def _start(
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
     if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
-        return _start_over_mpi(hvd, own, server_rank)
+        return start_over_mpi(hvd, own, server_rank)
     topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
     # Passed at the start: process sets that are added later make each cycle of Horovod's thread
@@ -324,7 +324,7 @@ def _groups(topology: Topology, server_rank: int | None) -> tuple[Group, ...]:
     return tuple(dict.fromkeys([*topology.groups(), *pairs]))
 
 
-def _start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
+def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
     """Starts Horovod if ranks do not know each other's hosts beforehand."""
     # Process sets are added after the start, which makes each cycle of Horovod's thread wait for
     # all ranks.

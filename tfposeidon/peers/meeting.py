@@ -74,7 +74,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     job = None if has_launcher(found, has_mpi) else sources.find(found)
     if job is None or job.size == 1:
         return None
-    entries, client = _meet(job, sources.token(found), timeout_s)
+    entries, client = meet_ranks(job, sources.token(found), timeout_s)
     os.environ.update(horovod_variables(entries, job.rank, client))
     # Only if the user has not chosen an interface.
     for name, value in interface_variables(entries, job.rank).items():
@@ -107,7 +107,7 @@ def _refuse_child() -> None:
     )
 
 
-def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
+def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
     """Returns the entries of all ranks, in their order, and the store's client."""
     global _store
     deadline = time.monotonic() + timeout_s
@@ -127,7 +127,7 @@ def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], C
 
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
     """Publishes `own` and returns what all processes of the job have published, in their order."""
-    own = {**own, **_this_process(), "size": job.size}
+    own = {**own, **this_process(), "size": job.size}
     found = None
     while found is None:
         try:
@@ -167,12 +167,13 @@ def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
             )
 
 
-def _this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "process": os.getpid(), "start": _start()}
+def this_process() -> dict[str, Any]:
+    """Returns how messages name this process, and what tells it from all others."""
+    return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
 
 
 @functools.cache
-def _start() -> str:
+def start_text() -> str:
     """Returns text of this process alone: a restarted container keeps its names and numbers."""
     return secrets.token_hex(8)
 

@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
                 Start(number=number, node=job.rank, command=command, environment=environment)
                 for number, environment in environments.items()
             ]
-            return asyncio.run(_run(starts, client, options.output_folder))
+            return asyncio.run(run_ranks(starts, client, options.output_folder))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
         return 2
@@ -272,7 +272,7 @@ class _Ranks(Runner):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
-async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
+async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
     ranks = _Ranks(client, folder)
     task = asyncio.current_task()
