@@ -149,6 +149,22 @@ def test_a_failure_elsewhere_counts_if_ranks_end_meanwhile(job):
     assert asyncio.run(run.run_ranks(starts("sleep 0.5; exit 5"), client, None)) == 5
 
 
+def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
+    server, client = job
+    server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
+    original, problems = Client.get, [ConnectionResetError("reset")]
+
+    def fails_once(*arguments):
+        if problems:
+            raise problems.pop()
+        return original(*arguments)
+
+    monkeypatch.setattr(Client, "get", fails_once)
+    monkeypatch.setattr(run, "FOLLOW_S", 0.1)
+    assert asyncio.run(run.run_ranks(starts("sleep 1"), client, None)) == 1
+    assert not problems
+
+
 def sends(number, is_ready):
     """Sends a signal to this process once the runner's handlers are there."""
 

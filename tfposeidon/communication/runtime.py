@@ -426,8 +426,8 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
         problem = f"{topology} need {len(missing)} process sets"
     if problem:
         raise RuntimeError(
-            "tfposeidon.init() must start Horovod to find all ranks and create its process sets. "
-            f"Received: hvd.init() was called before, and {problem}. Replace hvd.init() by "
+            "tfposeidon.init() must start Horovod to create its process sets. Received: "
+            f"hvd.init() was called before, and {problem}. Replace hvd.init() by "
             "tfposeidon.init()."
         )
     return HorovodWire(topology, {})

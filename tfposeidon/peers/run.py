@@ -238,12 +238,16 @@ class _Ranks(Runner):
 
     async def follow(self) -> None:
         """Ends the ranks of this node after a rank of any node has failed."""
-        try:
-            while (cause := await asyncio.to_thread(self._cause)) is None:
-                pass
-        except OSError:
-            # Node 0 has ended. Ranks notice it themselves, or have ended too.
-            return
+        cause = None
+        while cause is None:
+            try:
+                cause = await asyncio.to_thread(self._cause)
+            except ConnectionRefusedError:
+                # Node 0 has ended. Ranks notice it themselves, or have ended too.
+                return
+            except OSError:
+                # One lost connection in days of training is no end.
+                await asyncio.sleep(FOLLOW_S)
         # The ranks of this node may end in the meantime, even with status 0.
         self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
