@@ -10,8 +10,9 @@ from unittest import mock
 
 import pytest
 
+from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import client, meeting, store
+from tfposeidon.peers import client, meeting, sources, store
 from tfposeidon.peers.client import Client
 from tfposeidon.peers.meeting import Entry
 from tfposeidon.peers.sources import Job
@@ -61,6 +62,17 @@ def test_a_missing_rank_is_named(server):
     message = r"Received: rank 1 \(host1:1\) did not come to 127\.0\.0\.1:\d+"
     with pytest.raises(TimeoutError, match=message):
         meet(server, 0, limit_s=0.2)
+
+
+def test_timeouts_of_slurm_name_srun(server):
+    hint = sources.find(SLURM).hint
+    mine = job(server, 0, hint=hint)
+    reached = client.connect(mine, "secret", 5.0)
+    message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
+    with pytest.raises(TimeoutError, match=message):
+        meeting.meet(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
+    with pytest.raises(TimeoutError, match=message):
+        client.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
 
 
 def published(server, rank):
