@@ -1,15 +1,18 @@
 """The store and the meeting of ranks in it, as threads of this process."""
 
+import json
 import os
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
+from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import client, meeting, store
+from tfposeidon.peers import client, meeting, sources, store
 from tfposeidon.peers.client import Client
 from tfposeidon.peers.meeting import Entry
 from tfposeidon.peers.sources import Job
@@ -35,19 +38,24 @@ def job(server, rank=0, size=2, **others):
 
 
 def own(rank):
-    return {"host": "here", "process": 100 + rank}
+    return {"node": f"node {rank}"}
 
 
-def meet(server, rank, size=2, limit_s=5.0, entry=None):
+THERE = {"host": "there", "process": 7, "start": "first"}
+
+
+def meet(server, rank, size=2, limit_s=5.0):
     mine = job(server, rank, size)
     reached = client.connect(mine, "secret", limit_s)
-    return meeting.meet(reached, "ranks", mine, entry or own(rank), time.monotonic() + limit_s)
+    return meeting.meet(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
 
 
 def test_all_ranks_get_the_entries_of_all(server):
     with ThreadPoolExecutor(8) as ranks:
         found = [*ranks.map(lambda rank: meet(server, rank, 8), range(8))]
-    assert found == [[own(rank) for rank in range(8)]] * 8
+    assert [[{"node": entry["node"]} for entry in entries] for entries in found] == [
+        [own(rank) for rank in range(8)]
+    ] * 8
 
 
 def test_a_missing_rank_is_named(server):
@@ -56,28 +64,108 @@ def test_a_missing_rank_is_named(server):
         meet(server, 0, limit_s=0.2)
 
 
-def test_a_second_process_with_one_rank_is_an_error_with_both(server):
+def test_timeouts_of_slurm_name_srun(server):
+    hint = sources.find(SLURM).hint
+    mine = job(server, 0, hint=hint)
+    reached = client.connect(mine, "secret", 5.0)
+    message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
+    with pytest.raises(TimeoutError, match=message):
+        meeting.meet(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
+    with pytest.raises(TimeoutError, match=message):
+        client.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
+
+
+def published(server, rank):
+    while server.get("ranks", str(rank)) is None:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
+def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatch, other):
+    """Also a restarted container, which has the host name and process number of the first."""
+    monkeypatch.setattr(meeting, "this_process", lambda: THERE)
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(meet, server, 1)
-        while server.get("ranks", "1") is None:
-            time.sleep(0.01)
-        with pytest.raises(RuntimeError, match="process 101 on here and process 7 on there"):
-            meet(server, 1, entry={"host": "there", "process": 7})
+        published(server, 1)
+        second = {**THERE, **other}
+        monkeypatch.setattr(meeting, "this_process", lambda: second)
+        message = f"process 7 on there and process {second['process']} on {second['host']}"
+        with pytest.raises(RuntimeError, match=message):
+            meet(server, 1)
         meet(server, 0)
         first.result()
+
+
+def test_a_start_is_drawn_once_per_process():
+    assert meeting.this_process() == meeting.this_process()
+    drawn = meeting.start_text()
+    meeting.start_text.cache_clear()
+    assert meeting.start_text() != drawn
+
+
+def test_sizes_are_compared_before_ranks_are_counted(server):
+    with ThreadPoolExecutor() as ranks:
+        waiting = ranks.submit(meet, server, 0, limit_s=60)
+        published(server, 0)
+        server.put("ranks", "2", json.dumps({**THERE, "size": 3}).encode())
+        with pytest.raises(ValueError, match=r"2 on rank 0 \(host0:1\), 3 on rank 2"):
+            waiting.result(10)
+
+
+@pytest.mark.parametrize("method", ["put_first", "all"])
+@pytest.mark.parametrize("problem", [ConnectionResetError("reset"), TimeoutError("timed out")])
+def test_a_request_that_fails_once_is_repeated(server, monkeypatch, method, problem):
+    original, problems = getattr(client.Client, method), [problem]
+
+    def fails_once(*arguments):
+        answer = original(*arguments)
+        if problems:
+            raise problems.pop()
+        return answer
+
+    monkeypatch.setattr(client.Client, method, fails_once)
+    assert len(meet(server, 0, size=1)) == 1
+    assert not problems
+
+
+def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkeypatch):
+    reached = client.connect(job(server), "secret", 5.0)
+    monkeypatch.setattr(client.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
+    with pytest.raises(RuntimeError, match=r"must answer until.*Received: silent at 127"):
+        meeting.meet(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
+
+
+def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
+    """It starts no second store, and the conflict names both processes."""
+    monkeypatch.setattr(store, "start_process", None)
+    server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
+    message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
+    with pytest.raises(RuntimeError, match=message):
+        meeting.meet_ranks(job(server), "secret", 5.0)
+    # Both come at the same time, so that the port is taken.
+    answers = [None, client.running(job(server), "secret")]
+    monkeypatch.setattr(client, "running", lambda *_: answers.pop(0))
+    monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
+    with pytest.raises(RuntimeError, match=message):
+        meeting.meet_ranks(job(server), "secret", 5.0)
+
+
+def test_a_job_without_a_store_finds_none(server):
+    assert client.running(job(server, identity="second"), None) is None
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
     server.wait_for_last_words(2, limit_s=0.0)
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
+    # A new start has drawn another token.
+    assert client.running(job(server), "another") is None
 
 
 def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
     with ThreadPoolExecutor() as ranks:
         waiting = ranks.submit(meet, server, 1, limit_s=60)
-        while server.get("ranks", "1") is None:
-            time.sleep(0.01)
+        published(server, 1)
         server.wait_for_last_words(2, limit_s=0.0)
         message = r"must answer until all ranks have come.*rank 0 \(host0:1\) show why"
         with pytest.raises(RuntimeError, match=message):
@@ -174,16 +262,7 @@ def test_a_store_waits_for_last_words_within_its_limit(server):
 
 
 def entries(*nodes, addresses=None):
-    return [
-        Entry(
-            node=node,
-            host=node,
-            process=1,
-            address=(addresses or {}).get(node, ""),
-            size=len(nodes),
-        )
-        for node in nodes
-    ]
+    return [Entry(node, (addresses or {}).get(node, "")) for node in nodes]
 
 
 def test_ranks_in_any_order_have_local_and_cross_ranks():

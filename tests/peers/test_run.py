@@ -1,11 +1,20 @@
-"""Options of `python -m tfposeidon run`, without ranks."""
+"""Options of `python -m tfposeidon run`, and its ranks as small shell scripts."""
 
 import argparse
+import asyncio
+import io
 import json
+import os
+import signal
+import sys
+import threading
+import time
 
 import pytest
 
-from tfposeidon.peers import run
+from tfposeidon.peers import run, store
+from tfposeidon.peers.client import Client
+from tfposeidon.peers.runner import Runner, Start
 
 
 def options(*words):
@@ -96,3 +105,121 @@ def test_a_command_is_required(words):
     with pytest.raises(ValueError, match="A command is required"):
         run.read_command(words)
     assert run.read_command(["--", "true", "-x"]) == ["true", "-x"]
+
+
+@pytest.fixture
+def job():
+    """A store, and a client of it."""
+    with store.Store(("127.0.0.1", 0), "job", "prefix") as server, server.serving():
+        yield server, Client("127.0.0.1", server.server_address[1], "prefix")
+
+
+def starts(script):
+    return [Start(number=4, node=2, command=["sh", "-c", script], environment={**os.environ})]
+
+
+def first_failure(server):
+    found = server.get(store.FAILURES, store.FIRST_FAILURE)
+    return found and json.loads(found)
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        (None, "rank 4 ended with exit status 3"),
+        # sys.exit(3) after tfposeidon.init().
+        ("ended", "rank 4 ended with exit status 3"),
+        ("failed", None),
+        ("broken", None),
+    ],
+)
+def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, cause):
+    server, client = job
+    if word:
+        server.put(store.FAILURES, store.EXIT_STATUS.format(4), json.dumps(word).encode())
+    assert asyncio.run(run.run_ranks(starts("exit 3"), client, None)) == 3
+    assert (first_failure(server) or "").startswith(cause or "")
+    assert (first_failure(server) is None) == (cause is None)
+
+
+def test_a_failure_elsewhere_counts_if_ranks_end_meanwhile(job):
+    server, client = job
+    server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
+    assert asyncio.run(run.run_ranks(starts("sleep 0.5"), client, None)) == 1
+    assert asyncio.run(run.run_ranks(starts("sleep 0.5; exit 5"), client, None)) == 5
+
+
+def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
+    server, client = job
+    server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
+    original, problems = Client.get, [ConnectionResetError("reset")]
+
+    def fails_once(*arguments):
+        if problems:
+            raise problems.pop()
+        return original(*arguments)
+
+    monkeypatch.setattr(Client, "get", fails_once)
+    monkeypatch.setattr(run, "FOLLOW_S", 0.1)
+    assert asyncio.run(run.run_ranks(starts("sleep 1"), client, None)) == 1
+    assert not problems
+
+
+def sends(number, is_ready):
+    """Sends a signal to this process once the runner's handlers are there."""
+
+    def send():
+        while not is_ready():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_a_signal_is_reported_to_other_nodes(job, tmp_path):
+    server, client = job
+    started = tmp_path / "started"
+    thread = sends(signal.SIGTERM, started.exists)
+    status = asyncio.run(run.run_ranks(starts(f"touch {started}; sleep 60"), client, None))
+    thread.join()
+    assert status == 128 + signal.SIGTERM
+    assert first_failure(server) == "run of node 2 received SIGTERM."
+
+
+def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):
+    started = tmp_path / "started"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        thread = sends(signal.SIGHUP, started.exists)
+        command = starts(f"touch {started}; sleep 0.5")
+        assert asyncio.run(run.run_ranks(command, job[1], None)) == 0
+        thread.join()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def output_of(script, sink, monkeypatch, folder=None):
+    monkeypatch.setattr(sys, "stdout", sink)
+    asyncio.run(Runner("test", folder=folder).run(starts(script)))
+
+
+def test_characters_that_the_output_lacks_are_replaced(monkeypatch, tmp_path):
+    sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    output_of(r"printf '\303\244b\n'", sink, monkeypatch)
+    assert sink.buffer.getvalue() == b"[4] ?b\n"
+    output_of(r"printf '\303\244\377\n'", sink, monkeypatch, tmp_path)
+    assert (tmp_path / "rank-4.log").read_bytes() == "\u00e4\ufffd\n".encode()
+
+
+def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
+    server, client = job
+    begin = time.monotonic()
+    with open("/dev/full", "w") as sink:
+        monkeypatch.setattr(sys, "stdout", sink)
+        status = asyncio.run(run.run_ranks(starts("echo a; sleep 60"), client, None))
+    assert status == 128 + signal.SIGPIPE
+    assert time.monotonic() - begin < 30
+    assert first_failure(server) == "run of node 2 could not write its output."
+    assert "could not be written: [Errno 28] No space left" in capsys.readouterr().err

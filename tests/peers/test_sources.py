@@ -103,6 +103,17 @@ def test_ranks_of_a_job_agree_and_other_jobs_differ():
     assert identity(0, "a:1", "b:1") != identity(0, "a:1", "c:1")
     restarted = find({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert restarted.identity != find(TORCHRUN).identity
+    several = {**TORCHRUN, "GROUP_WORLD_SIZE": "2"}
+    # Agents of several nodes count restarts for themselves.
+    assert find({**several, "TORCHELASTIC_RESTART_COUNT": "1"}).identity == find(several).identity
+    assert find({**TORCHRUN, "WORLD_SIZE": "5"}).identity != find(TORCHRUN).identity
+    trainjob = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "1",
+    }
+    assert find({**trainjob, "PET_NNODES": "3"}).identity != find(trainjob).identity
     requeued = find({**SLURM, "SLURM_RESTART_COUNT": "1"})
     assert requeued.identity != find(SLURM).identity
     assert requeued.ports != find(SLURM).ports
@@ -127,6 +138,10 @@ def test_user_settings_replace_the_address():
         # A batch script has some of a step's variables, and is one process.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
         {"SLURM_STEP_NUM_TASKS": "4"},
+        # An interactive step of salloc.
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},
+        # A pod that trains alone.
+        {"JOB_COMPLETION_INDEX": "3", "TFPOSEIDON_NODES": "1", "HOSTNAME": "a-3"},
     ],
 )
 def test_other_variables_describe_no_job(variables):
@@ -141,6 +156,23 @@ def test_the_first_complete_source_counts():
         "torchrun lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         "SLURM: rank 3 of 4",
     ]
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [cluster("worker", 0, worker=["a:1"]), pools("workerpool0", 0, workerpool0=["[::1]:1"])],
+)
+def test_a_job_of_one_process_counts_only_if_there_is_no_larger_one(alone):
+    assert find({**alone, **TORCHRUN}).size == 4
+    assert find({**alone, **SLURM}).size == 4
+    assert find({**alone, "RANK": "0"}).size == 1
+    of_run = dict(zip(sources.OF_RUN, ("0", "1", "127.0.0.1:5", "job", "node 0"), strict=True))
+    assert find({**of_run, **alone, **TORCHRUN}).source == "tfposeidon run"
+
+
+def test_a_name_may_replace_an_address_of_ipv6():
+    variables = cluster("worker", 0, worker=["[::1]:1", "[::1]:2"])
+    assert find({**variables, "TFPOSEIDON_HOST": "node1"}).host == "node1"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +192,18 @@ def test_incomplete_sources_are_named(variables, message):
     ("variables", "message"),
     [
         ({"TF_CONFIG": "worker"}, "must be a JSON object"),
-        (cluster("worker", 0, worker={"1": "a:1"}), "Sparse clusters"),
+        (cluster("worker", 0, worker={"1": "a:1"}), "lists all addresses of each role"),
+        (cluster("worker", 0, worker=[1, 2]), "lists all addresses of each role"),
+        ({"TF_CONFIG": '{"cluster": ["a:1"], "task": {}}'}, r"must be a JSON object.* Set it to"),
+        (
+            {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": "worker"}'},
+            r"must be a JSON object.* Set it to",
+        ),
+        (
+            {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
+            r"with a type and an index\. Received: .*KeyError\('task'\)",
+        ),
+        (cluster("worker", "x", worker=["a:1"]), "with a type and an index.*'x'"),
         (cluster("ps", 0, worker=["a:1"], ps=["b:1"]), r"must train.* Received: ps\. Leave out"),
         (cluster("evaluator", 0, worker=["a:1"]), "must train.*evaluator"),
         (

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a check fails."""
     try:
-        rows = [*_versions(), *_peers()]
+        rows = [*_versions(), *peers()]
         topology = _start(options.ranks_per_node)
         rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
         problems = _wrong_schemes()
@@ -105,9 +105,16 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _peers() -> list[tuple[str, str]]:
+def peers() -> list[tuple[str, str]]:
     """Returns rows about the platforms whose variables are set, and about the job's token."""
+    # Imported here for the reason in `_start`.
+    import_tensorflow()
+    from tfposeidon.communication import launcher
+
     variables = meeting.variables()
+    if meeting.has_launcher(variables, launcher.has_mpi()):
+        name = next(name for name in launcher.RANK if variables.get(name))
+        return [("peers by", f"a launcher, which has set {name}")]
     if not (found := sources.describe(variables)):
         return []
     secret = (

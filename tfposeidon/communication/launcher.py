@@ -17,7 +17,7 @@ from typing import Any
 from tfposeidon.peers import meeting, sources
 
 # The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
-RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK = (meeting.LAUNCHER, *meeting.MPI_RANKS)
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
     "HOROVOD_LOCAL_RANK",
@@ -60,12 +60,27 @@ def process_rank() -> ProcessRank:
 
     On a platform, the local rank is known once the ranks have met in `tfposeidon.init()`.
     """
-    # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
-    if not any(os.environ.get(name) for name in RANK):
+    if not meeting.has_launcher(os.environ, has_mpi()):
         job = sources.find(meeting.variables())
-        return ProcessRank(job.rank, job.size) if job else ProcessRank()
+        if job and (job.size > 1 or job.has_store):
+            return ProcessRank(job.rank, job.size)
+    # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
+    # MPI's variables count here even if Horovod lacks MPI, which tfposeidon.init() then refuses.
+    if not any(os.environ.get(name) for name in RANK):
+        return ProcessRank()
     size = _first(SIZE, 1)
     return ProcessRank(_first(RANK, 0), size, _first(LOCAL_RANK, 0), _first(LOCAL_SIZE, size))
+
+
+def has_mpi() -> bool:
+    """Returns whether variables of MPI are set and Horovod is built with MPI."""
+    if not any(map(os.environ.get, meeting.MPI_RANKS)):
+        return False
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError:
+        return False
+    return bool(hvd.mpi_built())
 
 
 def ranks_of_node() -> int | None:

@@ -289,7 +289,7 @@ def _find_peers(timeout_s: float) -> meeting.Nodes | None:
     import horovod.tensorflow as hvd
 
     ranges.check_number("start_timeout_s", timeout_s, ranges.AT_LEAST_1, "The unit is seconds.")
-    return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=hvd.mpi_built())
+    return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=launcher.has_mpi())
 
 
 def _start(
@@ -302,7 +302,7 @@ def _start(
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
     if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
-        return _start_over_mpi(hvd, server_rank)
+        return start_over_mpi(hvd, own, server_rank)
     topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
     # Passed at the start: process sets that are added later make each cycle of Horovod's thread
@@ -325,11 +325,13 @@ def _groups(topology: Topology, server_rank: int | None) -> tuple[Group, ...]:
     return tuple(dict.fromkeys([*topology.groups(), *pairs]))
 
 
-def _start_over_mpi(hvd: Any, server_rank: int | None) -> HorovodWire:
+def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
     """Starts Horovod if ranks do not know each other's hosts beforehand."""
     # Process sets are added after the start, which makes each cycle of Horovod's thread wait for
     # all ranks.
     hvd.init(process_sets="dynamic")
+    # A Horovod without MPI has one process in each of mpirun's.
+    _check_layout(hvd, own)
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
@@ -417,12 +419,17 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
     """Uses a Horovod that the script started, if no process sets are needed."""
     check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
-    missing = _groups(topology, server_rank)
-    if missing:
+    described = launcher.process_rank().size if hvd.size() == 1 else 1
+    problem = None
+    if described > 1:
+        problem = f"found one rank, but the environment describes {described}"
+    elif missing := _groups(topology, server_rank):
+        problem = f"{topology} need {len(missing)} process sets"
+    if problem:
         raise RuntimeError(
             "tfposeidon.init() must start Horovod to create its process sets. Received: "
-            f"hvd.init() was called before, and {topology} need {len(missing)} process sets. "
-            "Replace hvd.init() by tfposeidon.init()."
+            f"hvd.init() was called before, and {problem}. Replace hvd.init() by "
+            "tfposeidon.init()."
         )
     return HorovodWire(topology, {})
 
@@ -474,13 +481,14 @@ def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
         )
 
 
-def _check_layout(hvd: Any, topology: Topology) -> None:
-    if (hvd.rank(), hvd.size()) != (topology.rank, topology.size):
+def _check_layout(hvd: Any, expected: Topology | launcher.ProcessRank) -> None:
+    if (hvd.rank(), hvd.size()) != (expected.rank, expected.size):
         raise RuntimeError(
             "The launcher's environment variables and Horovod must agree. Received: rank "
-            f"{topology.rank} of {topology.size} from the environment, rank {hvd.rank()} of "
-            f"{hvd.size()} from Horovod. Start the job with horovodrun or mpirun, or remove "
-            "HOROVOD_RANK of another job from the environment."
+            f"{expected.rank} of {expected.size} from the environment, rank {hvd.rank()} of "
+            f"{hvd.size()} from Horovod. Start the job with horovodrun, with mpirun only if "
+            "Horovod is built with MPI, or remove the variables of another job from the "
+            "environment."
         )
 
 

@@ -6,17 +6,23 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
 from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, prefix_of
 
+T = TypeVar("T")
 TIMEOUT_S = 10.0
+"""Longest silence of a store."""
 RETRY_S = 0.2
+
+
+class EndingError(ConnectionError):
+    """Error of a request to the store of a job that is ending."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Client:
             # Read in any case, which closes the connection.
             body = answer.read()
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                raise ConnectionError("its job is ending")
+                raise EndingError("its job is ending")
             job = unquote(answer.getheader(JOB_HEADER) or "")
             return Answer(answer.status, body, job, own)
         except http.client.HTTPException as error:
@@ -104,9 +110,29 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
                 f"All processes of a job must reach the store of {job.unit} 0 within its start "
                 f"timeout. Received: {problems}, for {timeout_s:g} s. Check that "
                 f"{job.name_of(0)} has started and that no firewall or network policy closes the "
-                f"port; {HOST} and {PORT} choose another address."
+                f"port; {HOST} and {PORT} choose another address.{job.hint}"
             )
         time.sleep(RETRY_S)
+
+
+def running_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | T:
+    """Returns a client of the job's store if it runs on this host, else the result of `start`."""
+    if client := running(job, token):
+        return client
+    try:
+        return start()
+    except OSError:
+        # A second process 0 may have started it at the same time.
+        if client := running(job, token):
+            return client
+        raise
+
+
+def running(job: Job, token: str | None) -> Client | None:
+    """Returns a client of the job's store if it runs on this host already."""
+    # The host's own name may lead to another address, such as that of a service.
+    *_, last = _attempts(replace(job, host="127.0.0.1"), token)
+    return last if isinstance(last, Client) else None
 
 
 def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:

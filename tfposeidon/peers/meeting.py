@@ -7,7 +7,9 @@ the nodes and its own variables, so that Horovod starts only once all of them ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon.peers import sources, store
-from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.client import RETRY_S, Client, EndingError, connect, running_or
 from tfposeidon.peers.sources import Job
 
 MEMBER = "TFPOSEIDON_MEMBER"
@@ -35,19 +37,16 @@ _store: subprocess.Popen[str] | None = None
 """Process of the store, if this is rank 0: a reference, because it outlives this process."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
-    """What a rank publishes.
+    """Where a rank is.
 
     `node` names the node and is equal on its ranks only. `address` is the rank's own in its
     connection to the store.
     """
 
     node: str
-    host: str
-    process: int
     address: str
-    size: int
 
 
 def variables() -> dict[str, str]:
@@ -72,10 +71,10 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
         return _nodes
     _refuse_child()
     found = variables()
-    job = None if _has_launcher(found, has_mpi) else sources.find(found)
+    job = None if has_launcher(found, has_mpi) else sources.find(found)
     if job is None or job.size == 1:
         return None
-    entries, client = _meet(job, sources.token(found), timeout_s)
+    entries, client = meet_ranks(job, sources.token(found), timeout_s)
     os.environ.update(horovod_variables(entries, job.rank, client))
     # Only if the user has not chosen an interface.
     for name, value in interface_variables(entries, job.rank).items():
@@ -88,7 +87,8 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     return _nodes
 
 
-def _has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
+def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
+    """Returns whether variables of a launcher count, which they do not for ranks of `run`."""
     names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
     return sources.RANK not in found and any(found.get(name) for name in names)
 
@@ -107,54 +107,75 @@ def _refuse_child() -> None:
     )
 
 
-def _meet(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
+def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
     """Returns the entries of all ranks, in their order, and the store's client."""
     global _store
     deadline = time.monotonic() + timeout_s
+    found: Client | tuple[subprocess.Popen[str], int] | None = None
     if job.rank == 0 and not job.has_store:
-        _store, port = store.start_process(job.host, job.ports, job.identity, token, job.size)
-        # Its own name may lead to another address, such as that of a service.
-        job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
-    client = connect(job, token, timeout_s)
-    own = Entry(
-        node=job.node or _this_node(),
-        host=socket.gethostname(),
-        process=os.getpid(),
-        address=client.local_address,
-        size=job.size,
-    )
-    found = meet(client, RANKS, job, dataclasses.asdict(own), deadline)
-    entries = [Entry(**entry) for entry in found]
-    for rank, entry in enumerate(entries):
-        if entry.size != job.size:
-            raise ValueError(
-                f"All ranks must have the same size. Received from {job.source}: {job.size} on "
-                f"{job.name_of(job.rank)}, {entry.size} on {job.name_of(rank)}."
-            )
-    return entries, client
+        place = (job.host, job.ports, job.identity, token, job.size)
+        found = running_or(job, token, lambda: store.start_process(*place))
+        if isinstance(found, tuple):
+            _store, port = found
+            # Its own name may lead to another address, such as that of a service.
+            job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
+    client = found if isinstance(found, Client) else connect(job, token, timeout_s)
+    own = {"node": job.node or _this_node(), "address": client.local_address}
+    entries = meet(client, RANKS, job, own, deadline)
+    return [Entry(entry["node"], entry["address"]) for entry in entries], client
 
 
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
     """Publishes `own` and returns what all processes of the job have published, in their order."""
-    try:
-        first = client.put_first(scope, str(job.rank), own)
-        if first != own:
-            raise RuntimeError(
-                f"Each {job.unit} must be one process. Received from {job.source}: "
-                f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
-                f"process {own['process']} on {own['host']}. Start one process for each "
-                f"{job.unit}; restart all of them if one has ended."
-            )
-        while (found := client.all(scope, job.size, deadline - time.monotonic())) is None:
-            if time.monotonic() > deadline:
+    own = {**own, **this_process(), "size": job.size}
+    found = None
+    while found is None:
+        try:
+            if (first := client.put_first(scope, str(job.rank), own)) != own:
+                raise RuntimeError(
+                    f"Each {job.unit} must be one process. Received from {job.source}: "
+                    f"{job.name_of(job.rank)} is process {first['process']} on {first['host']} and "
+                    f"process {own['process']} on {own['host']}. Start one process for each "
+                    f"{job.unit}; restart all of them if one has ended."
+                )
+            found = client.all(scope, job.size, deadline - time.monotonic())
+        except OSError as error:
+            # Others, such as a reset, do not show that the store has ended.
+            is_gone = isinstance(error, EndingError | ConnectionRefusedError)
+            if is_gone or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"The store of {job.unit} 0 must answer until all {job.unit}s have come. "
+                    f"Received: {error} at {client.host}:{client.port}, which had answered before. "
+                    f"The messages of {job.name_of(0)} show why it ended."
+                ) from error
+            time.sleep(RETRY_S)
+        else:
+            if found is None and time.monotonic() > deadline:
                 raise TimeoutError(_missing(client, scope, job))
-    except ConnectionError as error:
-        raise RuntimeError(
-            f"The store of {job.unit} 0 must answer until all {job.unit}s have come. Received: "
-            f"{error} at {client.host}:{client.port}, which had answered before. The messages of "
-            f"{job.name_of(0)} show why it ended."
-        ) from error
+    _require_same_size(found, job)
     return [found[rank] for rank in range(job.size)]
+
+
+def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
+    # Among the entries of a larger job, one of this job's ranks may be missing.
+    for rank, entry in found.items():
+        if entry["size"] != job.size:
+            raise ValueError(
+                f"All {job.unit}s must have the same size. Received from {job.source}: {job.size} "
+                f"on {job.name_of(job.rank)}, {entry['size']} on {job.name_of(rank)}. Correct the "
+                "variables, or restart all of them."
+            )
+
+
+def this_process() -> dict[str, Any]:
+    """Returns how messages name this process, and what tells it from all others."""
+    return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
+
+
+@functools.cache
+def start_text() -> str:
+    """Returns text of this process alone: a restarted container keeps its names and numbers."""
+    return secrets.token_hex(8)
 
 
 def _missing(client: Client, scope: str, job: Job) -> str:
@@ -164,7 +185,7 @@ def _missing(client: Client, scope: str, job: Job) -> str:
         f"All {job.size} {job.unit}s must come to the store within the start timeout "
         f"(`start_timeout_s`). Received: {', '.join(missing)} did not come to "
         f"{client.host}:{client.port}. Check that they have started, and that they reach this "
-        "address; their own messages name the address that they tried."
+        f"address; their own messages name the address that they tried.{job.hint}"
     )
 
 

@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.client import Client, connect
+from tfposeidon.peers.client import Client, connect, running_or
 from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
@@ -94,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
                 Start(number=number, node=job.rank, command=command, environment=environment)
                 for number, environment in environments.items()
             ]
-            return asyncio.run(_run(starts, client, options.output_folder))
+            return asyncio.run(run_ranks(starts, client, options.output_folder))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
         return 2
@@ -140,7 +139,8 @@ def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None
     host, port = sources.split_address(master or "127.0.0.1:0", "--master")
     identity = f"run {master} {nodes}" if master else f"run {secrets.token_hex(8)}"
     size = 1 if nodes is None else nodes
-    return Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+    job = Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+    return sources.require_ipv4(job)
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
@@ -180,10 +180,16 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 @contextlib.contextmanager
 def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Connects to the store of node 0, which lives in this process if this is node 0."""
+    server: Client | store.Store
     if job.rank > 0:
-        yield connect(job, token, timeout_s)
+        server = connect(job, token, timeout_s)
+    else:
+        place = (job.host, job.ports, job.identity, token)
+        server = running_or(job, token, lambda: store.listen(*place))
+    if isinstance(server, Client):
+        # If this is node 0, there is a second one, which both learn when they meet.
+        yield server
         return
-    server = store.listen(job.host, job.ports, job.identity, token)
     with server.serving():
         yield Client("127.0.0.1", server.server_address[1], server.prefix, "127.0.0.1")
         if job.size > 1:
@@ -195,8 +201,8 @@ def _environments(
     job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
 ) -> dict[int, dict[str, str]]:
     """Returns the environment of each rank of this node, by rank, once all nodes have come."""
-    own = {"host": socket.gethostname(), "process": os.getpid(), "ranks": count}
-    nodes = meeting.meet(client, "nodes", job, own, time.monotonic() + timeout_s)
+    deadline = time.monotonic() + timeout_s
+    nodes = meeting.meet(client, "nodes", job, {"ranks": count}, deadline)
     first = sum(node["ranks"] for node in nodes[: job.rank])
     common = {
         **os.environ,
@@ -232,30 +238,45 @@ class _Ranks(Runner):
 
     async def follow(self) -> None:
         """Ends the ranks of this node after a rank of any node has failed."""
-        try:
-            while (cause := await asyncio.to_thread(self._cause)) is None:
-                pass
-        except OSError:
-            # Node 0 has ended. Ranks notice it themselves, or have ended too.
-            return
+        cause = None
+        while cause is None:
+            try:
+                cause = await asyncio.to_thread(self._cause)
+            except ConnectionRefusedError:
+                # Node 0 has ended. Ranks notice it themselves, or have ended too.
+                return
+            except OSError:
+                # One lost connection in days of training is no end.
+                await asyncio.sleep(FOLLOW_S)
+        # The ranks of this node may end in the meantime, even with status 0.
+        self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
         if self.first_failed is None:
             self.say(f"the job ends. {cause}")
-            self.failed_elsewhere = self._ended = True
+            self._ended = True
             await self.end(0.0)
 
     def _cause(self) -> object:
         return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
 
     def _fail(self, rank: Rank) -> None:
-        # A rank that raised an exception has written its cause itself.
-        if rank.status is not None and rank.status < 0:
-            with contextlib.suppress(OSError):
-                self._client.put_first(store.FAILURES, store.FIRST_FAILURE, f"{rank}.")
+        word = None
+        with contextlib.suppress(OSError):
+            word = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
+        # A rank that raised an exception has written its cause, unless it was before
+        # tfposeidon.init(); sys.exit(3) leaves the word of a normal end.
+        if word in (None, "ended"):
+            self.leave_cause(f"{rank}.")
         super()._fail(rank)
 
+    def leave_cause(self, cause: str) -> None:
+        """Stores the cause of the job's end for the other nodes, unless there is one."""
+        # Without a store, there is no node that waits.
+        with contextlib.suppress(OSError):
+            self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
-async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
+
+async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
     ranks = _Ranks(client, folder)
     task = asyncio.current_task()
@@ -267,13 +288,22 @@ async def _run(starts: list[Start], client: Client, folder: Path | None) -> int:
             for rank in ranks.ranks:
                 rank.signal(signal.SIGKILL)
         else:
+            cause = f"run of node {starts[0].node} received {signal.Signals(number).name}."
+            # Not in this thread, because the store of a lost node 0 is silent for seconds.
+            loop.run_in_executor(None, ranks.leave_cause, cause)
             task.cancel()
         signals.append(number)
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, end, number)
+        # nohup ignores SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end, number)
     try:
         await ranks.run(starts, [ranks.follow])
     except asyncio.CancelledError:
-        return 128 + (signals[0] if signals else signal.SIGPIPE)
-    return 1 if ranks.failed_elsewhere else ranks.status
+        if signals:
+            return 128 + signals[0]
+        ranks.leave_cause(f"run of node {starts[0].node} could not write its output.")
+        return 128 + signal.SIGPIPE
+    return ranks.status or int(ranks.failed_elsewhere)

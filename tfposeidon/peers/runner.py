@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from tfposeidon.quiet import is_startup_message
 
@@ -118,7 +118,7 @@ class Runner:
     ) -> None:
         """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
 
-        Raises `CancelledError` if the task is cancelled or standard output is closed, and the error
+        Raises `CancelledError` if the task is cancelled or output cannot be written, and the error
         of a background task, in each case after ending all ranks.
         """
         self._begin = time.monotonic()
@@ -153,7 +153,8 @@ class Runner:
         return Rank(number=start.number, node=start.node, process=process)
 
     async def _watch(self, rank: Rank) -> None:
-        log = (self._folder / f"rank-{rank.number}.log").open("w") if self._folder else None
+        path = self._folder and self._folder / f"rank-{rank.number}.log"
+        log = path.open("w", encoding="utf-8", errors="replace") if path else None
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
         output = [
             asyncio.create_task(self._pass_on(rank, source, log or sink))
@@ -178,9 +179,7 @@ class Runner:
         if failed_first:
             self._fail(rank)
 
-    async def _pass_on(
-        self, rank: Rank, source: asyncio.StreamReader | None, sink: IO[str]
-    ) -> None:
+    async def _pass_on(self, rank: Rank, source: asyncio.StreamReader | None, sink: TextIO) -> None:
         assert source is not None
         rest = b""
         while chunk := await source.read(CHUNK_BYTES):
@@ -190,19 +189,26 @@ class Runner:
         if rest:
             self._print(rank, rest, sink)
 
-    def _print(self, rank: Rank, line: bytes, sink: IO[str]) -> None:
+    def _print(self, rank: Rank, line: bytes, sink: TextIO) -> None:
         text = line.decode(errors="replace")
         if is_startup_message(text):
             return
         rank.last_lines.append(text)
         if not self._shows(rank) and not self._folder:
             return
+        if not self._folder:
+            # The terminal's encoding may lack characters of the ranks.
+            encoding = sink.encoding or "utf-8"
+            text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
         try:
-            print(text if self._folder else f"[{rank.number}] {text}", file=sink, flush=True)
-        except BrokenPipeError:
-            # The output is closed, as in `lab ... | head`, so end the job. Redirect the stream, so
-            # that Python does not fail again when it flushes the buffer.
+            print(text, file=sink, flush=True)
+        except OSError as error:
+            # The output is closed, as in `lab ... | head`, or its disk is full, so end the job.
+            # Redirect the stream, so that Python does not fail again when it flushes the buffer.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
+            if not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):
+                    self.say(f"the job ends, because output could not be written: {error}.")
             assert self._task is not None
             self._task.cancel()
 

@@ -1,7 +1,7 @@
 """Jobs described by environment variables of platforms.
 
 Think of each source as a function from variables to a `Job`. Nothing here reads the environment or
-starts anything: `find` takes a mapping, and the first complete source counts.
+starts anything: `find` takes a mapping, and the first complete source of several processes counts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ FULL_NAME = "HOSTNAME"
 
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
 """Ports that are derived from a job's identity: below those of outgoing connections."""
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""SLURM's steps from here on are batch scripts and interactive shells, which are one process."""
 
 
 class IncompleteError(ValueError):
@@ -57,6 +59,7 @@ class Job:
       one_per_node: Whether the source starts one process per node, which may start one per GPU.
       has_store: Whether the store runs already, in the process that set the variables.
       unit: What the processes are in messages: ranks, or nodes.
+      hint: Sentence after a message that processes are missing, or empty.
     """
 
     source: str
@@ -71,6 +74,7 @@ class Job:
     one_per_node: bool = False
     has_store: bool = False
     unit: str = "rank"
+    hint: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -78,15 +82,11 @@ class Job:
                 f"The rank must be in 0..size-1. Received from {self.source}: rank {self.rank} of "
                 f"{self.size}. Correct its variables."
             )
-        if ":" in self.host:
-            raise ValueError(
-                "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
-                f"from {self.source}: {self.host!r}. Set {HOST} to such a name."
-            )
 
     def name_of(self, rank: int) -> str:
         """Returns how messages name a process: with its address, if the source gives it."""
-        return f"{self.unit} {rank}" + (f" ({self.members[rank]})" if self.members else "")
+        address = f" ({self.members[rank]})" if rank < len(self.members) else ""
+        return f"{self.unit} {rank}{address}"
 
     def __str__(self) -> str:
         return f"{self.source}: {self.unit} {self.rank} of {self.size}"
@@ -112,22 +112,26 @@ class Source:
 def find(variables: Variables) -> Job | None:
     """Returns the job of the first complete source, or `None` if there is no source.
 
-    Raises `ValueError` if a source before it contradicts itself, and `IncompleteError` if all
-    sources that are present are incomplete.
+    A job of one process counts only if no source has a larger one, except that of `run`. Raises
+    `ValueError` if a source before it contradicts itself, and `IncompleteError` if all sources that
+    are present are incomplete.
     """
-    lacks = []
+    alone, lacks = None, []
     for found in _all(variables):
         if isinstance(found, Job):
-            return found if found.has_store else _with_settings(found, variables)
-        if not isinstance(found, IncompleteError):
+            if found.size > 1 or found.has_store:
+                return found if found.has_store else _with_settings(found, variables)
+            alone = alone or found
+        elif not isinstance(found, IncompleteError):
             raise found
-        lacks.append(str(found))
-    if lacks:
+        else:
+            lacks.append(str(found))
+    if lacks and alone is None:
         raise IncompleteError(
             "The variables that describe a job must be complete. Received: "
             f"{'; '.join(lacks)}. Set them, or remove the others for a job of one process."
         )
-    return None
+    return alone
 
 
 def describe(variables: Variables) -> list[str]:
@@ -179,7 +183,8 @@ def split_address(text: str, source: str) -> tuple[str, int]:
     host, colon, port = text.strip().rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(
-            f"An address must have the form host:port. Received from {source}: {text!r}."
+            f"An address must have the form host:port. Received from {source}: {text!r}. Correct "
+            "it, such as node1:29500."
         )
     return host.strip("[]"), int(port)
 
@@ -196,13 +201,23 @@ def _with_settings(job: Job, variables: Variables) -> Job:
     """Replaces host and port of the store by those that the user has set."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
-    return dataclasses.replace(job, host=host, ports=ports)
+    return require_ipv4(dataclasses.replace(job, host=host, ports=ports))
+
+
+def require_ipv4(job: Job) -> Job:
+    """Returns a job unless its processes would meet at an address of IPv6."""
+    if ":" in job.host and job.size > 1:
+        raise ValueError(
+            "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
+            f"from {job.source}: {job.host!r}. Set {HOST} to such a name."
+        )
+    return job
 
 
 def _integer(variables: Variables, name: str) -> int:
     text = variables[name]
     if not text.strip().isdigit():
-        raise ValueError(f"{name} must be a number from 0. Received: {name}={text!r}.")
+        raise ValueError(f"{name} must be a number from 0. Received: {name}={text!r}. Correct it.")
     return int(text)
 
 
@@ -223,41 +238,47 @@ def _cluster_spec(variables: Variables) -> Job | None:
 
 def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
     """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
-    cluster, task = _parsed(source, text)
+    cluster, kind, index = _parsed(source, text)
     if not cluster:
         return None
-    if others := sorted({*cluster, task.get("type")} - {*roles}, key=str):
+    if others := sorted({*cluster, kind} - {*roles}):
         raise ValueError(
             f"All processes of {source} must train: its roles are {', '.join(roles)}. Received: "
-            f"{', '.join(map(str, others))}. Leave out parameter servers and evaluators: "
+            f"{', '.join(others)}. Leave out parameter servers and evaluators: "
             'tp.DistributedOptimizer(..., scheme="ps") spreads parameters over ranks.'
         )
-    members = [(role, index) for role in roles for index in range(len(cluster.get(role, ())))]
-    own = (task.get("type"), int(task.get("index") or 0))
-    if own not in members:
+    members = [(role, number) for role in roles for number in range(len(cluster.get(role, ())))]
+    if (kind, index) not in members:
         raise ValueError(
-            f"The task of {source} must be part of its cluster. Received: {own[0]} {own[1]}, and "
-            f"{', '.join(f'{len(cluster[role])} {role}' for role in roles if role in cluster)}."
+            f"The task of {source} must be part of its cluster. Received: {kind} {index}, and "
+            f"{', '.join(f'{len(cluster[role])} {role}' for role in roles if role in cluster)}. "
+            "Correct the task, or list its address."
         )
-    addresses = [cluster[role][index] for role, index in members]
-    return _of_addresses(source, addresses, members.index(own))
+    addresses = [cluster[role][number] for role, number in members]
+    return _of_addresses(source, addresses, members.index((kind, index)))
 
 
-def _parsed(source: str, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
+    """Returns the addresses of each role, and the type and index of the task."""
     try:
         found = json.loads(text)
-        cluster, task = found.get("cluster") or {}, found.get("task") or {}
-    except (AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{source} must be a JSON object with `cluster` and `task`. Received: {text!r} "
-            f"({error})."
-        ) from None
-    if not all(isinstance(addresses, list) for addresses in cluster.values()):
-        raise ValueError(
-            f"{source} must list all addresses of each role. Received: {text!r}. Sparse clusters "
-            "are of parameter servers."
-        )
-    return cluster, task
+        if not (cluster := found.get("cluster")):
+            return {}, "", 0
+        # Sparse clusters, which map indices to addresses, are of parameter servers.
+        if all(map(_is_list_of_text, cluster.values())):
+            return cluster, str(found["task"]["type"]), int(found["task"].get("index") or 0)
+        problem = "addresses in another form"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = repr(error)
+    raise ValueError(
+        f"{source} must be a JSON object with `cluster`, which lists all addresses of each role, "
+        f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to a form "
+        'such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
+    )
+
+
+def _is_list_of_text(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
@@ -279,9 +300,11 @@ def _torchrun(variables: Variables) -> Job:
     rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
     port = _integer(variables, "MASTER_PORT")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
-    restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Agents of several nodes may count differently.
+    alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Without the address, which is "localhost" on the master of some operators.
-    identity = f"torchrun {port} {run} restart {restarts}"
+    identity = f"torchrun {port} {run} of {size} restart {restarts}"
     # torchrun's agent then listens on the port itself.
     taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ports = derived_ports(identity) if taken else (port,)
@@ -293,7 +316,7 @@ def _torchrun(variables: Variables) -> Job:
 def _trainjob(variables: Variables) -> Job:
     rank, size = _integer(variables, "PET_NODE_RANK"), _integer(variables, "PET_NNODES")
     host, port = variables["PET_MASTER_ADDR"], _integer(variables, "PET_MASTER_PORT")
-    identity = f"TrainJob {host}:{port}"
+    identity = f"TrainJob {host}:{port} of {size}"
     return Job("TrainJob", rank, size, host, (port,), identity, one_per_node=True)
 
 
@@ -307,13 +330,16 @@ def _keras(variables: Variables) -> Job:
     if len(addresses) > 1:
         raise ValueError(
             "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
-            f"coordinator alone. Received: {len(addresses)} addresses of {size} processes."
+            f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Correct "
+            "them."
         )
     host, port = split_address(addresses[0], source)
     return Job(source, rank, size, host, (port,), f"{source} {addresses[0]} {size}")
 
 
-def _slurm(variables: Variables) -> Job:
+def _slurm(variables: Variables) -> Job | None:
+    if _integer(variables, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
+        return None
     rank, size = _integer(variables, "SLURM_PROCID"), _integer(variables, "SLURM_STEP_NUM_TASKS")
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
@@ -322,6 +348,8 @@ def _slurm(variables: Variables) -> Job:
         *("SLURM", rank, size, host, ports, identity),
         node=variables.get("SLURMD_NODENAME", ""),
         one_per_node=variables.get("SLURM_STEP_NUM_NODES") == str(size),
+        hint=" Start all tasks of the step with srun, or unset SLURM_STEP_ID and "
+        "SLURM_STEP_NODELIST for a job of one process.",
     )
 
 
@@ -333,12 +361,17 @@ def first_host(nodes: str) -> str:
     """
     first = re.match(r"(\[[^\]]*\]|[^,\[])+", nodes)
     if first is None:
-        raise ValueError(f"SLURM_STEP_NODELIST must name nodes. Received: {nodes!r}.")
+        raise ValueError(
+            f"SLURM_STEP_NODELIST must name nodes. Received: {nodes!r}. Start the step with srun."
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
-def _indexed_job(variables: Variables) -> Job:
-    rank = _integer(variables, "JOB_COMPLETION_INDEX")
+def _indexed_job(variables: Variables) -> Job | None:
+    rank, size = _integer(variables, "JOB_COMPLETION_INDEX"), _integer(variables, NODES)
+    if size == 1:
+        # The index of a pod that trains alone is no rank.
+        return None
     pod, dot, domain = variables[FULL_NAME].partition(".")
     name = pod.removesuffix(f"-{rank}")
     if name == pod:
@@ -346,7 +379,7 @@ def _indexed_job(variables: Variables) -> Job:
             "The host name of a pod of an Indexed Job must end in its index. Received: "
             f"{pod!r} and JOB_COMPLETION_INDEX={rank}. Remove `hostname` from the pod's template."
         )
-    size, host = _integer(variables, NODES), f"{name}-0{dot}{domain}"
+    host = f"{name}-0{dot}{domain}"
     identity = f"Indexed Job {host} {size}"
     ports = derived_ports(identity)
     members = tuple(f"{name}-{index}{dot}{domain}" for index in range(size))

@@ -142,9 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             values = self.server.all(scope, count, wait_s)
             value = None if values is None else json.dumps(values).encode()
-            if self.server.is_ending:
-                # A new start of the same job waits for its own store.
-                self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+            if self._refuses_start():
                 return
         if value is None:
             self._answer(HTTPStatus.NOT_FOUND)
@@ -161,8 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         scope, key, _ = place
         value = self.rfile.read(length)
         keep = self.headers.get("If-None-Match") == "*"
-        if keep and self.server.is_ending:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+        if keep and scope != FAILURES and self._refuses_start():
             return
         found = self.server.put(scope, key, value, keep=keep)
         # The same value may come twice: its first answer was lost.
@@ -179,11 +176,19 @@ class _Handler(BaseHTTPRequestHandler):
         prefix, _, rest = path.path.removeprefix("/").partition("/")
         # Horovod appends its port to the prefix, which follows the address (see `meeting`).
         if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
-            self._answer(HTTPStatus.FORBIDDEN)
+            # The token of a new start may differ.
+            if not self._refuses_start():
+                self._answer(HTTPStatus.FORBIDDEN)
             return None
         scope, _, key = rest.partition("/")
         count = parse_qs(path.query).get("count")
         return scope, key, int(count[0]) if count else None
+
+    def _refuses_start(self) -> bool:
+        """Refuses a request of a new start if the job is ending: it waits for its own store."""
+        if self.server.is_ending:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+        return self.server.is_ending
 
     def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
         self.send_response(status)
