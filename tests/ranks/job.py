@@ -95,6 +95,11 @@ class Job:
         """Whether any rank has come to its first test."""
         return any(rank.begun for rank in self._ranks)
 
+    @property
+    def has_ended(self):
+        """Whether its process has ended, with any exit code."""
+        return self._process.poll() is not None
+
     def wait(self, nodeid, limit_s):
         """Waits for a test; returns each rank's reports, and why it did not end."""
         while True:

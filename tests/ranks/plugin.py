@@ -1,9 +1,9 @@
 """Tests marked `@pytest.mark.ranks` run on real ranks: one job for all that a world is asked for.
 
 The session collects, selects and reports them as any test. It runs none of them itself: when the
-first of a world has its turn, it starts a job in which each rank runs pytest (`worker.py`). Jobs
-run one after another: two at a time take longer on two processors, since ranks wait for one
-another.
+first of a world has its turn, it starts a job in which each rank runs pytest (`worker.py`). One
+more job runs beside what the session waits for, which leaves processors idle: that of the world
+that comes next.
 """
 
 import itertools
@@ -22,6 +22,8 @@ class Session:
     def __init__(self, config):
         self._config = config
         self._job = None
+        # World -> its job, which has started before its turn; and the first tests of those to come.
+        self._early, self._for_early = {}, []
         self._not_started = {}
 
     @pytest.hookimpl(trylast=True)
@@ -34,9 +36,28 @@ class Session:
         }
         items.sort(key=places.get)
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session):
+        if session.config.option.collectonly or session.testsfailed:
+            return
+        first = {}
+        for item in session.items:
+            first.setdefault(world_of(item), item)
+        first.pop(None, None)
+        self._for_early = [item for world, item in first.items() if not world.why_not()]
+
+    def _start_early(self):
+        """Starts the next job, once the one before has ended."""
+        if self._for_early and all(job.has_ended for job in self._early.values()):
+            item = self._for_early.pop(0)
+            world = world_of(item)
+            self._early[world] = self._start(item, world)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
         world = world_of(item)
+        self._for_early = [other for other in self._for_early if world_of(other) != world]
+        self._start_early()
         if world is None:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -55,7 +76,7 @@ class Session:
         if trouble := self._not_started.get(world):
             return _with_trouble(item, [], trouble)
         if self._job is None:
-            self._job = self._start(item, world)
+            self._job = self._early.pop(world, None) or self._start(item, world)
         ranks, trouble = self._job.wait(item.nodeid, limit_of(item))
         read = self._config.hook.pytest_report_from_serializable
         ranks = [[read(config=self._config, data=data) for data in reports] for reports in ranks]
@@ -80,6 +101,8 @@ class Session:
 
     def pytest_sessionfinish(self):
         self._close()
+        for job in self._early.values():
+            job.kill()
 
     def _close(self):
         if self._job:
