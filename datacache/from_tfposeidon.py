@@ -6,6 +6,7 @@ modules that need TensorFlow are imported within functions.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfposeidon.communication.agreement import require_equal
@@ -18,23 +19,55 @@ from tfposeidon.units import parse_share, parse_size, readable_size
 
 if TYPE_CHECKING:
     from tfposeidon.communication.wire import Wire
+    from tfposeidon.inputs.graphs import (
+        PYTHON_OPS,
+        datasets,
+        drawing_ops,
+        file_ops,
+        functions,
+        kind_of,
+        nodes,
+        ops,
+        serialized,
+    )
+
+_OF_GRAPHS = {
+    *("PYTHON_OPS", "datasets", "drawing_ops", "file_ops", "functions", "kind_of", "nodes", "ops"),
+    "serialized",
+}
+"""Names of a module that needs TensorFlow, which is imported when one of them is."""
 
 __all__ = [
+    "PYTHON_OPS",
     "ProgressBar",
     "Wire",
     "available_memory",
     "check_integer",
+    "datasets",
+    "drawing_ops",
     "exchange_objects",
+    "file_ops",
+    "functions",
     "import_tensorflow",
     "is_memory",
     "job_wire",
+    "kind_of",
+    "nodes",
+    "ops",
     "parse_share",
     "parse_size",
     "process_rank",
     "readable_size",
     "require_equal",
+    "serialized",
     "table",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_GRAPHS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("tfposeidon.inputs.graphs"), name)
 
 
 def job_wire() -> Wire | None:

@@ -1,18 +1,23 @@
-"""Analysis of a graph or a `tf.data.Dataset` by its ops."""
+"""Effects of datasets and graphs on a cache: orders that change, and random ops before it."""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
+
+from datacache.from_tfposeidon import (
+    datasets,
+    drawing_ops,
+    functions,
+    kind_of,
+    nodes,
+    ops,
+    serialized,
+)
 
 log = logging.getLogger("datacache")
-PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
-"""Ops that call Python."""
 ONE_TO_ONE = {
     *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset", "ZipDataset"),
     *("AssertCardinalityDataset", "RangeDataset", "RestructuredDataset"),
@@ -23,55 +28,6 @@ _IN_ORDER = ONE_TO_ONE | {
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"),
 }
 """Kinds of datasets whose order does not depend on the values of elements."""
-_UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
-"""Random ops that are not stateful, or have neither a seed nor a generator."""
-_WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
-
-
-def nodes(definition: Any) -> Iterator[Any]:
-    """Yields the `NodeDef` of each op of a `GraphDef`, and of the functions that it calls."""
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
-
-
-def ops(graph: Any) -> set[str]:
-    """Returns the names of the ops of a graph, and of the functions that it calls."""
-    return {node.op for node in nodes(graph.as_graph_def())}
-
-
-def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may differ between runs.
-
-    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
-    generators of Keras's random layers do.
-    """
-    return set(filter(_draws, names))
-
-
-def file_ops(names: set[str]) -> set[str]:
-    """Returns the ops that read files by their names."""
-    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
-
-
-def datasets(data: Any) -> Iterator[tf.data.Dataset]:
-    """Yields all inputs of a dataset, recursively, and the dataset itself last."""
-    if isinstance(data, tf.data.Dataset):
-        # TensorFlow has no public API for the inputs of a dataset.
-        for below in data._inputs():
-            yield from datasets(below)
-        yield data
-
-
-def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the graph of each function of a dataset and of its inputs."""
-    for one in datasets(dataset):
-        yield from (function.function.graph for function in one._functions())
-
-
-def kind_of(dataset: Any) -> str:
-    """Returns the name of a dataset's class without underscores."""
-    return type(dataset).__name__.strip("_")
 
 
 def shuffling(dataset: tf.data.Dataset) -> str | None:
@@ -100,7 +56,7 @@ def _shuffling_itself(one: Any) -> str | None:
     if kind not in _IN_ORDER and any(drawing_ops(ops(graph)) for graph in functions(one)):
         return f"elements that {kind} selects at random. Use random ops after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):
-        return next(filter(None, map(_unsteady_node, _serialized(one))), None)
+        return next(filter(None, map(_unsteady_node, nodes(serialized(one)))), None)
     return None
 
 
@@ -112,14 +68,6 @@ def _unsteady_node(node: Any) -> str | None:
     return None
 
 
-def _serialized(one: tf.data.Dataset) -> Iterator[Any]:
-    """Returns the nodes of a dataset's graph, which contains file names and little else."""
-    content = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(one), external_state_policy=1
-    )
-    return nodes(tf.compat.v1.GraphDef.FromString(content.numpy()))
-
-
 def warn_of_draws(what: str, ops: set[str]) -> None:
     """Warns of random ops before the cache."""
     if ops:
@@ -129,20 +77,3 @@ def warn_of_draws(what: str, ops: set[str]) -> None:
             what,
             ", ".join(sorted(ops)),
         )
-
-
-def _draws(name: str) -> bool:
-    op = op_def_registry.get(name)
-    if name in _UNSTEADY or op is None or not op.is_stateful:
-        return name in _UNSTEADY
-    # Datasets within a function are analyzed separately.
-    if re.search(r"Dataset(V\d+)?$", name):
-        return False
-    attributes = {attribute.name for attribute in op.attr}
-    has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or re.match(_WRITES, name) is not None
-
-
-def _inputs(name: str) -> set[str]:
-    op = op_def_registry.get(name)
-    return set() if op is None else {argument.name for argument in op.input_arg}

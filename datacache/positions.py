@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from datacache.epochs import EpochIterator
-from datacache.graphs import ONE_TO_ONE, datasets, kind_of
+from datacache.from_tfposeidon import datasets, kind_of
+from datacache.graphs import ONE_TO_ONE
 
 Data = TypeVar("Data")
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}

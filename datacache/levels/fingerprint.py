@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.graphs import PYTHON_OPS, drawing_ops, file_ops, ops, warn_of_draws
+from datacache.from_tfposeidon import PYTHON_OPS, drawing_ops, file_ops, ops
+from datacache.graphs import warn_of_draws
 from datacache.sources.source import Source, array_digest, digest
 
 log = logging.getLogger("datacache")

@@ -10,15 +10,8 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.graphs import (
-    datasets,
-    drawing_ops,
-    functions,
-    kind_of,
-    ops,
-    shuffling,
-    warn_of_draws,
-)
+from datacache.from_tfposeidon import datasets, drawing_ops, functions, kind_of, ops
+from datacache.graphs import shuffling, warn_of_draws
 from datacache.pool.layout import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
 from datacache.sources.tfrecord_format import find_damage

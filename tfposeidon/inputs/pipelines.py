@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops, readers
-from tensorflow.python.framework import op_def_registry
+
+from tfposeidon.inputs import graphs
 
 _ALONE = {
     "MapDataset": "MapDataset",
@@ -52,9 +52,6 @@ _IN_POSITION -= {"GroupByWindowDataset"}
 """Steps that select elements by their position alone."""
 _PER_ELEMENT = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
 """Steps whose function may differ between ranks if it calls Python, such as NumPy's generators."""
-PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
-_WRITES = re.compile("Assign.*VariableOp|Resource(Scatter|Apply|SparseApply)")
-"""Ops that change variables, as the seed generators of Keras's random layers do."""
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 """Ops within a function, or within a dataset without steps, whose order may differ."""
 
@@ -90,7 +87,7 @@ def kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
     # That of files which are read in parallel has the name of another step, with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
-    return ("Legacy" if is_legacy else "") + type(step).__name__.strip("_")
+    return ("Legacy" if is_legacy else "") + graphs.kind_of(step)
 
 
 def groups(step: tf.data.Dataset) -> bool:
@@ -155,8 +152,8 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
         # The first step may have several inputs.
         for one in [step] if index else below(step):
             ops = {node.op for node in nodes(one)}
-            draws = draws or kind(one) == "RandomDataset" or any(map(_draws, ops))
-            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
+            draws = draws or kind(one) == "RandomDataset" or bool(graphs.drawing_ops(ops))
+            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & graphs.PYTHON_OPS))
             selects = kind(one) not in _IN_POSITION
             if _reorders(one, is_free) or (draws and selects):
                 return index
@@ -164,10 +161,8 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
 
 
 def below(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields all steps of a dataset and of its inputs, the last one last."""
-    for one in dataset._inputs():
-        yield from below(one)
-    yield _unwrapped(dataset)
+    """Returns all steps of a dataset and of its inputs, the last one last."""
+    return map(_unwrapped, graphs.datasets(dataset))
 
 
 def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
@@ -188,46 +183,21 @@ def _deterministic(step: tf.data.Dataset) -> str | None:
         return getattr(step, "_deterministic", None)
     # Its Python object does not have the argument, but its graph does.
     op = _SELECTING["ParallelInterleaveDataset"]
-    last = [node for node in _graph(step).node if node.op == op][-1]
+    last = [node for node in graphs.serialized(step).node if node.op == op][-1]
     return last.attr["deterministic"].s.decode()
-
-
-def _graph(dataset: tf.data.Dataset) -> Any:
-    """Returns the `GraphDef` of a dataset, which contains its data if they are in memory."""
-    content = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
-    )
-    return tf.compat.v1.GraphDef.FromString(content.numpy())
 
 
 def nodes(step: tf.data.Dataset) -> Iterator[Any]:
     """Yields the `NodeDef` of each op in a step's functions, or of a dataset without steps."""
-    graphs = [one.function.graph.as_graph_def() for one in step._functions()]
+    definitions = [one.function.graph.as_graph_def() for one in step._functions()]
     if kind(step) == "VariantDataset":
-        graphs.append(_graph(step))
-    for definition in graphs:
-        yield from definition.node
-        for function in definition.library.function:
-            yield from function.node_def
-
-
-def _draws(name: str) -> bool:
-    """Returns whether an op draws random numbers from a state, or changes a variable."""
-    op = op_def_registry.get(name)
-    if _WRITES.match(name):
-        return True
-    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", name):
-        return False
-    names = {argument.name for argument in [*op.attr, *op.input_arg]}
-    return bool(names & {"seed", "alg", "algorithm"})
+        definitions.append(graphs.serialized(step))
+    for definition in definitions:
+        yield from graphs.nodes(definition)
 
 
 def _reads_files(step: tf.data.Dataset) -> bool:
-    for node in nodes(step):
-        op = op_def_registry.get(node.op)
-        if op and {argument.name for argument in op.input_arg} & {"filename", "filenames"}:
-            return True
-    return False
+    return bool(graphs.file_ops({node.op for node in nodes(step)}))
 
 
 def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
