@@ -18,11 +18,11 @@ from types import TracebackType
 import tensorflow as tf
 
 from tfposeidon.communication.launcher import STORE_TIMEOUT_S, Store
+from tfposeidon.peers.store import EXIT_STATUS, FIRST_FAILURE
 
 PATIENCE_S = 3.0
 """Seconds that a rank with a broken collective waits for another rank's cause."""
 
-_FIRST = "first-failure"
 _reporter: Reporter | None = None
 """Reporter of this process, after `watch`."""
 _BROKEN_COLLECTIVE = re.compile(
@@ -94,12 +94,12 @@ class Reporter:
             f"rank {self.rank} received {name}. Launchers send it after another rank has ended; "
             "batch systems send it when the job's time limit expires."
         )
-        self._print(str(self._get(_FIRST) or f"rank {self.rank} received {name}."))
+        self._print(str(self._get(FIRST_FAILURE) or f"rank {self.rank} received {name}."))
 
     def _leave_cause(self, cause: str) -> None:
         # The store has no atomic operations: if two ranks fail at once, either may be reported.
-        if self._get(_FIRST) is None:
-            self._put(_FIRST, cause)
+        if self._get(FIRST_FAILURE) is None:
+            self._put(FIRST_FAILURE, cause)
         self._put(self._fate(self.rank), "failed")
 
     def leave(self) -> None:
@@ -111,7 +111,7 @@ class Reporter:
         # The failed rank may not have written its cause yet.
         deadline = time.monotonic() + PATIENCE_S
         while self.store is not None and time.monotonic() < deadline:
-            if cause := self._get(_FIRST):
+            if cause := self._get(FIRST_FAILURE):
                 return str(cause)
             time.sleep(0.2)
         return None
@@ -139,7 +139,7 @@ class Reporter:
 
     @staticmethod
     def _fate(rank: int) -> str:
-        return f"fate-of-rank-{rank}"
+        return EXIT_STATUS.format(rank)
 
     def _get(self, key: str) -> object:
         return self.store.get(key) if self.store else None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tfposeidon.peers import meeting, sources
+from tfposeidon.peers.store import FAILURES
 
 # The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
 RANK = (meeting.LAUNCHER, *meeting.MPI_RANKS)
@@ -35,7 +36,6 @@ LOCAL_SIZE = (
 STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_LIMIT = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 TRANSPORT_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
-STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 STORE_TIMEOUT_S = 2.0
 STORE_START_TIMEOUT_S = 60.0
@@ -103,12 +103,12 @@ class Store:
 
     address: str
     port: int
-    scope: str = "tfposeidon"
+    scope: str = FAILURES
 
     @classmethod
     def of_launcher(cls) -> Store | None:
         """Returns the launcher's store, or `None` under MPI and without a launcher."""
-        address = os.environ.get(STORE_ADDRESS)
+        address = os.environ.get(meeting.STORE_ADDRESS)
         return cls(address, int(os.environ[STORE_PORT])) if address else None
 
     def put(self, key: str, value: object, timeout_s: float = STORE_START_TIMEOUT_S) -> None:

@@ -12,7 +12,7 @@ from tfposeidon.communication import agreement, failure, launcher
 from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire, exchange_objects
-from tfposeidon.peers import meeting
+from tfposeidon.peers import meeting, sources
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
 """Default seconds that Gloo waits in jobs with a server.
@@ -22,11 +22,8 @@ thread on the server does not communicate with other workers.
 """
 DEFAULT_STALL_TIMEOUT_S = 300.0
 """Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
-DEFAULT_START_TIMEOUT_S = 600.0
-"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
 LONGEST_STALL_WARNING_S = 60
 """Maximum seconds between Horovod's checks for late ranks."""
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 LAYOUT_PATIENCE_S = 120.0
 """Seconds that a rank waits for rank 0 to write its layout to the launcher's store."""
 
@@ -50,7 +47,7 @@ def init(
     pin_gpu: bool = True,
     network: Any = None,
     server_rank: int | None = None,
-    start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
+    start_timeout_s: float = meeting.START_TIMEOUT_S,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up process sets. May be called repeatedly.
 
@@ -497,7 +494,7 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    if ranks_here is None or not hvd.nccl_built() or VISIBLE_GPUS in os.environ:
+    if ranks_here is None or not hvd.nccl_built() or sources.VISIBLE_GPUS in os.environ:
         # SLURM makes only one GPU visible to each rank, so shared GPUs cannot be detected here;
         # NCCL detects them.
         return

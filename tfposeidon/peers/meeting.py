@@ -28,6 +28,8 @@ LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 INTERFACE = "HOROVOD_GLOO_IFACE"
+START_TIMEOUT_S = 600.0
+"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
 RANKS = "ranks"
 """Scope of the store in which ranks meet."""
 

@@ -30,10 +30,8 @@ from tfposeidon.peers.client import Client, connect, running_or
 from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
-GPUS = "CUDA_VISIBLE_DEVICES"
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
 """Variables in which platforms ask for a number of ranks per node, unless they hold a word."""
-START_TIMEOUT_S = 600.0
 TERMINATION_S = 10.0
 """Time between SIGTERM and SIGKILL, in which ranks may save their state."""
 FOLLOW_S = 1.0
@@ -61,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--start-timeout",
         type=float,
-        default=START_TIMEOUT_S,
+        default=meeting.START_TIMEOUT_S,
         metavar="SECONDS",
         help="time within which all nodes must come (default: %(default)g)",
     )
@@ -152,7 +150,7 @@ def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: J
 
 def visible_gpus(variables: Mapping[str, str]) -> list[str]:
     """Returns the GPUs of this machine that CUDA may use, as in `CUDA_VISIBLE_DEVICES`."""
-    if (given := variables.get(GPUS)) is not None:
+    if (given := variables.get(sources.VISIBLE_GPUS)) is not None:
         return [one.strip() for one in given.split(",") if one.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
         return []
@@ -222,7 +220,7 @@ def _environments(
             **common,
             sources.RANK: str(first + index),
             # Ranks that share GPUs see all of them, so that tfposeidon.init() checks the number.
-            **({GPUS: gpus[index]} if count <= len(gpus) else {}),
+            **({sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}),
         }
         for index in range(count)
     }

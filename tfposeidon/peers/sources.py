@@ -30,6 +30,7 @@ HOST = "TFPOSEIDON_HOST"
 PORT = "TFPOSEIDON_PORT"
 TOKEN = "TFPOSEIDON_TOKEN"
 TOKEN_FILE = "TFPOSEIDON_TOKEN_FILE"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 FULL_NAME = "HOSTNAME"
 """Name of this host with its domain, from which the name of an Indexed Job's first pod follows."""
 
