@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.autotune.simulation import Timeline
-from tfposeidon.exchange.observer import Done, time_after
+from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients.description import Description, GradientReader
 
@@ -39,9 +39,8 @@ class StepTimes:
     def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
         self._reader = reader
         with tf.init_scope():
-            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
-            self._end_s = _variable([], "end_of_exchange")
-            self._sums = _variable([4], "step_times")
+            self._end_s = clock_variable([], "end_of_exchange")
+            self._sums = clock_variable([4], "step_times")
             with tf.device("/CPU:0"):
                 self._sizes = tf.Variable(tf.zeros([variables]), trainable=False, name="sizes")
 
@@ -89,10 +88,6 @@ class StepTimes:
         """Size of the structure of each gradient in the last step, 0 without one."""
         sizes: list[float] = self._sizes.numpy().tolist()
         return sizes
-
-
-def _variable(shape: list[int], name: str) -> tf.Variable:
-    return tf.Variable(tf.zeros(shape, tf.float64), trainable=False, name=name)
 
 
 @dataclass(frozen=True)

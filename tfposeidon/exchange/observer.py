@@ -48,8 +48,7 @@ class ExposedTime:
     def build(self) -> None:
         """Creates the variable, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
-            # Use float64: float32 seconds since 1970 have a resolution of 128 s.
-            self._sum = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="exposed_s")
+            self._sum = clock_variable([], "exposed_s")
 
     @property
     def seconds(self) -> float:
@@ -72,6 +71,12 @@ class ExposedTime:
             self._sum.assign_add(time_after(means) - ready_s)
 
         return done
+
+
+def clock_variable(shape: list[int], name: str) -> tf.Variable:
+    """Returns a variable for seconds since 1970 or their sums, initially zeros."""
+    # Use float64: float32 seconds since 1970 have a resolution of 128 s.
+    return tf.Variable(tf.zeros(shape, tf.float64), trainable=False, name=name)
 
 
 def time_after(gradients: Sequence[Any]) -> tf.Tensor:
