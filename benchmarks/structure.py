@@ -107,7 +107,7 @@ class Module:
 
     @property
     def lines_of_code(self) -> int:
-        """Number of lines on which a statement stands that is no docstring."""
+        """Number of lines with statements other than docstrings."""
         nodes = [n for n in ast.walk(self.tree) if isinstance(n, ast.stmt) and not _is_text(n)]
         simple = [n for n in nodes if not hasattr(n, "body")]
         found = {node.lineno for node in nodes}
@@ -243,7 +243,7 @@ def longest_chain(tree: Tree) -> int:
 
 
 def methods_of(name: str, tree: Tree) -> list[ast.FunctionDef]:
-    """Returns the methods and properties of a class, none if there is no such class."""
+    """Returns the methods and properties of a class, or an empty list without that class."""
     found = [n for n in tree.nodes(ast.ClassDef) if isinstance(n, ast.ClassDef) and n.name == name]
     return [node for one in found for node in one.body if isinstance(node, ast.FunctionDef)]
 

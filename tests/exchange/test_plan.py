@@ -1,4 +1,4 @@
-"""Plans: order, buckets, bytes, and what they print."""
+"""Order, buckets, bytes and printed text of plans."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_plan_prints_a_table():
 
 
 def test_a_rule_that_is_found_in_no_path_is_named():
-    """As in a model that was made again, whose layers Keras has numbered anew."""
+    """Keras numbers the layers of a rebuilt model anew."""
     plan = _plan(
         0,
         [

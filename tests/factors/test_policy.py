@@ -1,4 +1,4 @@
-"""HybComm and plans of sufficient factors: what they weigh, and what a step's rows show."""
+"""Choices of HybComm, and plans of sufficient factors before and after a step."""
 
 import dataclasses
 import json

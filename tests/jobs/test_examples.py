@@ -90,7 +90,7 @@ def test_transformer(outcome):
 
 
 def dawnbench():
-    """Runs all phases; once more what is complete; and in another folder with kills.
+    """Runs all phases, resumes the complete run, and runs with kills in another folder.
 
     Returns:
       The finished processes, the lines of the first, and what `start_and_kill` returned of each
