@@ -254,10 +254,7 @@ def train(model, recipe, caches, classes, options):
         batch = phase.batch * size
         data, batches = images.training_batches(cache, phase.size, batch, classes, options.seed)
         callbacks = [
-            keras_callbacks.BroadcastVariables(),
             keras_callbacks.CachePosition(cache, data),
-            keras_callbacks.AverageBatchNorm(),
-            keras_callbacks.MetricAverage(),
             keras_callbacks.Throughput(),
             resize,
             kept,

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-import keras_callbacks
 import tfposeidon as tp
 
 NOISE, BATCH = 32, 64
@@ -80,9 +79,8 @@ def main():
     gan = Gan()
     optimizers = [tp.DistributedOptimizer(keras.optimizers.Adam(5e-4, 0.5)) for _ in range(2)]
     gan.compile(*optimizers)
-    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
     mine = images[tp.rank() :: tp.size()]
-    gan.fit(mine, batch_size=BATCH // tp.size(), epochs=options.epochs, callbacks=callbacks)
+    gan.fit(mine, batch_size=BATCH // tp.size(), epochs=options.epochs)
     # All ranks draw the same digits, as their weights are the same.
     drawn = gan.generator(tf.random.stateless_normal([1024, NOISE], [1, 2])).numpy()
     distance = float(np.abs(drawn.mean(axis=0) - images.mean(axis=0)).mean())

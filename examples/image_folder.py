@@ -152,11 +152,9 @@ def train(options, source, preprocess):
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(3e-3))
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     callbacks = [
-        keras_callbacks.BroadcastVariables(),
         keras_callbacks.CachePosition(cache),
         keras_callbacks.CacheStatistics(cache),
         keras_callbacks.Throughput(),
-        keras_callbacks.MetricAverage(),
     ]
     begin = time.perf_counter()
     history = model.fit(data, epochs=options.epochs, callbacks=callbacks, shuffle=False).history

@@ -82,9 +82,7 @@ def main():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
     callbacks = [
-        keras_callbacks.BroadcastVariables(),
         keras_callbacks.Throughput(),
-        keras_callbacks.MetricAverage(),
     ]
     if options.checkpoint:
         callbacks.append(keras_callbacks.Checkpoint(options.checkpoint))

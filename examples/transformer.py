@@ -15,7 +15,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import keras_callbacks
 import tfposeidon as tp
 
 WORDS, LENGTH = 4096, 64
@@ -103,9 +102,8 @@ def main():
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=optimizer, loss=loss)
-    callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()]
     text = words()
-    model.fit(batches(text, options), callbacks=callbacks, verbose=0, shuffle=False)
+    model.fit(batches(text, options), verbose=0, shuffle=False)
     # The same samples on all ranks and for any number of them.
     samples = text[: 128 * (LENGTH + 1)].reshape(128, LENGTH + 1)
     final = model.evaluate(samples[:, :-1], samples[:, 1:], verbose=0)

@@ -3,17 +3,15 @@
 Pass the same callbacks to `fit` on every rank: most of them communicate, and a rank without the
 callback would leave the others waiting. On one rank they need no launcher.
 
-Their order in the list matters: first `BroadcastVariables`, which gives all ranks the same start,
-then callbacks that average (`AverageBatchNorm`, `MetricAverage`), then Keras callbacks that depend
-on metrics (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with
+With an optimizer of `tfposeidon`, `fit` starts ranks alike and averages metrics and moving
+statistics by itself; `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage` are for other
+cases. Their order in the list matters: these three first, then Keras callbacks that depend on
+metrics (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with
 `Checkpoint` last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [
-...     keras_callbacks.BroadcastVariables(),
 ...     keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=5),
-...     keras_callbacks.AverageBatchNorm(),
-...     keras_callbacks.MetricAverage(),
 ...     keras.callbacks.EarlyStopping("val_loss", patience=3),
 ...     keras_callbacks.Checkpoint("/data/checkpoints"),
 ... ]

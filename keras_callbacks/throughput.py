@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks._model_state import samples_seen
 from keras_callbacks._tensorboard import ScalarWriter
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
+from tfposeidon.training.global_metrics import samples_seen
 from tfposeidon.training.session import optimizers_of
 
 

@@ -13,7 +13,7 @@ def test_the_example_runs(monkeypatch):
         1
     ].splitlines()
     code = "\n".join(line[2:] for line in difference if not line.startswith("-"))
-    assert sum(line.startswith("+") for line in difference) == 4
+    assert sum(line.startswith("+") for line in difference) == 3
     images = np.random.default_rng(0).integers(0, 255, (64, 28, 28), dtype=np.uint8)
     digits = np.random.default_rng(1).integers(0, 10, 64, dtype=np.uint8)
     # There are no downloads here; the shapes and types are MNIST's.

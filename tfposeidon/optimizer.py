@@ -63,6 +63,10 @@ class DistributedOptimizer(CommunicatingOptimizer):
         counts samples, which is exact for losses that are means over samples.
         `tfposeidon.sample_counts` has functions for other losses; to save the model, register a
         custom function with Keras.
+      synchronize_model: True (default) if `fit` starts all ranks with the weights and state of rank
+        0, computes metrics over the samples of all ranks, averages the moving statistics of layers
+        before validation and at the end of each epoch, and compares replicas after the first step
+        and at each epoch's end. False if the script does it.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused; for those of Horovod's optimizer, the
         error names the replacement.
@@ -93,6 +97,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
+        synchronize_model: bool = True,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -109,6 +114,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         if gradient_accumulation_steps and not accumulated_steps(inner_optimizer):
             _accumulate_inside(inner_optimizer, gradient_accumulation_steps)
         self.gradient_accumulation_steps = accumulated_steps(inner_optimizer)
+        self.synchronize_model = synchronize_model
         self._accumulation: Accumulation | None = None
         self._afterwards: Afterwards | None = None
 
@@ -168,6 +174,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             "bucket_bytes": self._exchange.plans.bucket_bytes,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
+            "synchronize_model": self.synchronize_model,
         }
 
     # ------------------------------------------------------------------ steps
@@ -271,7 +278,11 @@ class DistributedOptimizer(CommunicatingOptimizer):
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
         abandon = self._abandon_update if self._accumulation else None
-        return replace(super().fit_hooks(model), abandon_update=abandon)
+        return replace(
+            super().fit_hooks(model),
+            abandon_update=abandon,
+            synchronizes_model=self.synchronize_model,
+        )
 
     def _abandon_update(self) -> None:
         """Discards gradients that were accumulated for an update that will not happen."""

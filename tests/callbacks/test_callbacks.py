@@ -177,7 +177,9 @@ def test_momentum_correction_scales_the_velocity(wire):
 
 
 def test_average_batch_norm(wire):
-    model = compiled(noisy)
+    model = noisy()
+    optimizer = tp.DistributedOptimizer(sgd(), synchronize_model=False)
+    model.compile(optimizer, models.LOSS)
     x, y = models.mlp.data(8)
     model.fit(x + wire.topology.rank, y, batch_size=4, verbose=0)
     layer = model.layers[1]

@@ -63,7 +63,7 @@ def _model():
     ("change", "hook"),
     [
         *((change, "on_epoch_begin") for change in CHANGES),
-        *(("a weight", hook) for hook in ("on_epoch_end", "on_train_end")),
+        *(("a weight", hook) for hook in ("on_train_batch_end", "on_epoch_end", "on_train_end")),
     ],
 )
 def test_what_one_rank_changes_ends_training_on_all(wire, change, hook):
@@ -78,7 +78,7 @@ def test_what_one_rank_changes_ends_training_on_all(wire, change, hook):
             verbose=0,
             callbacks=[AtEpoch(hook, CHANGES[change]), count],
         )
-    taken = {"on_epoch_begin": 2, "on_epoch_end": 4, "on_train_end": 6}
+    taken = {"on_train_batch_end": 1, "on_epoch_begin": 2, "on_epoch_end": 4, "on_train_end": 6}
     assert len(steps) == taken[hook]
 
 

@@ -63,6 +63,7 @@ class ShardedOptimizer(DistributedOptimizer):
       bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
       gradient_accumulation_steps: Calls of `apply` per update; see `DistributedOptimizer`.
       sample_count: Function that returns a rank's weight; see `DistributedOptimizer`.
+      synchronize_model: Whether `fit` synchronizes the model; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"sharded_optimizer"`).
       **others: Any other arguments, which are all refused.
 
@@ -92,6 +93,7 @@ class ShardedOptimizer(DistributedOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
+        synchronize_model: bool = True,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -104,6 +106,7 @@ class ShardedOptimizer(DistributedOptimizer):
             bucket_bytes=bucket_bytes,
             gradient_accumulation_steps=gradient_accumulation_steps,
             sample_count=sample_count,
+            synchronize_model=synchronize_model,
             name=name or "sharded_optimizer",
         )
         _check_elementwise(inner_optimizer)

@@ -1,7 +1,8 @@
 """Epochs that end on all ranks after as many steps as the rank with the fewest batches has.
 
-`EqualSteps` runs before the user's callbacks and ends the epoch. `AgreedStop` runs after them,
-stops training on all ranks and compares settings and values across ranks.
+`EqualSteps` runs before the user's callbacks and ends the epoch; after it, `LayerAverages` and
+`GlobalMetrics` synchronize what the user's callbacks see. `AgreedStop` runs after them, stops
+training on all ranks and compares settings and values across ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import entries, session
+from tfposeidon.training.global_metrics import GlobalMetrics
 from tfposeidon.training.hooks import FitHooks
+from tfposeidon.training.layer_averages import LayerAverages
 from tfposeidon.training.planners import PlannerCallbacks
 
 log = logging.getLogger("tfposeidon")
@@ -28,8 +31,8 @@ WHERE_BEGUN = (
     "way on all ranks."
 )
 WHERE_SET = (
-    "Run callbacks that set or restore values on all ranks, with the same metrics "
-    "(keras_callbacks.MetricAverage, before them). keras_callbacks.ReplicaCheck finds the step."
+    "Run callbacks that set or restore values on all ranks, with the same values. "
+    "keras_callbacks.ReplicaCheck finds the step."
 )
 
 
@@ -43,9 +46,12 @@ def with_equal_epochs(
     `None` if it is unknown or varies.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
+    synchronizes = all(one.synchronizes_model for one in hooks)
     first = [callback for one in hooks for callback in one.first]
+    first += [LayerAverages(), GlobalMetrics()] if synchronizes else []
     last = [callback for one in hooks for callback in one.last]
-    return [steps, *first, *callbacks, PlannerCallbacks(), *last, AgreedStop(steps)]
+    stop = AgreedStop(steps, synchronizes)
+    return [steps, *first, *callbacks, PlannerCallbacks(), *last, stop]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -81,7 +87,7 @@ class EqualSteps(keras.callbacks.Callback):
     def __init__(self, may_stop: bool = False, rows: int | None = None) -> None:
         super().__init__()
         self._may_stop, self._rows = may_stop, rows
-        self._is_open = self.is_over = False
+        self._is_open = self.is_over = self.is_skipping = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -132,14 +138,14 @@ class EqualSteps(keras.callbacks.Callback):
             # exhausted.
             raise StopIteration
         self.is_over = False
-        self._is_skipping = self._session.is_skipping
+        self.is_skipping = self._session.is_skipping
         self._before = self._session.steps_done if self._watches else (0, 0)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
-        self._has_trained = self._has_trained or not self._is_skipping
-        if not self._watches or self._is_skipping:
+        self._has_trained = self._has_trained or not self.is_skipping
+        if not self._watches or self.is_skipping:
             return
         steps, complete = np.subtract(self._session.steps_done, self._before)
         are_absent = bool(self._session.absent_ranks)
@@ -193,17 +199,17 @@ class AgreedStop(keras.callbacks.Callback):
     Ranks with local weights defer a stop within an epoch of known length to its end, since
     callbacks may communicate before the others know. Before the first epoch and after each, ranks
     compare settings: learning rates, momentum, weight decay, trainable variables and epoch. Before
-    each epoch and at the end they compare values; a model's first `fit` starts with those of rank
-    0.
+    each epoch, after the first step and at the end they compare values; a model's first `fit`
+    starts with those of rank 0.
     """
 
-    def __init__(self, steps: EqualSteps) -> None:
+    def __init__(self, steps: EqualSteps, synchronizes_model: bool = True) -> None:
         super().__init__()
-        self._equal_steps = steps
+        self._equal_steps, self._synchronizes_model = steps, synchronizes_model
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._has_begun = self._wants_to_stop = False
+        self._has_begun = self._wants_to_stop = self._has_stepped = False
         self._session = session.of(self.model)
         self._puts_off = not self._session.is_in_step and self._session.knows_lengths
 
@@ -219,6 +225,10 @@ class AgreedStop(keras.callbacks.Callback):
             self._wants_to_stop, self.model.stop_training = True, False
         if self._equal_steps.is_over:
             raise StopIteration
+        if not self._has_stepped and not self._equal_steps.is_skipping:
+            self._has_stepped = True
+            if self._session.is_in_step:
+                self._compare_values(WHERE_SET)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -239,7 +249,8 @@ class AgreedStop(keras.callbacks.Callback):
         del settings["trainable variables"]
         _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
         if not self._session.has_begun:
-            entries.begin_alike(self.model, runtime.wire())
+            if self._synchronizes_model:
+                entries.begin_alike(self.model, runtime.wire())
             self._session.has_begun = True
 
     @override
@@ -255,6 +266,8 @@ class AgreedStop(keras.callbacks.Callback):
         self._compare_values(WHERE_SET)
 
     def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
+        if not self._synchronizes_model:
+            return
         problem = entries.difference(self.model, runtime.wire(), with_layers)
         if problem and self._session.only_reports:
             runtime.say("tfposeidon: %s", problem)
@@ -299,9 +312,8 @@ def _check_equal(everybody: list[dict[str, Any]]) -> None:
     agreement.require_equal(
         everybody,
         "All ranks must train with the same settings",
-        "Run callbacks that set or restore it on all ranks, with the same metrics "
-        "(keras_callbacks.MetricAverage); instead of callbacks that restore only one rank, use "
-        "keras_callbacks.Checkpoint.",
+        "Run callbacks that set or restore it on all ranks, with the same values; instead of "
+        "callbacks that restore only one rank, use keras_callbacks.Checkpoint.",
         agreement.at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
     )
 

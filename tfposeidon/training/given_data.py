@@ -24,10 +24,12 @@ log = logging.getLogger("tfposeidon")
 
 
 def compare(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Logs the global batch size, and warns if all ranks have the same data.
+    """Logs the global batch size of a model's first `fit`, and warns if all ranks' data are equal.
 
-    All ranks call it together, with the arguments of a model's first `fit`.
+    All ranks call it together, with the arguments of `fit`.
     """
+    if session.of(model).has_begun:
+        return
     data = _Given()
     try:
         data.read(arguments)

@@ -46,3 +46,5 @@ class FitHooks:
     wire: Callable[[], Wire] = runtime.wire
     # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True
+    # True if `fit` starts ranks alike, averages layer state and metrics, and compares replicas.
+    synchronizes_model: bool = True

@@ -8,8 +8,8 @@ keep their behavior. Keras looks these methods up after the optimizer is constru
 - `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
   and passes the batch size to the optimizer, which weights unequal batches by it.
 - `fit`: prints on one rank only, without a progress bar where there is no terminal,
-  compares the data that ranks pass (`given_data`), and ends epochs on all ranks after the same
-  step (`equal_steps`).
+  compares the data that ranks pass (`given_data`), ends epochs on all ranks after the same step
+  (`equal_steps`), and averages layer state and metrics (`layer_averages`, `global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
 The third patched method is `LossScaleOptimizer.apply`: around a communicating optimizer it averages
@@ -39,6 +39,7 @@ from tfposeidon.training import (
     entries,
     equal_steps,
     given_data,
+    layer_averages,
     one_writer,
     session,
 )
@@ -188,8 +189,9 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
             return one.run(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
-    if not session.of(model).has_begun:
-        given_data.compare(model, call.arguments)
+    if all(one.synchronizes_model for one in hooks):
+        layer_averages.check_saves(model, callbacks)
+    given_data.compare(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         one_writer.with_one_writer(callbacks), hooks, _rows_of_batches(call.arguments)
     )

@@ -1,0 +1,225 @@
+"""Metrics in the logs of `fit` are those of one process on the samples of all ranks."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import metrics
+
+import keras_callbacks
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.over_ranks import exchange_objects
+
+pytestmark = pytest.mark.ranks("2", core=True)
+
+BINARY = [
+    metrics.AUC(num_thresholds=20),
+    metrics.AUC(num_thresholds=20, curve="PR", name="pr"),
+    metrics.FalseNegatives(),
+    metrics.FalsePositives(),
+    metrics.TrueNegatives(),
+    metrics.TruePositives(),
+    metrics.Precision(),
+    metrics.Recall(),
+    metrics.PrecisionAtRecall(0.5, num_thresholds=20),
+    metrics.RecallAtPrecision(0.5, num_thresholds=20),
+    metrics.SensitivityAtSpecificity(0.5, num_thresholds=20),
+    metrics.SpecificityAtSensitivity(0.5, num_thresholds=20),
+    metrics.BinaryAccuracy(),
+    metrics.BinaryCrossentropy(),
+    metrics.BinaryIoU(),
+    metrics.Hinge(),
+    metrics.SquaredHinge(),
+    metrics.Accuracy(),
+]
+CLASSES = [
+    metrics.CategoricalAccuracy(),
+    metrics.TopKCategoricalAccuracy(2),
+    metrics.CategoricalCrossentropy(),
+    metrics.CategoricalHinge(),
+    metrics.KLDivergence(),
+    metrics.F1Score(average="macro"),
+    metrics.F1Score(average=None, name="f1_of_classes"),
+    metrics.FBetaScore(average="micro", beta=2.0),
+    metrics.OneHotIoU(3, [0, 2]),
+    metrics.OneHotMeanIoU(3),
+]
+SPARSE = [
+    metrics.SparseCategoricalAccuracy(),
+    metrics.SparseTopKCategoricalAccuracy(2),
+    metrics.SparseCategoricalCrossentropy(),
+    metrics.IoU(3, [1], sparse_y_pred=False),
+    metrics.MeanIoU(3, sparse_y_pred=False),
+]
+NUMBERS = [
+    metrics.MeanSquaredError(),
+    metrics.RootMeanSquaredError(),
+    metrics.MeanAbsoluteError(),
+    metrics.MeanAbsolutePercentageError(),
+    metrics.MeanSquaredLogarithmicError(),
+    metrics.CosineSimilarity(),
+    metrics.LogCoshError(),
+    metrics.R2Score(),
+    metrics.ConcordanceCorrelation(),
+    metrics.PearsonCorrelation(),
+    metrics.Poisson(),
+]
+
+
+def _outputs():
+    inputs = keras.Input((6,))
+    dense = keras.layers.Dense
+    return keras.Model(
+        inputs,
+        {
+            "binary": dense(1, "sigmoid", name="binary")(inputs),
+            "classes": dense(3, "softmax", name="classes")(inputs),
+            "sparse": dense(3, "softmax", name="sparse")(inputs),
+            "number": dense(2, "softplus", name="number")(inputs),
+        },
+    )
+
+
+def _samples(count):
+    draw = np.random.RandomState(3)
+    labels = draw.randint(0, 3, count)
+    targets = {
+        "binary": draw.randint(0, 2, (count, 1)).astype("float32"),
+        "classes": np.eye(3, dtype="float32")[labels],
+        "sparse": labels,
+        "number": draw.rand(count, 2).astype("float32") + 0.5,
+    }
+    return draw.randn(count, 6).astype("float32"), targets
+
+
+def _rows(samples, rows):
+    return keras.tree.map_structure(lambda array: array[rows], samples)
+
+
+def test_every_metric_of_keras_equals_one_process(wire):
+    """Also on unequal numbers of validation samples, weighted samples and a regularized loss."""
+    model = _outputs()
+    model.layers[1].kernel_regularizer = keras.regularizers.L2(0.1)
+    model.compile(
+        tp.DistributedOptimizer(keras.optimizers.SGD(0.0)),
+        {"binary": "bce", "classes": "cce", "sparse": "scce", "number": "mse"},
+        metrics={"binary": BINARY, "classes": CLASSES, "sparse": SPARSE, "number": NUMBERS},
+        weighted_metrics={"binary": [metrics.AUC(num_thresholds=20, name="weighted_auc")]},
+    )
+    tested = {type(one) for one in (*BINARY, *CLASSES, *SPARSE, *NUMBERS)}
+    classes = {getattr(metrics, name) for name in dir(metrics) if name[0].isupper()}
+    abstract = {metrics.Metric, metrics.Mean, metrics.Sum, metrics.MeanMetricWrapper}
+    assert classes - abstract == tested
+    x, y = _samples(36)
+    weight = np.random.RandomState(4).rand(36).astype("float32")
+    weights = {name: weight if name == "binary" else np.ones(36, "float32") for name in y}
+    training = [slice(0, 8), slice(8, 16)]
+    validation = [slice(16, 28), slice(28, 36)]
+    mine, held = training[wire.topology.rank], validation[wire.topology.rank]
+    history = model.fit(
+        *_rows((x, y), mine),
+        sample_weight=_rows(weights, mine),
+        validation_data=_rows((x, y, weights), held),
+        batch_size=4,
+        verbose=0,
+    ).history
+    for prefix, rows in (("", slice(0, 16)), ("val_", slice(16, 36))):
+        inputs, targets = _rows((x, y), rows)
+        expected = model.evaluate(
+            inputs,
+            targets,
+            sample_weight=_rows(weights, rows),
+            batch_size=4,
+            verbose=0,
+            return_dict=True,
+        )
+        assert {name for name in history if name.startswith("val_") == bool(prefix)} == {
+            prefix + name for name in expected
+        }
+        for name, value in expected.items():
+            np.testing.assert_allclose(
+                history[prefix + name][0], value, rtol=1e-4, atol=1e-6, err_msg=prefix + name
+            )
+    everybody = exchange_objects(str(history), wire, "history")
+    assert everybody[0] == everybody[1]
+
+
+class _Kept(metrics.Metric):
+    """The largest target of the last batch: that of the first rank, and the mean over ranks."""
+
+    def __init__(self):
+        super().__init__(name="kept")
+        self.first = self.add_variable((), "zeros", aggregation="only_first_replica", name="first")
+        self.mean = self.add_variable((), "zeros", aggregation="mean", name="mean")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.first.assign(tf.reduce_max(tf.cast(y_true, "float32")))
+        self.mean.assign(tf.reduce_max(tf.cast(y_true, "float32")))
+
+    def result(self):
+        return {"first": self.first.value, "mean": self.mean.value}
+
+
+class _Bare(keras.Model):
+    """Logs a value that is no result of a metric."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "largest": tf.reduce_max(data[1])}
+
+
+def test_other_values_are_averaged_by_samples(wire):
+    inputs = keras.Input((1,))
+    model = _Bare(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", metrics=[_Kept()])
+    rows = (3, 1)[wire.topology.rank]
+    y = np.full((rows, 1), (4.0, 8.0)[wire.topology.rank], "float32")
+    history = model.fit(np.ones((rows, 1)), y, batch_size=3, verbose=0).history
+    assert history["largest"] == [5.0]
+    assert history["first"] == [4.0]
+    assert history["mean"] == [6.0]
+
+
+def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
+    model = models.normalized()
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, ["accuracy"])
+    x, y = models.normalized.data(8)
+    seen = []
+    watching = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: seen.append(dict(logs)))
+    model.fit(
+        x,
+        y,
+        batch_size=4,
+        verbose=0,
+        validation_data=(x, y) if wire.topology.rank else None,
+        callbacks=[watching, keras.callbacks.EarlyStopping("val_loss")],
+    )
+    logs = exchange_objects(seen, wire, "logs")
+    assert "val_accuracy" in logs[0][0]
+    assert logs[0] == logs[1]
+
+
+def test_callbacks_change_nothing(wire):
+    """Averaging callbacks of ours find what `fit` has averaged already."""
+
+    def run(*callbacks):
+        keras.utils.set_random_seed(1)
+        model = models.normalized()
+        model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, ["accuracy"])
+        x, y = models.normalized.data(8)
+        mine = slice(wire.topology.rank, None, 2)
+        history = model.fit(
+            x[mine], y[mine], validation_data=(x[mine], y[mine]), verbose=0, callbacks=[*callbacks]
+        )
+        return history.history, model.get_weights()
+
+    plain, weights = run()
+    averaged, others = run(
+        keras_callbacks.BroadcastVariables(),
+        keras_callbacks.AverageBatchNorm(),
+        keras_callbacks.MetricAverage(),
+    )
+    assert plain == averaged
+    for one, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(one, other)

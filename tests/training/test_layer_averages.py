@@ -1,0 +1,89 @@
+"""`fit` averages the state of layers before validation and before callbacks see an epoch's end."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.callbacks import noisy, shared_folder
+from tests.helpers.checks import Raises
+from tests.helpers.over_ranks import exchange_objects
+
+pytestmark = pytest.mark.ranks("2")
+
+
+class _Watching(keras.callbacks.Callback):
+    """Collects the moving mean at each hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def _see(self, hook):
+        self.seen[hook] = self.model.layers[1].moving_mean.numpy().tolist()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._see("batch")
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._see("validation")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._see("epoch")
+
+
+def _fit(wire, validates=True, frozen=False, callbacks=(), **options):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = noisy()
+    model.layers[1].trainable = not frozen
+    model.layers[1].moving_mean.assign(np.linspace(0.1, 0.9, 16))
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1), **options), models.LOSS)
+    x, y = models.mlp.data(16)
+    mine = slice(wire.topology.rank, None, 2)
+    held = (x[mine], y[mine]) if validates else None
+    watching = _Watching()
+    model.fit(
+        x[mine],
+        y[mine],
+        batch_size=4,
+        verbose=0,
+        validation_data=held,
+        callbacks=[watching, *callbacks],
+    )
+    return model, exchange_objects(watching.seen, wire, "seen")
+
+
+@pytest.mark.parametrize("validates", ["all", "some", "none"])
+def test_statistics_are_means_over_ranks(wire, validates):
+    _, seen = _fit(wire, {"all": True, "some": wire.topology.rank == 1, "none": False}[validates])
+    own = [one["batch"] for one in seen]
+    assert own[0] != own[1]
+    for one in seen:
+        np.testing.assert_allclose(one["epoch"], np.mean(own, 0), rtol=1e-6, atol=1e-7)
+        assert one.get("validation", one["epoch"]) == one["epoch"]
+    assert seen[0]["epoch"] == seen[1]["epoch"]
+
+
+def test_equal_statistics_are_not_sent(wire):
+    """The mean of equal numbers may be another number."""
+    model, seen = _fit(wire, frozen=True)
+    np.testing.assert_array_equal(
+        model.layers[1].moving_mean, np.linspace(0.1, 0.9, 16, dtype="float32")
+    )
+    assert seen[0] == seen[1]
+
+
+def test_nothing_is_synchronized_if_asked(wire):
+    model, seen = _fit(wire, synchronize_model=False)
+    assert seen[0]["epoch"] != seen[1]["epoch"]
+    kernels = exchange_objects(model.layers[0].kernel.numpy().tolist(), wire, "kernels")
+    assert kernels[0] != kernels[1]
+    config = model.optimizer.get_config()
+    assert not tp.DistributedOptimizer.from_config(config).synchronize_model
+
+
+def test_saving_within_an_epoch_is_refused(wire):
+    saves = keras.callbacks.ModelCheckpoint(f"{shared_folder(wire)}/{{epoch}}.keras", save_freq=1)
+    with Raises(ValueError, r"ModelCheckpoint\(save_freq=1\).*moving_mean.*every_n_steps"):
+        _fit(wire, callbacks=[saves])

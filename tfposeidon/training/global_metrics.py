@@ -1,0 +1,221 @@
+"""Metrics of an epoch over the samples of all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon.communication import agreement
+from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.training import session
+
+_Layout = list[tuple[str, list[int]]]
+"""Aggregation and shape of each variable of a metric."""
+_OF_ONE_RANK = ("none", "only_first_replica")
+"""Keras's names for aggregations by which one replica's value counts."""
+
+
+def samples_seen(model: keras.Model) -> float | None:
+    """Returns the samples since Keras last reset its loss tracker, or `None` without a tracker."""
+    # Keras weights each batch's loss by its samples, so the sum of weights is their number.
+    tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
+    return None if tracker is None else float(tracker.count.numpy())
+
+
+class GlobalMetrics(keras.callbacks.Callback):
+    """Keras callback that replaces an epoch's logs by the metrics of all ranks' samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trained: _Phase | None = None
+        self._validated: _Phase | None = None
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._trained = self._validated = None
+
+    @override
+    def on_test_begin(self, logs: Any = None) -> None:
+        # Keras resets the metrics right after this hook.
+        self._trained = _Phase.of(self.model)
+
+    @override
+    def on_test_end(self, logs: Any = None) -> None:
+        self._validated = _Phase.of(self.model, "val_")
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        wire = session.of(self.model).wire
+        if logs is None or wire.topology.size == 1:
+            return
+        phases = [self._trained or _Phase.of(self.model)]
+        phases += [self._validated] if self._validated else []
+        logs.update(_means(_with_results_of_all(logs, phases, wire), wire))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phase:
+    """Metrics of training or validation on this rank, with the values of their variables."""
+
+    prefix: str
+    metrics: list[Any]
+    values: list[list[np.ndarray]]
+    results: dict[str, np.ndarray]
+    samples: float
+
+    @classmethod
+    def of(cls, model: keras.Model, prefix: str = "") -> _Phase:
+        # Metrics without variables are not built, or keep their state elsewhere.
+        metrics = [metric for metric in model.metrics if metric.variables]
+        values = [[np.array(keras.ops.convert_to_numpy(v)) for v in m.variables] for m in metrics]
+        seen = samples_seen(model)
+        # Without a loss tracker samples are not counted, and ranks have equal weights.
+        return cls(prefix, metrics, values, _results(metrics, []), 1.0 if seen is None else seen)
+
+    def keys(self) -> list[str]:
+        """Returns a name for each metric, equal on all ranks."""
+        return [f"{self.prefix}{place}.{one.name}" for place, one in enumerate(self.metrics)]
+
+    def results_with(self, totals: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+        """Returns results as if the variables of metrics had these values."""
+        pairs = zip(self.metrics, self.keys(), strict=True)
+        known = [(metric, totals[key]) for metric, key in pairs if key in totals]
+        return _results([metric for metric, _ in known], [value for _, value in known])
+
+    def layouts(self) -> dict[str, _Layout]:
+        layouts = [[(v.aggregation, list(v.shape)) for v in one.variables] for one in self.metrics]
+        return dict(zip(self.keys(), layouts, strict=True))
+
+
+def _results(metrics: list[Any], values: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns the numeric results of metrics by name; `values` replaces those of variables."""
+    variables = [variable for metric in metrics for variable in metric.variables]
+    state = list(zip(variables, itertools.chain.from_iterable(values), strict=False))
+    found: dict[str, Any] = {}
+    with keras.StatelessScope(state_mapping=state):
+        for metric in metrics:
+            result = metric.result()
+            found.update(result if isinstance(result, dict) else {metric.name: result})
+    return _numbers(found)
+
+
+def _with_results_of_all(
+    logs: dict[str, Any], phases: list[_Phase], wire: Wire
+) -> dict[str, tuple[float, np.ndarray]]:
+    """Returns the numbers in `logs` with their weights; results of metrics are those of all ranks.
+
+    A number that is not the result of a metric stays that of this rank.
+    """
+    totals = _totals(phases, wire)
+    summed = {phase.prefix: phase.results_with(totals) for phase in phases}
+    found = {}
+    for name, number in _numbers(logs).items():
+        phase = phases[-1] if name.startswith("val_") else phases[0]
+        key = name.removeprefix(phase.prefix)
+        own = phase.results.get(key)
+        if own is not None and np.array_equal(own, number, equal_nan=True):
+            number = summed[phase.prefix].get(key, number)
+        found[name] = (phase.samples, number)
+    return found
+
+
+def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
+    """Returns the variables of metrics, aggregated over ranks as they declare; collective."""
+    own = {
+        key: values for one in phases for key, values in zip(one.keys(), one.values, strict=True)
+    }
+    mine = {key: layout for one in phases for key, layout in one.layouts().items()}
+    ranks = exchange_objects(mine, wire, "tp.metric_layouts")
+    having = {
+        key: [rank for rank, layouts in enumerate(ranks) if key in layouts]
+        for key in dict.fromkeys(key for layouts in ranks for key in layouts)
+    }
+    # Where shapes of a metric differ between ranks, its values are averaged.
+    layouts = {
+        key: ranks[those[0]][key]
+        for key, those in having.items()
+        if all(ranks[rank][key] == ranks[those[0]][key] for rank in those)
+    }
+    parts = [
+        _contribution(own.get(key), layout, is_first=having[key][0] == wire.topology.rank)
+        for key, layout in layouts.items()
+    ]
+    vector = tf.constant(np.concatenate([[0.0], *parts]), tf.float64)
+    total = wire.all_reduce(vector, wire.topology.world, "tp.metrics").numpy()[1:]
+    return _split(total, layouts, {key: len(those) for key, those in having.items()})
+
+
+def _contribution(values: list[np.ndarray] | None, layout: _Layout, is_first: bool) -> np.ndarray:
+    if values is None:
+        values = [np.zeros(shape) for _, shape in layout]
+    flat = [
+        np.ravel(value) * (is_first or aggregation not in _OF_ONE_RANK)
+        for value, (aggregation, _) in zip(values, layout, strict=True)
+    ]
+    return np.concatenate(flat).astype(np.float64)
+
+
+def _split(
+    total: np.ndarray, layouts: dict[str, _Layout], ranks: dict[str, int]
+) -> dict[str, list[np.ndarray]]:
+    found: dict[str, list[np.ndarray]] = {}
+    begin = 0
+    for key, layout in layouts.items():
+        found[key] = []
+        for aggregation, shape in layout:
+            end = begin + int(np.prod(shape))
+            value = total[begin:end].reshape(shape)
+            found[key].append(value / ranks[key] if aggregation == "mean" else value)
+            begin = end
+    return found
+
+
+def _numbers(logs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the numeric values as float64."""
+    found = {}
+    for name, value in logs.items():
+        if value is not None and not isinstance(value, str | bytes):
+            try:
+                found[name] = np.asarray(value, np.float64)
+            except (TypeError, ValueError):
+                continue
+    return found
+
+
+def _means(numbers: dict[str, tuple[float, np.ndarray]], wire: Wire) -> dict[str, Any]:
+    """Returns the mean of each number over the ranks that have it; collective."""
+    own = {name: [weight, value.tolist()] for name, (weight, value) in numbers.items()}
+    ranks = exchange_objects(own, wire, "tp.logs")
+    # A rank without a metric, such as `val_loss` where only some ranks validate, receives the mean
+    # of the others, so that callbacks act identically on all ranks.
+    names = dict.fromkeys(name for metrics in ranks for name in metrics)
+    return {
+        name: _mean(
+            name, {rank: metrics[name] for rank, metrics in enumerate(ranks) if name in metrics}
+        )
+        for name in names
+    }
+
+
+def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
+    """Returns the mean of pairs of weight and value; if all weights are 0, the plain mean."""
+    agreement.require_equal(
+        {rank: np.shape(value) for rank, (_, value) in pairs.items()},
+        f"All ranks must have the same shape of metric {name!r}",
+        "Use a metric whose shape is the same on all ranks, or "
+        "DistributedOptimizer(..., synchronize_model=False).",
+    )
+    weights = np.array([weight for weight, _ in pairs.values()])
+    values = np.array([value for _, value in pairs.values()], np.float64)
+    if np.array_equal(values, np.broadcast_to(values[:1], values.shape), equal_nan=True):
+        # A mean of equal numbers may differ from them in its last bit.
+        mean = values[0]
+    else:
+        mean = np.average(values, 0, weights if weights.any() else None)
+    return mean if np.shape(mean) else float(mean)
