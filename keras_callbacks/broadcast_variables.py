@@ -29,8 +29,8 @@ class BroadcastVariables(keras.callbacks.Callback):
     Raises:
       RuntimeError: In `fit`, on all ranks, if they built different models; the message names the
         first variable that differs. Also if the model has no weights yet.
-      RuntimeError: At the end of an epoch, on all ranks, if their weights have diverged because the
-        model's optimizer does not communicate.
+      RuntimeError: After the first step or an epoch, on all ranks, if their weights have diverged
+        because the model's optimizer does not communicate.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.
 
     Cost: one broadcast per variable, once per `fit`.
@@ -44,16 +44,26 @@ class BroadcastVariables(keras.callbacks.Callback):
         self.root_rank = root_rank
 
     @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._has_compared:
+            self._has_compared = True
+            self._compare()
+
+    @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._compare()
+
+    def _compare(self) -> None:
         # With a communicating optimizer, `fit` compares the values.
         if runtime.size() == 1 or session.optimizers_of(self.model):
             return
         if problem := entries.difference(self.model, runtime.wire()):
             raise RuntimeError(
-                f"{problem} The model's optimizer does not communicate. Wrap it: "
+                f"{problem} Nothing of this model is exchanged between ranks. Wrap its optimizer: "
                 "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
             )
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
+        self._has_compared = False
         entries.share(self.model, runtime.wire(), self.root_rank)
