@@ -10,9 +10,9 @@ Steps include the wrapper's work in `fit`: it counts samples, weights gradients 
 Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
 has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
 "synchronization" is what `fit` does for an epoch beside its steps: it compares the replicas twice,
-averages layer state and metrics, relative to a step of 8 images per rank. "small 10" is a step of `fit` with "allreduce", `steps_per_execution` 10
-and four dense layers of 64 on two ranks, relative to `grouped_allreduce` in a hand-written train
-step. An interrupted run resumes.
+averages layer state and metrics, relative to a step of 8 images per rank. "small 10" is a step of
+`fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
+to `grouped_allreduce` in a hand-written train step. An interrupted run resumes.
 """
 
 import itertools
