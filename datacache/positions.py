@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from datacache.epochs import EpochIterator
-from datacache.from_tfposeidon import datasets, kind_of
+from datacache.from_tfposeidon import graphs
 from datacache.graphs import ONE_TO_ONE
 
 Data = TypeVar("Data")
@@ -40,7 +40,7 @@ class Positions:
                 "A position belongs to a dataset of the cache. Received: a cache without a "
                 "dataset. Call cache.dataset() or cache.pydataset() first."
             )
-        made_of = [data] if isinstance(data, keras.utils.PyDataset) else datasets(data)
+        made_of = [data] if isinstance(data, keras.utils.PyDataset) else graphs.datasets(data)
         found = [self._of[made] for made in made_of if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
@@ -64,7 +64,7 @@ def length(data: Any) -> float | None:
         return len(data)
     if not isinstance(data, tf.data.Dataset):
         return None
-    if others := {kind_of(one) for one in datasets(data)} - SAME_STEPS:
+    if others := {graphs.kind_of(one) for one in graphs.datasets(data)} - SAME_STEPS:
         raise RuntimeError(
             "`data` must have the steps of the cache's dataset in the same order. Received: data "
             f"with {min(others)}. Remove operations that shuffle, skip, filter or rebatch."

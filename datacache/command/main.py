@@ -14,14 +14,15 @@ import numpy as np
 from datacache.errors import CacheError
 from datacache.from_tfposeidon import ProgressBar, import_tensorflow, readable_size, table
 from datacache.pool.folder import default_memory, remove
-from datacache.pool.inspection import Contents, PoolReport, find_pools, inspect_pool, read_contents
-from datacache.pool.pool import open_existing
+from datacache.pool.inspection import PoolReport, find_pools, inspect_pool
+from datacache.pool.pool import Pool
 from datacache.sources.source import SourceError
-from datacache.system.access import Access, Directory
+from datacache.statistics import Counts
+from datacache.system.access import Directory, Others
+from datacache.system.background import done_in_windows
 
 DONE, CORRUPT, NO_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "CAPACITY", "SAMPLES", "SIZE", "LAST OPENED", "STATE")
-MINUTE = "%Y-%m-%d %H:%M"
 SAMPLES_PER_CHECK = 256
 """Samples that `verify` reads between two updates of the progress bar."""
 DESCRIPTION = """Manages stores: folders of cached samples, in /dev/shm or on local disks.
@@ -42,7 +43,7 @@ Corrupted samples are marked, and jobs regenerate them. The exit status is 1 if 
 WARM = """Copies the files of a folder to a local disk before jobs start.
 
 Jobs read the copies with `datacache.Cache(datacache.from_folder(SOURCE), disk=FOLDER)`, if they use
-the same extensions and group, and both have labels or both have none. Files that are already on the
+the same extensions, and both have labels or both have none. Files that are already on the
 disk are not read again, so the command can be interrupted and repeated, also while jobs run. The
 exit status is 1 if the disk has too little free space for all files."""
 RM = """Removes stores that no process has open, and the remains of incomplete stores.
@@ -87,17 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     ls = command("ls", _ls, LS)
     folders(ls, "*", f"a store, or a folder of stores (default: {default_memory()})")
     ls.add_argument("--json", action="store_true", help="print JSON")
-    stats = command("stats", _stats, "Prints the contents, size and state of a store.")
-    stats.add_argument("folder", type=Path, metavar="FOLDER", help="a store")
     folders(command("verify", _verify, VERIFY), "+", "a store, or a folder of stores")
     _add_warm(command("warm", _warm, WARM))
     rm = command("rm", _rm, RM)
     folders(rm, "*", "a store; with --all a folder of stores")
-    rm.add_argument(
-        "--all",
-        action="store_true",
-        help=f"remove all stores in these folders (default: {default_memory()})",
-    )
+    all_help = f"remove all stores in these folders (default: {default_memory()})"
+    rm.add_argument("--all", action="store_true", help=all_help)
     return parser
 
 
@@ -117,9 +113,6 @@ def _add_warm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-labels", action="store_true", help="copy files for from_folder(..., labels=False)"
     )
-    parser.add_argument(
-        "--group", metavar="NAME", help="group that shares the files, as in Cache(..., group=NAME)"
-    )
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -136,75 +129,29 @@ def _ls(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _own_memory(closed: bool = True) -> list[Path]:
-    """Returns this user's folder in shared memory, if it exists.
-
-    Other users could have created a folder of that name, which is refused unless `closed` is false.
-    """
+def _own_memory(others: Others = "refused") -> list[Path]:
+    """Returns this user's folder in shared memory, if it exists."""
     root = Path(default_memory())
     try:
-        Directory(root, closed=closed).close()
+        # Other users could have created a folder of that name.
+        Directory(root, others).close()
     except FileNotFoundError:
         return []
     return [root]
 
 
 def _row(report: PoolReport) -> tuple[str, ...]:
-    of = report.contents
-    samples = (
-        (of.spec.source, str(of.ready), str(of.slots), str(of.spec.shard.samples))
-        if of
-        else ("?",) * 4
-    )
-    state = "in use" if report.in_use else "idle"
+    of, samples, state = report.spec, ("?",) * 4, "in use" if report.in_use else "idle"
+    if of:
+        counts = report.ready, of.shard.kept_samples, of.shard.samples
+        samples = (of.source, *map(str, counts))
     return (
         str(report.folder),
         *samples,
         readable_size(report.bytes),
-        f"{report.opened:{MINUTE}}",
+        f"{report.opened:%Y-%m-%d %H:%M}",
         state if of else f"unusable, {state}",
     )
-
-
-def _stats(options: argparse.Namespace) -> int:
-    of, report = read_contents(options.folder), inspect_pool(options.folder)
-    if report is None:
-        raise CacheError(
-            f"A store must exist while it is read. Received: {options.folder}, which was removed. "
-            "List the existing stores: python -m datacache ls"
-        )
-    facts = {
-        "folder": str(report.folder),
-        **_facts(of),
-        "size": readable_size(report.bytes),
-        "created": f"{report.made:{MINUTE}}",
-        "opened": f"{report.opened:{MINUTE}}, {'in use' if report.in_use else 'idle'}",
-    }
-    print("\n".join(table(list(facts.items()))))
-    return DONE
-
-
-def _facts(of: Contents) -> dict[str, str]:
-    part, layout = of.spec.shard, of.spec.layout
-    whose = f"node {part.node} of {part.nodes} nodes" if part.nodes > 1 else "whole source"
-    room = (
-        "all samples"
-        if of.slots == part.assigned_samples
-        else f"{of.slots} samples that fit, selected with seed {part.seed}"
-    )
-    heap = "none, because all samples have the same size"
-    if of.heap_used is not None and of.heap_capacity is not None:
-        heap = f"{readable_size(of.heap_used)} used of at most {readable_size(of.heap_capacity)}"
-    return {
-        "source": of.spec.source,
-        "samples": f"{of.ready} ready, capacity {of.slots}, {part.samples} in the source",
-        "shard": f"{whose}: {room}",
-        "sample": ", ".join(map(str, layout.components)),
-        "columns": (
-            f"{layout.bytes} B per sample, {readable_size(layout.offsets(of.slots)[-1])} in total"
-        ),
-        "heap": heap,
-    }
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -217,10 +164,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_one(folder: Path) -> int:
-    # First check the sizes of its files.
-    read_contents(folder)
-    pool = open_existing(folder)
-    try:
+    with Pool(folder) as pool:
         samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
         progress, corrupt = ProgressBar(len(samples), "samples"), 0
@@ -229,8 +173,6 @@ def _verify_one(folder: Path) -> int:
             corrupt += len(pool.find_corrupt(window, recheck=True))
             progress.add(len(window))
         progress.close()
-    finally:
-        pool.close()
     again = ", which jobs regenerate" if corrupt else ""
     print(f"{folder}: {len(samples) - corrupt} samples intact, {corrupt} corrupted{again}")
     return CORRUPT if corrupt else DONE
@@ -239,41 +181,34 @@ def _verify_one(folder: Path) -> int:
 def _warm(options: argparse.Namespace) -> int:
     # Imported here, so that the other commands do not wait for TensorFlow.
     import_tensorflow()
-    from datacache.command.warming import warm
     from datacache.sources.image_folder import from_folder
+    from datacache.tiers.opening import open_stored_pool
+    from datacache.tiers.tier import SourceTier, StoreTier
 
-    access = _access(options.group)
     chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
-    bars: list[ProgressBar] = []
-
-    def started(total: int) -> Callable[[int], None]:
-        bars.append(ProgressBar(total, "files"))
-        return bars[0].add
-
-    try:
-        source = from_folder(options.source, labels=not options.no_labels, **chosen)
-        warmed = warm(source, options.disk, started, access)
-    finally:
-        for bar in bars:
+    source = from_folder(options.source, labels=not options.no_labels, **chosen)
+    samples, counter = np.arange(len(source)), Counts()
+    pool = open_stored_pool(source, options.disk)
+    # Checksums are verified when samples are used, or by `verify`.
+    with StoreTier(pool, SourceTier(source, counter), counter, "never") as stored:
+        lacking = stored.not_ready(samples[pool.has_room(samples)])
+        bar = ProgressBar(len(lacking), "files")
+        try:
+            for count in done_in_windows(stored.samples, lacking):
+                bar.add(count)
+        finally:
             bar.close()
-    counts = warmed.counts
+        counts, ready = counter.now(), pool.filled
     read = f"{counts.source_reads} files read ({readable_size(counts.source_bytes)})"
-    print(f"{warmed.folder}: {read}, {warmed.ready} ready")
-    if warmed.ready == warmed.samples:
+    print(f"{pool.folder}: {read}, {ready} ready")
+    if ready == len(source):
         return DONE
     print(
-        f"{warmed.samples - warmed.ready} files do not fit on the disk. Free space and remove the "
+        f"{len(source) - ready} files do not fit on the disk. Free space and remove the "
         "store, or pass another disk.",
         file=sys.stderr,
     )
     return NO_ROOM
-
-
-def _access(group: str | None) -> Access:
-    try:
-        return Access.of(int(group) if group and group.isdigit() else group)
-    except ValueError as error:
-        raise CacheError(str(error)) from error
 
 
 def _rm(options: argparse.Namespace) -> int:
@@ -281,13 +216,9 @@ def _rm(options: argparse.Namespace) -> int:
         raise CacheError(
             "`rm` requires the stores to remove. Received: none. Pass their folders, or --all."
         )
-    roots = options.folders or _own_memory(closed=False)
-    return max(
-        _each(
-            [path for root in roots for path in find_pools(root)] if options.all else roots, _rm_one
-        ),
-        default=DONE,
-    )
+    roots = options.folders or _own_memory("ignored")
+    found = [path for root in roots for path in find_pools(root)] if options.all else roots
+    return max(_each(found, _rm_one), default=DONE)
 
 
 def _rm_one(folder: Path) -> int:
@@ -311,7 +242,3 @@ def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> list[int]:
 def _failed(error: Exception) -> int:
     print(f"datacache: {error}", file=sys.stderr)
     return FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,7 +12,7 @@ import numpy as np
 from datacache.native import gather
 from datacache.pool.folder import Folder
 from datacache.pool.heap import Heap
-from datacache.pool.layout import Component, Layout
+from datacache.pool.layout import Arrays, Component, Layout
 
 
 class Columns:
@@ -37,13 +37,8 @@ class Columns:
         (checksum,), _ = self.checksums(np.array([index]))
         return int(checksum)
 
-    def add_to_heap(
-        self, arrays: Sequence[np.ndarray], extents: Callable[[], np.ndarray]
-    ) -> list[np.ndarray] | None:
-        """Adds variable components to the heap, all or none; returns the rows of the columns.
-
-        Must be called within `heap.adding`. Returns `None` if they do not fit.
-        """
+    def add_to_heap(self, arrays: Arrays, extents: Callable[[], np.ndarray]) -> Arrays | None:
+        """Adds components within `heap.adding`; returns the rows, or `None` without space."""
         assert self.heap is not None
         pairs = list(zip(self._layout.components, arrays, strict=True))
         contents = [
@@ -72,7 +67,7 @@ class Columns:
         indices: np.ndarray,
         into: Sequence[np.ndarray] | None = None,
         checksums: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> Arrays:
         """Copies rows into one array `[n, *shape]` per component; no component may vary."""
         if into is None:
             into = [
@@ -82,15 +77,12 @@ class Columns:
             gather(column, indices, target, checksums)
         return list(into)
 
-    def views(self, index: int) -> list[np.ndarray]:
+    def views(self, index: int) -> Arrays:
         """Returns the row of each column, without a copy."""
         return [column[index] for column in self.arrays]
 
-    def read(self, index: int) -> tuple[list[np.ndarray], list[bytes | None]]:
-        """Returns copies of a sample's rows, and of its contents in the heap.
-
-        They are not verified: the sample may be overwritten concurrently, or be corrupted.
-        """
+    def read(self, index: int) -> tuple[Arrays, list[bytes | None]]:
+        """Returns copies of a sample's rows, and of its contents in the heap, not verified."""
         rows = [np.array(row) for row in self.views(index)]
         return rows, list(map(self._heap_content, rows, self._layout.components))
 
@@ -100,9 +92,7 @@ class Columns:
         content = self.heap.content(*row[:2].tolist())
         return None if content is None else bytes(content)
 
-    def decode(
-        self, rows: Sequence[np.ndarray], contents: Sequence[bytes | None]
-    ) -> list[np.ndarray]:
+    def decode(self, rows: Arrays, contents: Sequence[bytes | None]) -> Arrays:
         """Returns the components of a sample from the result of `read`."""
         return [
             component.decode(content, row[2:].tolist()) if component.varies else row
@@ -131,9 +121,3 @@ class Columns:
                 inside[i] &= content is not None
                 checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
         return checksums, inside
-
-    def close(self) -> None:
-        """Drops the columns and closes the heap; copied arrays remain valid."""
-        self.arrays.clear()
-        if self.heap is not None:
-            self.heap.close()

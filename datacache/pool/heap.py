@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from datacache.pool.folder import Folder, lock_byte
+from datacache.pool.folder import Folder
 from datacache.pool.header import TAIL_BYTES
-from datacache.system.boot import boot_number
-from datacache.system.forks import opened_again
+from datacache.system.descriptors import lock_byte, opened_again
 from datacache.system.room import means_full, reserve
 
 CHUNK_BYTES = 2**24
 """Bytes that are reserved at a time: a power of two that holds many samples."""
-NEXT_OFFSET, RESERVED_END, GAP_END, REFUSED_BYTES, USED_BYTES, BOOT = range(6)
+NEXT_OFFSET, RESERVED_END, GAP_END, REFUSED_BYTES = range(4)
 """Indices into the shared file `end`, all int64: offset of the next sample; end of the reserved
-disk space; end of the gap that is being filled; shortest length that did not fit; bytes of samples
-without gaps; boot in which these were written, which stores of older versions lack."""
-STATE_BYTES = 6 * 8
+disk space; end of the gap that is being filled; shortest length that did not fit."""
 NONE_REFUSED = np.iinfo(np.int64).max
 
 
@@ -37,27 +33,14 @@ class Heap:
     def __init__(self, folder: Folder) -> None:
         self._lock = threading.Lock()
         # Only the metadata words determine which bytes are in use. The shared cursor merely saves
-        # the search, and is discarded if it may be older than the words.
-        self._handle = folder.directory.open("heap")
-        self.capacity_bytes = os.fstat(self._handle).st_size - TAIL_BYTES
-        self._bytes = mmap.mmap(self._handle, 0)
-        self._end = folder.directory.open("end")
-        values = (os.fstat(self._end).st_size - TAIL_BYTES) // 8
-        self._state = np.ndarray((values,), np.int64, mmap.mmap(self._end, 0))
+        # the search: zeros are an empty gap, which makes the next sample search.
+        self._file, self._end = folder.open("heap"), folder.open("end")
+        self.capacity_bytes = os.fstat(self._file.fileno()).st_size - TAIL_BYTES
+        self._bytes = folder.map_file("heap")
+        values = (os.fstat(self._end.fileno()).st_size - TAIL_BYTES) // 8
+        self._state = np.ndarray((values,), np.int64, folder.map_file("end"))
         # A new file contains zeros, which would refuse every sample.
         self.note_freed()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of samples, including those cleared or found corrupted since the last search."""
-        return int(self._state[USED_BYTES])
-
-    def reset(self, extents: np.ndarray) -> None:
-        """Discards the cursor of earlier processes, because the machine may have lost power."""
-        with self.adding():
-            # An empty gap makes the next sample search.
-            self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
-            self._state[USED_BYTES] = extents[:, 1].sum()
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
@@ -70,16 +53,7 @@ class Heap:
         with self._lock, opened_again(self._end) as handle:
             # Use a separate open file description: the kernel releases the lock when it is closed.
             lock_byte(handle, 0, wait=True)
-            self._begin_boot()
             yield
-
-    def _begin_boot(self) -> None:
-        """Discards the cursor of an earlier boot: the disk may hold newer samples."""
-        boot = int(boot_number())
-        if len(self._state) > BOOT and self._state[BOOT] != boot:
-            self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]] = 0
-            self.note_freed()
-            self._state[BOOT] = boot
 
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
         """Adds bytes within `adding`; returns their offset, or `None` without space."""
@@ -94,7 +68,6 @@ class Heap:
             self._state[REFUSED_BYTES] = length
             return None
         self._bytes[offset : offset + length] = content
-        self._state[USED_BYTES] += length
         return offset
 
     def note_freed(self) -> None:
@@ -106,11 +79,6 @@ class Heap:
         if not 0 <= offset <= offset + length <= self.capacity_bytes:
             return None
         return memoryview(self._bytes)[offset : offset + length]
-
-    def close(self) -> None:
-        """Closes the file; arrays into it keep the mapping alive."""
-        os.close(self._handle)
-        os.close(self._end)
 
     def _append(self, length: int) -> int | None:
         """Takes space after the last sample; returns its offset, or `None` if it does not fit."""
@@ -127,13 +95,12 @@ class Heap:
         return begin
 
     def _reserve(self, begin: int, needed: int, end: int) -> int:
-        """Reserves space for many samples, or else for the needed bytes; returns its end.
-
-        The file is sparse, and a write into a hole on a full disk would kill the process (SIGBUS).
-        """
+        """Reserves space for many samples, or else for the needed bytes; returns its end."""
+        # The file is sparse, and a write into a hole on a full disk would kill the process
+        # (SIGBUS).
         for target in (min(max(needed, begin + CHUNK_BYTES), end), needed):
             try:
-                reserve(self._handle, begin, target - begin)
+                reserve(self._file, begin, target - begin)
             except OSError as error:
                 if not means_full(error):
                     raise
@@ -143,7 +110,6 @@ class Heap:
 
     def _find_gap(self, length: int, extents: np.ndarray) -> int | None:
         """Takes space in a gap, which becomes the current one; returns the offset."""
-        self._state[USED_BYTES] = extents[:, 1].sum()
         for begin, end in find_gaps(extents, self.capacity_bytes, length):
             # Reserve space in the gap again, because it may be a hole in the file; this does not
             # change allocated bytes.

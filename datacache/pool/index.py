@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from datacache.errors import NoRoomError
-from datacache.pool.folder import lock_byte, lock_folder
-from datacache.system.access import PRIVATE, Access, Directory
-from datacache.system.forks import closed_on_fork
+from datacache.system.access import Directory
+from datacache.system.descriptors import Descriptor, closed_on_fork, lock_byte
 from datacache.system.room import means_full, reserve
 
 ENTRY_BYTES = 16
@@ -27,17 +26,13 @@ class Index:
     starts at 0, which marks an unknown offset.
     """
 
-    def __init__(self, folder: Path, records: int, access: Access = PRIVATE) -> None:
-        self._folder, self._access = folder, access
+    def __init__(self, folder: Path, records: int) -> None:
+        self._folder = folder
         size = records * ENTRY_BYTES
-        with Directory(folder, access) as directory, lock_folder(directory):
-            # Create it under the lock: a new file is not accessible to other members of a group
-            # until its group and mode are set.
-            os.close(directory.open("index", make=True))
-        with closed_on_fork(self._open) as handle:
+        with self._open() as handle:
             try:
                 # Both do nothing for a complete file, and complete the file of a killed process.
-                os.ftruncate(handle, size)
+                os.ftruncate(handle.fileno(), size)
                 reserve(handle, 0, size)
             except OSError as error:
                 if not means_full(error):
@@ -45,7 +40,7 @@ class Index:
                 raise NoRoomError(
                     f"A record index needs {size} bytes. Received: {folder}, without this space."
                 ) from error
-            self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle, size))
+            self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle.fileno(), size))
 
     @contextlib.contextmanager
     def locked_part(self, part: int) -> Iterator[None]:
@@ -53,10 +48,9 @@ class Index:
         with contextlib.ExitStack() as stack:
             # If the store has been removed, there is no lock, and each process searches on its own.
             with contextlib.suppress(FileNotFoundError):
-                handle = stack.enter_context(closed_on_fork(self._open))
-                lock_byte(handle, part, wait=True)
+                lock_byte(stack.enter_context(closed_on_fork(self._open)), part, wait=True)
             yield
 
-    def _open(self) -> int:
-        with Directory(self._folder, self._access) as directory:
+    def _open(self) -> Descriptor:
+        with Directory(self._folder) as directory:
             return directory.open("index", make=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,15 +33,15 @@ def as_array(value: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Dtype and shape of one array of a sample; dimensions that differ between samples are `None`.
+    """Array of a sample: NumPy's name of its dtype, or "string", and its shape.
 
     Example:
       >>> print(Component(dtype="uint8", shape=(None, 3)))
       uint8[?, 3]
     """
 
-    # NumPy's name of a numeric or boolean dtype, or "string" for bytes.
     dtype: str
+    # Dimensions that differ between samples are `None`.
     shape: tuple[int | None, ...]
 
     @property
@@ -102,6 +102,23 @@ class Component:
             texts[i] = bytes(content[begin:end])
         return texts.reshape(shape)
 
+    def pack(self, array: np.ndarray) -> bytes:
+        """Returns a component as a message; length and dimensions precede one that varies."""
+        array = as_array(array)
+        if not self.varies:
+            return array.tobytes()
+        content = self.encode(array)
+        return np.array([len(content), *array.shape], np.int64).tobytes() + content
+
+    def unpack(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a component from the bytes of `pack`, and the bytes after it."""
+        head, size, shape = 0, self.column_bytes, [one for one in self.shape if one is not None]
+        if self.varies:
+            head = 8 * (1 + len(self.shape))
+            size, *shape = np.frombuffer(content[:head].tobytes(), np.int64).tolist()
+        # Copied by `tobytes`, because components may be unaligned within the message.
+        return self.decode(content[head : head + size].tobytes(), shape), content[head + size :]
+
     def __str__(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
         return f"{self.dtype}[{sizes}]"
@@ -109,19 +126,13 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Components of all samples of a store, in the order of a sample.
-
-    Example:
-      >>> layout = Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)])
-      >>> [str(component) for component in layout.components], layout.bytes
-      (['uint8[8, 8, 3]', 'int64[]'], 200)
-    """
+    """Components of all samples of a store, in the order of a sample."""
 
     components: tuple[Component, ...]
 
     @classmethod
     def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Returns the layout of a sample."""
+        """Returns the layout of a sample, of which the axes `varying` of each component vary."""
         arrays = [as_array(array) for array in sample]
         axes = varying or [()] * len(arrays)
         components = []
@@ -134,6 +145,16 @@ class Layout:
             dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
             components.append(Component(dtype=dtype, shape=shape))
         return cls(components=tuple(components))
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> Layout:
+        """Returns a layout from JSON of its `dataclasses.asdict`."""
+        return cls(
+            components=tuple(
+                Component(dtype=component["dtype"], shape=tuple(component["shape"]))
+                for component in content["components"]
+            )
+        )
 
     @property
     def varies(self) -> bool:
@@ -153,7 +174,7 @@ class Layout:
         ]
         return list(itertools.accumulate(sizes, initial=0))
 
-    def columns(self, buffer: Any, samples: int) -> list[np.ndarray]:
+    def columns(self, buffer: Any, samples: int) -> Arrays:
         """Returns the column of each component: arrays `[samples, ...]` into the buffer."""
         arrays = []
         for component, offset in zip(self.components, self.offsets(samples), strict=False):
@@ -161,9 +182,7 @@ class Layout:
             arrays.append(np.ndarray((samples, *shape), dtype, buffer, offset))
         return arrays
 
-    def check(
-        self, sample: Sequence[Any], name: Callable[[int], str], number: int
-    ) -> list[np.ndarray]:
+    def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
         if len(sample) == len(self.components) and all(
             map(Component.matches_exactly, self.components, sample)
@@ -187,24 +206,23 @@ class Layout:
                 )
         return arrays
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the layout as values for JSON."""
-        return asdict(self)
+    def pack(self, samples: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns samples concatenated to send, `[bytes]` uint8, and the bytes of each, int64."""
+        texts = [b"".join(map(Component.pack, self.components, sample)) for sample in samples]
+        lengths = np.array([len(text) for text in texts], np.int64)
+        return np.frombuffer(b"".join(texts), np.uint8), lengths
 
-    @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> Layout:
-        """Returns the layout that `to_dict` wrote."""
-        components = [
-            Component(dtype=component["dtype"], shape=tuple(component["shape"]))
-            for component in content["components"]
-        ]
-        return cls(components=tuple(components))
+    def unpack(self, content: np.ndarray) -> Arrays:
+        """Returns the components of one sample from its bytes."""
+        arrays = []
+        for component in self.components:
+            array, content = component.unpack(content)
+            arrays.append(array)
+        return arrays
 
 
-def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> list[np.ndarray]:
-    """Returns one array per component, `[n, ...]`, of samples.
-
-    Variable components are padded at the end of each axis, with zeros or empty texts.
+def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
+    """Returns an array `[n, ...]` per component; those that vary are padded at the end.
 
     Example:
       >>> layout = Layout.of([np.zeros(1)], varying=[[0]])

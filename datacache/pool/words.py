@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import mmap
+from pathlib import Path
 
 import numpy as np
 
 from datacache.native import mark_words
-from datacache.system.boot import boot_number
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 READY = 1 << 32
 """Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
 CHECKSUM = READY - 1
@@ -18,6 +21,15 @@ CONTENT = np.uint64(READY | CHECKSUM)
 BOOT_SHIFT = np.uint64(33)
 """First of the bits with the boot number in which a process verified the checksum."""
 # np.uint64, because NumPy 1 cannot shift an unsigned integer by a Python int.
+
+
+@functools.cache
+def boot_number() -> np.uint64:
+    """Returns a number from 1 to 2^31 - 1 that, with high probability, differs between boots."""
+    # Equal in all processes and containers of the machine, which share the kernel. It is never 0,
+    # which represents "in no boot", and fits into the upper bits of a word.
+    digits = hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()
+    return np.uint64(int(digits, 16) % (2**31 - 1) + 1)
 
 
 class SampleWords:
@@ -36,24 +48,14 @@ class SampleWords:
         # Slots that this process wrote, or verified where words cannot be marked.
         self._trusted = np.zeros(slots, bool)
 
-    def ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which of these slots hold a readable sample, `[n]` bool."""
-        return self.array[indices] >= READY
-
-    def count_ready(self) -> int:
-        """Returns the number of readable samples."""
-        return int((self.array >= READY).sum())
-
     def withdraw(self, index: int) -> None:
         """Marks a slot as not ready; must precede any change of its bytes."""
         self.array[index] = 0
 
     def publish(self, index: int, checksum: int) -> None:
-        """Marks a slot as ready; must follow all writes of its bytes.
-
-        A process that is killed before leaves a slot that is not ready, which needs no cleanup.
-        """
-        # Not marked as verified: other processes must verify the data of this process.
+        """Marks a slot as ready; must follow all writes of its bytes."""
+        # Not marked as verified: other processes must verify the data of this process. A process
+        # that is killed before leaves a slot that is not ready, which needs no cleanup.
         self.array[index] = READY | checksum
         self._trusted[index] = True
 
@@ -90,13 +92,8 @@ class SampleWords:
             self._trusted[indices[unchanged & intact]] = True
         corrupt = unchanged & ~intact & (words >= READY)
         # Another process may rewrite them, and this process has not verified the new bytes.
-        if corrupt.any():
-            self._trusted[indices[corrupt]] = False
+        self._trusted[indices[corrupt]] = False
         return corrupt
-
-    def close(self) -> None:
-        """Drops the mapping."""
-        self.array = np.zeros(0, np.uint64)
 
 
 def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:

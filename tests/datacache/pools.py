@@ -4,8 +4,7 @@ import numpy as np
 
 from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import PoolSpec, SampleShard
 
 SAMPLES = 40
 

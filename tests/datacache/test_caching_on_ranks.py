@@ -58,12 +58,12 @@ def test_epochs_are_exact_and_the_source_is_read_once(wire):
         # pool.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
-        assert cache._levels.memory.slots == SAMPLES
+        assert cache._tiers.pool.slots == SAMPLES
         cache.close()
         again = _open(wire, folder)
         again.warm(progress=False)
         assert (
-            _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES))))
+            _over_ranks(wire, len(again._tiers.missing(np.arange(SAMPLES))))
             == [0] * wire.topology.size
         )
         _check_epochs(wire, again)
@@ -88,7 +88,7 @@ def test_each_node_keeps_its_part(wire):
         return
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
-        memory = cache._levels.memory
+        memory = cache._tiers.pool
         assert (
             memory.slots
             == memory.spec.shard.assigned_samples

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.levels.fingerprint import TracedPreprocess
 from datacache.pool.layout import Arrays
 from datacache.sources.source import Source, SourceError
+from datacache.tiers.fingerprint import TracedPreprocess
 
 PARALLEL_ITERATIONS = 8
 """Samples that one call decodes in parallel; several windows are decoded at the same time."""
@@ -33,12 +33,8 @@ class Preprocessing:
             # After a failure, retry one by one: the error of a batch does not identify the sample.
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
-                return [
-                    list(parts)
-                    for parts in zip(
-                        *(part.numpy() for part in self._batched(*columns)), strict=True
-                    )
-                ]
+                made = [part.numpy() for part in self._batched(*columns)]
+                return [list(parts) for parts in zip(*made, strict=True)]
         pairs = zip(stored, indices.tolist(), strict=True)
         return [self._one(components, sample) for components, sample in pairs]
 
@@ -55,7 +51,6 @@ class Preprocessing:
 
 
 def _trace_batched(source: Source, traced: TracedPreprocess) -> Any:
-    """Returns a function from columns of stored samples to columns of cached ones."""
     results = [tf.TensorSpec(spec.shape, spec.dtype) for spec in tf.nest.flatten(traced.structure)]
 
     def preprocess_batch(*columns: tf.Tensor) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.from_tfposeidon import PYTHON_OPS, drawing_ops, file_ops, ops
+from datacache.from_tfposeidon import graphs
 from datacache.graphs import warn_of_draws
 from datacache.sources.source import Source, array_digest, digest
 
@@ -144,7 +144,8 @@ def _outputs_digest(
             attributes = {
                 name: _attribute_digest(value, bodies, within)
                 for name, value in node.attr.items()
-                if not name.startswith("_") and not (node.op in PYTHON_OPS and name == "token")
+                if not name.startswith("_")
+                and not (node.op in graphs.PYTHON_OPS and name == "token")
             }
             controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
             inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
@@ -204,16 +205,16 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    used = ops(graph)
-    if used & PYTHON_OPS:
+    used = graphs.ops(graph)
+    if used & graphs.PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
             "change `version` when the code changes"
         )
-    if files := file_ops(used):
+    if files := graphs.file_ops(used):
         log.warning(
             "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
             "change `version` when the files change",
             ", ".join(sorted(files)),
         )
-    warn_of_draws("`preprocess`", drawing_ops(used))
+    warn_of_draws("`preprocess`", graphs.drawing_ops(used))
