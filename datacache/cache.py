@@ -17,14 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import CachePyDataset, RandomAccess, batches, keep_order
-from datacache.epochs import EpochIterator
+from datacache.epochs import EpochIterator, Positions, length
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
 from datacache.nodes import reader
 from datacache.nodes.reader import Partitioning
 from datacache.order import Order
 from datacache.pool.folder import own_memory
-from datacache.positions import Positions, length
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.background import done_in_windows
