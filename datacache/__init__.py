@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     from datacache.cache import Cache as Cache
     from datacache.errors import CacheError as CacheError
     from datacache.loading.crop_and_mirror import CropAndMirror as CropAndMirror
-    from datacache.loading.parallel_loader import (
-        LoaderError as LoaderError,
-    )
-    from datacache.loading.parallel_loader import (
-        ParallelLoader as ParallelLoader,
-    )
+    from datacache.loading.parallel_loader import LoaderError as LoaderError
+    from datacache.loading.parallel_loader import ParallelLoader as ParallelLoader
     from datacache.order import Order as Order
     from datacache.order import Position as Position
     from datacache.pool.folder import default_memory as default_memory

@@ -293,11 +293,7 @@ class Cache:
         """
         epochs = self._positions.of(data)
         epochs.begin_epoch(
-            epoch,
-            steps,
-            length(data),
-            steps_per_execution=steps_per_execution,
-            is_first=is_first,
+            epoch, steps, length(data), steps_per_execution=steps_per_execution, is_first=is_first
         )
 
     def leave(self, data: Any = None) -> None:

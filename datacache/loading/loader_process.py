@@ -40,11 +40,7 @@ ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Outcome of a request of pass number `turn`.
-
-    `rebuild` builds the batch from the arrays in its buffer, of these `specs`; it is `None` if
-    `load` raised an error with this text and traceback.
-    """
+    """Outcome of a request of pass `turn`; `rebuild` is `None` if `load` raised this error."""
 
     turn: int
     rebuild: Callable[[list[np.ndarray]], Any] | None = None
@@ -96,10 +92,7 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
 
 
 class LoaderProcess:
-    """Loader process from the view of the training process; `buffers` is the memory of each buffer.
-
-    It raises `TypeError` if `load` cannot be pickled.
-    """
+    """Loader process from the view of the training process, with the memory of each buffer."""
 
     def __init__(self, load: Load, buffers: int) -> None:
         self.buffers = [
@@ -188,12 +181,11 @@ class _Unpickled:
 
 
 class Requests(threading.Thread):
-    """Requests of the training process, received by a thread of the loader process.
+    """Requests of the training process, received by a thread of the loader process."""
 
-    The thread lets the loader end with the training process while `load` is busy, and the training
-    process never blocks on sending. A death signal from the kernel is not enough: it is sent when
-    the thread that started the loader ends, not only when its process does.
-    """
+    # The thread lets the loader end with the training process while `load` is busy, and the
+    # training process never blocks on sending. A death signal from the kernel is not enough: it is
+    # sent when the thread that started the loader ends, not only when its process does.
 
     def __init__(self, end: connection.Connection) -> None:
         super().__init__(daemon=True)

@@ -69,10 +69,9 @@ def mark_words(
     kept_bits: np.uint64,
     mark: np.uint64,
 ) -> np.ndarray | None:
-    """Marks words that still equal `seen`, each by one atomic compare-and-swap.
+    """Makes words that equal `seen` `seen & kept_bits | mark` where `intact`, else 0, atomically.
 
-    A word becomes `seen & kept_bits | mark` where `intact`, else 0. Returns which words were equal,
-    `[k]` bool, or `None` without the compiled library, which leaves all words unchanged.
+    Returns which words were equal, `[k]` bool, or `None` without the library, and no word changes.
     """
     library = _compiled()
     if library is None:

@@ -209,10 +209,7 @@ def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
 def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
 ) -> tuple[int, int]:
-    """Returns this node's index and the number of nodes that share the samples; collective.
-
-    It returns (0, 1) if each node stores all samples.
-    """
+    """Returns this node's index and the number of nodes that share the samples, or (0, 1)."""
     wire = job_wire()
     if wire is None:
         return 0, 1

@@ -44,11 +44,8 @@ class Heap:
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Locks the heap for adding, among all threads and processes.
-
-        Added bytes must be published in the words before the lock is released: other processes
-        treat unpublished bytes as gaps.
-        """
+        """Locks the heap among all threads and processes, until added bytes are published."""
+        # Other processes treat bytes that no word publishes as gaps.
         # The first lock is for threads of this process, which then need not open the file to wait.
         with self._lock, opened_again(self._end) as handle:
             # Use a separate open file description: the kernel releases the lock when it is closed.

@@ -100,11 +100,7 @@ def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolRepo
 
 
 def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) -> None:
-    """Removes idle stores, least recently opened first, until there is enough free space.
-
-    It also stops if a removal frees no space: then something else is the limit, such as a quota,
-    and further removals would be useless.
-    """
+    """Removes idle stores, least recently opened first, until there is enough free space."""
     left = room()
     for report in find_idle_pools(root, new_pool) if left < enough else ():
         if not _try_remove(report):
@@ -112,6 +108,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         before, left = left, room()
         if left >= enough:
             return
+        # Something else is the limit, such as a quota, and further removals would be useless.
         if left <= before and report.bytes >= NOTICEABLE_BYTES:
             log.warning("datacache: the removal freed no space, so other stores are retained.")
             return

@@ -16,15 +16,10 @@ from typing_extensions import override
 from datacache.native import is_in_memory
 from datacache.pool.columns import Columns
 from datacache.pool.folder import Folder
-from datacache.pool.layout import Arrays, stack_samples
+from datacache.pool.layout import Arrays
 from datacache.pool.spec import PoolSpec
 from datacache.pool.words import CONTENT, READY, SampleWords, match_checksums
-from datacache.system.background import (
-    STEP_BYTES,
-    BackgroundSteps,
-    populate_page_tables,
-    windows,
-)
+from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
 
 READER_PAUSE_S = 0.05
@@ -157,28 +152,17 @@ class Pool(Owner):
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
         return self._columns.extents(self._words.array >= READY)
 
-    def gather(
-        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
-    ) -> Arrays | None:
-        """Copies ready samples into one array `[n, *shape]` per component, without verification.
-
-        Samples that differ in size are padded. Returns `None` if another process has cleared one of
-        the samples in the meantime.
-        """
-        if self._heap is None:
-            return self._columns.copy(self._slot_indices[samples], into)
-        found = [self.read_sample(sample) for sample in samples.tolist()]
-        whole = [arrays for arrays in found if arrays is not None]
-        return stack_samples(whole, self.layout) if len(whole) == len(found) else None
+    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """Copies samples for which `can_copy` holds into an array per component, not verified."""
+        return self._columns.copy(self._slot_indices[samples], into)
 
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
     ) -> tuple[Arrays | None, np.ndarray]:
-        """Copies samples for which `can_copy` holds, and verifies the bytes in the same pass.
+        """Does what `gather` does and verifies the bytes in the same pass.
 
-        Returns an array `[n, *shape]` per component, or `None` if a sample is corrupted or another
-        process has cleared or rewritten one in the meantime; then the indices of corrupted samples,
-        which are not ready any more.
+        Returns the copies, or `None` if a sample is corrupted or another process has cleared or
+        rewritten one in the meantime, and the indices of corrupted samples, now not ready.
         """
         # Makes background verification yield. Lost updates of this counter by concurrent threads
         # are harmless.
@@ -195,14 +179,11 @@ class Pool(Owner):
         return targets if whole else None, corrupt
 
     def read_sample(self, sample: int) -> Arrays | None:
-        """Returns one ready sample, or `None` if another process has cleared it since.
-
-        If samples differ in size it is a copy, because others may reuse the bytes in the heap;
-        otherwise its arrays are views of the store.
-        """
+        """Returns one ready sample, or `None` if another process has cleared it since."""
         index = self._slot_indices[sample]
         if self._heap is None:
             return self._columns.views(index)
+        # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
         rows, contents = self._columns.read(index)
         # The writer of another sample may have reused these bytes during the copy, but only after

@@ -24,14 +24,11 @@ def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
-    """Samples that a store retains: those that its node owns, of which `slots` fit.
+    """Samples that a store retains: those that its node owns, of which `slots` fit."""
 
-    If not all fit, the choice depends on the seed and never changes. `nodes` is 1 if each node
-    stores all samples.
-    """
-
-    # Evicting the least recently used samples would have fewer hits: an epoch uses each sample
-    # once, so a sample would be evicted just before its next use.
+    # If not all fit, the choice depends on the seed and never changes. Evicting the least recently
+    # used samples would have fewer hits: an epoch uses each sample once, so a sample would be
+    # evicted just before its next use.
     samples: int
     slots: int
     seed: int = 0
@@ -62,14 +59,11 @@ def _shuffled_positions(samples: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a store; `source` is the user's name of the source.
-
-    `heap_bytes` limits the heap, which holds components that differ in size. It is not saved in the
-    header, because the size of the file implies it.
-    """
+    """Immutable description of a store; `source` is the user's name of the source."""
 
     layout: Layout
     shard: SampleShard
+    # Limit of components that differ in size; it is not saved, because the file has this size.
     heap_bytes: int = 0
     source: str = ""
 

@@ -15,19 +15,15 @@ from typing_extensions import override
 from datacache.native import FileStatus
 from datacache.pool.index import Index
 from datacache.sources.files import contents_digest
-from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
+from datacache.sources.source import RandomSource, SourceError, digest
 from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32
 """Files that are searched concurrently: on a network file system each read waits."""
 
 
-class RecordSource(RandomSource, IndexedSource):
-    """Records of files, in the order of the files, read by index.
-
-    `files` are objects that read records by their index in the file; `parts` have the first record
-    and the number of records that belong to the source, and `listed` the status of each file.
-    """
+class RecordSource(RandomSource):
+    """Records of files by index: `parts` are the first record of each file, and their number."""
 
     def __init__(
         self,
@@ -37,11 +33,8 @@ class RecordSource(RandomSource, IndexedSource):
         listed: Sequence[FileStatus],
         identity: dict[str, Any],
     ) -> None:
-        self._names, self._files, self._skips = (
-            [os.path.basename(path) for path in paths],
-            files,
-            [skip for skip, _ in parts],
-        )
+        self._names, self._files = list(map(os.path.basename, paths)), files
+        self._skips = [skip for skip, _ in parts]
         self._ends = np.cumsum([take for _, take in parts])
         described = zip(self._names, parts, listed, strict=True)
         self.identity = identity | {
@@ -63,8 +56,8 @@ class RecordSource(RandomSource, IndexedSource):
         file, record = self._locate(sample)
         return [np.array(self._files[file].read(record), object)]
 
-    @override
     def keep_index(self, index: Index) -> None:
+        """Stores the offsets of records in an index, and uses those that are there."""
         for number, (file, end) in enumerate(zip(self._files, self._ends.tolist(), strict=True)):
             file.keep_index(index, number, end)
 

@@ -21,7 +21,8 @@ class Source(Protocol):
     Sources of equal `identity` share their samples, so it must hold everything that determines
     them, as values for JSON, except the location of the data. Names, sizes and times of files do
     not distinguish two folders of an archive: add a part, a version, or a digest of contents.
-    `signature` is the `tf.TypeSpec` of each component of a stored sample.
+    `signature` is the `tf.TypeSpec` of each component of a stored sample. A source of records may
+    have `keep_index(index)`, which stores their offsets in an `Index` that processes share.
     """
 
     identity: Any
@@ -55,15 +56,6 @@ class StreamSource(Source, Protocol):
 
     def stream(self) -> Iterator[list[np.ndarray]]:
         """Yields the components of all stored samples, in order from the first one."""
-        ...
-
-
-@runtime_checkable
-class IndexedSource(Source, Protocol):
-    """Source that searches files for record offsets, which can be stored with its samples."""
-
-    def keep_index(self, index: Any) -> None:
-        """Uses the entries of an `Index` that the processes of a node share, and adds new ones."""
         ...
 
 

@@ -25,12 +25,7 @@ class TfRecords:
     """Records of a TFRecord file by index, of which `entries` has known offsets and lengths."""
 
     def __init__(
-        self,
-        path: str,
-        skip: int,
-        take: int,
-        listed: FileStatus,
-        entries: np.ndarray | None = None,
+        self, path: str, skip: int, take: int, listed: FileStatus, entries: np.ndarray | None = None
     ) -> None:
         self._path, self._skip, self._listed = path, skip, listed
         self._lock = threading.Lock()

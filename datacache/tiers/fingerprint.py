@@ -24,9 +24,8 @@ log = logging.getLogger("datacache")
 class TracedPreprocess:
     """Graph that computes a cached sample from a stored one.
 
-    `function` maps the components of a stored sample to a list of those of the cached one.
     `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
-    the graph and all captured constants, in hexadecimal.
+    the graph and all captured constants.
     """
 
     function: Callable[..., list[tf.Tensor]]
@@ -42,10 +41,7 @@ class TracedPreprocess:
 
 
 def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
-    """Traces a preprocessing function as `tf.data.Dataset.map` would.
-
-    Warnings name inputs that the cache cannot track: Python code, random numbers, lookup tables.
-    """
+    """Traces a preprocessing function as `tf.data.Dataset.map` would; warns of unseen inputs."""
     structure: Any = None
 
     def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
@@ -126,11 +122,9 @@ def _outputs_digest(
     bodies: dict[str, Any],
     within: tuple[str, ...],
 ) -> str:
-    """Returns a digest of the computation of outputs.
-
-    Each node is described by its op, its attributes and the digests of its inputs, because the
-    order of nodes and the names of nodes and functions differ between processes.
-    """
+    """Returns a digest of the computation of outputs."""
+    # Each node is described by its op, its attributes and the digests of its inputs, because the
+    # order of nodes and the names of nodes and functions differ between processes.
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
 
     def tensor_key(name: str) -> list[str]:

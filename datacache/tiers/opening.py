@@ -52,10 +52,7 @@ def open_tiers(
     counts: Counts,
     choose_shard: ChooseShard,
 ) -> StoreTier:
-    """Opens the tiers of a cache, and creates missing stores; returns the one in memory.
-
-    A store without enough space is left out with a warning.
-    """
+    """Opens the tiers of a cache, and creates stores if they have space; returns the first tier."""
     with contextlib.ExitStack() as on_error:
 
         def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
@@ -100,10 +97,7 @@ def open_tiers(
 
 
 class _NewStores:
-    """Descriptions of new stores of cached samples, from a store of decoded ones if there is one.
-
-    Otherwise the first sample determines sizes and types; it is read only if no store knows them.
-    """
+    """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
 
     def __init__(
         self,

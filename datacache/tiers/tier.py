@@ -198,10 +198,9 @@ class PreprocessingTier(Tier):
 
 
 class StoreTier(Tier):
-    """Samples in a store, which takes missing samples from the tier below.
+    """Samples in a store, and missing ones from the tier below; all of them without a store.
 
-    Without a store (`pool` is `None`) it holds nothing, and passes the samples below on. `hits` is
-    the counter of samples that were found here.
+    `hits` is the counter of samples that were found here.
     """
 
     def __init__(
@@ -290,11 +289,7 @@ class StoreTier(Tier):
         return self.pool is not None and self.pool.can_copy(indices)
 
     def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """Copies a batch of samples that are ready, and verifies them in the same pass.
-
-        Returns an array `[n, *shape]` for each component, or `None` if some samples were corrupted
-        or cleared, which are not ready any more.
-        """
+        """Copies and verifies ready samples; `None` if some were corrupted or cleared."""
         assert self.pool is not None
         if self._verify == "never":
             return self.pool.gather(indices, into)
@@ -319,10 +314,8 @@ class StoreTier(Tier):
     def _keep(
         self, indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]
     ) -> tuple[dict[int, Arrays], set[int]]:
-        """Stores the results of `make` for missing samples; returns what `_fill` does.
-
-        If several processes request the same sample, the first produces it and the others wait.
-        """
+        """Stores the results of `make` for missing samples; returns what `_fill` does."""
+        # If several processes request the same sample, the first produces it and the others wait.
         has_room = self.has_room(indices)
         made = _by_index(indices[~has_room], make)
         kept = set(indices[has_room].tolist())

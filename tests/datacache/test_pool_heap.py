@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from datacache.pool.heap import find_gaps
-from datacache.pool.layout import Layout
+from datacache.pool.layout import Layout, stack_samples
 from datacache.pool.pool import Pool
 from datacache.pool.spec import PoolSpec, SampleShard
 from datacache.statistics import Counts
@@ -46,7 +46,8 @@ def test_samples_of_many_sizes(tmp_path):
     for index in order:
         for array, expected in zip(other.read_sample(index), varying_sample(index), strict=True):
             np.testing.assert_array_equal(array, expected)
-    numbers, texts, floats, many = other.gather(order[:9])
+    read = list(map(other.read_sample, order[:9]))
+    numbers, texts, floats, many = stack_samples(read, other.layout)
     longest = max(len(varying_sample(index)[0]) for index in order[:9])
     assert numbers.shape == (9, longest, 3)
     assert numbers.dtype == np.int32
@@ -184,7 +185,7 @@ def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
 
     assert fill_all(pool, everything)
     pool._words.array[2:4] = 0
-    assert pool.gather(everything) is None
+    assert pool.read_sample(2) is None
     put = pool.put
     pool.put = lambda sample, arrays: sample != 3 and put(sample, arrays)
     found = StoreTier(pool, Below(), Counts()).collect(everything, {0: varying_sample(0)})
