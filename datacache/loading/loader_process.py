@@ -23,6 +23,7 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.pool.layout import ALIGNMENT
+from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0
 """Seconds for a loader to finish its item after a request to stop."""
@@ -49,27 +50,28 @@ class Reply:
     trace: str = ""
 
 
-class SharedPages:
+class SharedPages(Descriptor):
     """Memory that two processes share; it has no file name, and ends with the last of them."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without a name, the memory is reachable by its descriptor only, which multiprocessing
         # passes.
-        return _attach, (reduction.DupFd(self._descriptor),)
+        return _attach, (reduction.DupFd(self.fileno()),)
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        # A loader may be dropped without `stop`.
+        self.close()
 
     def mapping(self, size: int) -> mmap.mmap:
         """Maps at least `size` bytes, and grows the memory; arrays in older mappings stay valid."""
         if self._mapping is None or len(self._mapping) < size:
-            if os.fstat(self._descriptor).st_size < size:
-                os.ftruncate(self._descriptor, size)
-            self._mapping = mmap.mmap(self._descriptor, 0)
+            if os.fstat(self.fileno()).st_size < size:
+                os.ftruncate(self.fileno(), size)
+            self._mapping = mmap.mmap(self.fileno(), 0)
         return self._mapping
 
 

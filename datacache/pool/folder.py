@@ -81,7 +81,7 @@ class Folder(Owner):
         self._opened = contextlib.ExitStack()
         find: Callable[[Path], Directory] = Directory.create if make_spec else open_pool_folder
         with _locked(lambda: find(self.path)) as self.directory, self._opened as on_error:
-            on_error.push(self.directory)
+            on_error.enter_context(self.directory)
             header = None if make_spec else read_checked_header(self.directory)
             self._users = self.open("users", make=True)
             self._claims = self.open("claims", make=True)

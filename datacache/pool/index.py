@@ -52,5 +52,5 @@ class Index:
             yield
 
     def _open(self) -> Descriptor:
-        with Directory(self._folder) as directory:
+        with Directory(self._folder, "removed") as directory:
             return directory.open("index", make=True)
