@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from datacache.native import is_in_memory
+from datacache.from_tfposeidon import is_memory
 from datacache.pool.columns import Columns
 from datacache.pool.folder import Folder
 from datacache.pool.layout import Arrays
@@ -85,7 +85,8 @@ class Pool(Owner):
     def prepare(self, verify: bool = True) -> None:
         """Creates the page tables of a full store in memory on a thread, during the job's setup."""
         # For a store on a disk, this would read all of it.
-        if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
+        in_memory = is_memory(os.fstat(self._folder.directory.fileno()).st_dev)
+        if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
                 itertools.chain(populate_page_tables([self._columns.pages]), steps)
