@@ -141,13 +141,11 @@ def _own_memory(others: Others = "refused") -> list[Path]:
 
 
 def _row(report: PoolReport) -> tuple[str, ...]:
-    of, samples, state = report.spec, ("?",) * 4, "in use" if report.in_use else "idle"
-    if of:
-        counts = report.ready, of.shard.kept_samples, of.shard.samples
-        samples = (of.source, *map(str, counts))
+    of, state = report.spec, "in use" if report.in_use else "idle"
+    counts = (report.ready, of.shard.kept_samples, of.shard.samples) if of else ()
     return (
         str(report.folder),
-        *samples,
+        *((of.source, *map(str, counts)) if of else ("?",) * 4),
         readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
         state if of else f"unusable, {state}",

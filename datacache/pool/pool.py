@@ -243,11 +243,11 @@ class Pool(Owner):
 
     @override
     def close(self) -> None:
-        # Arrays from `gather` remain valid. The thread must end first, because it reads the
-        # mappings; its steps hold a reference to this store.
+        # The thread must end first, because it reads the mappings; its steps hold this store.
         if self._background is not None:
             self._background.close()
             self._background = None
-        self._columns.arrays.clear()
-        self._words.array = np.zeros(0, np.uint64)
+        # Mappings and their descriptors end with the last array into them.
+        for name in ("_columns", "_heap", "_words"):
+            vars(self).pop(name, None)
         self._folder.close()
