@@ -28,8 +28,8 @@ from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
 from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
-from datacache.tiers.fingerprint import fingerprint, trace
 from datacache.tiers.opening import open_tiers
+from datacache.tiers.preprocessing import fingerprint, trace
 from datacache.tiers.tier import Verify
 
 log = logging.getLogger("datacache")

@@ -15,10 +15,16 @@ import numpy as np
 
 from datacache.errors import CacheError
 from datacache.from_tfposeidon import is_memory, readable_size
-from datacache.pool.folder import lock_folder, remove
-from datacache.pool.header import FILES, HEADER, LOCK_FILES, read_checked_header
+from datacache.pool.folder import (
+    FILES,
+    HEADER,
+    LOCK_FILES,
+    lock_folder,
+    read_checked_header,
+    remove,
+)
+from datacache.pool.samples import READY
 from datacache.pool.spec import WORD, PoolSpec
-from datacache.pool.words import READY
 from datacache.system.access import Directory
 from datacache.system.descriptors import closed_on_fork, lock_file
 

@@ -14,11 +14,10 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
-from datacache.pool.columns import Columns
 from datacache.pool.folder import Folder
 from datacache.pool.layout import Arrays
+from datacache.pool.samples import CONTENT, READY, Columns, SampleWords, match_checksums
 from datacache.pool.spec import PoolSpec
-from datacache.pool.words import CONTENT, READY, SampleWords, match_checksums
 from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
 
@@ -110,7 +109,7 @@ class Pool(Owner):
             if indices.size:
                 words = self._words.array[indices]
                 intact = match_checksums(words, self._columns.checksums(indices)[0])
-                self._words.mark_verified(indices[intact], words[intact])
+                self.settle(indices[intact], words[intact], intact[intact])
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:

@@ -14,8 +14,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.sources.files import contents_digest, read_listed
-from datacache.sources.source import RandomSource, SourceError, digest
+from datacache.sources.source import RandomSource, SourceError, contents_digest, digest, read_listed
 
 log = logging.getLogger("datacache")
 _Answer = TypeVar("_Answer")

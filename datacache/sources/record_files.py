@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from datacache.native import FileStatus
 from datacache.pool.index import Index
-from datacache.sources.files import contents_digest
-from datacache.sources.source import RandomSource, SourceError, digest
+from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
 from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32

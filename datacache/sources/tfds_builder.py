@@ -11,9 +11,8 @@ from typing_extensions import override
 
 from datacache.native import FileStatus
 from datacache.pool.index import Index
-from datacache.sources.files import refuse_changed
 from datacache.sources.record_files import RecordSource
-from datacache.sources.source import SourceError
+from datacache.sources.source import SourceError, refuse_changed
 from datacache.sources.tfrecord_format import TfRecords
 
 

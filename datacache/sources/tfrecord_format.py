@@ -14,7 +14,7 @@ import numpy as np
 
 from datacache.native import FileStatus, crc32c
 from datacache.pool.index import Index
-from datacache.sources.files import read_listed, refuse_changed
+from datacache.sources.source import read_listed, refuse_changed
 
 LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
 """Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum after

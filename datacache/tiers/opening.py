@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from datacache.errors import NoRoomError
-from datacache.pool.header import is_pool
+from datacache.pool.folder import is_pool
 from datacache.pool.index import Index
 from datacache.pool.inspection import find_idle_pools, make_room
 from datacache.pool.layout import Arrays, Layout
@@ -21,8 +21,7 @@ from datacache.pool.spec import PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
-from datacache.tiers.fingerprint import TracedPreprocess
-from datacache.tiers.preprocessing import Preprocessing
+from datacache.tiers.preprocessing import Preprocessing, TracedPreprocess
 from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier, Tier, Verify
 
 log = logging.getLogger("datacache")

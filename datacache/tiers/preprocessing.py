@@ -1,19 +1,224 @@
-"""Preprocessing of many samples in one call, which TensorFlow runs in parallel without Python."""
+"""The function that computes a cached sample from a stored one: its graph, fingerprint and calls.
+
+The fingerprint covers all inputs of a cached sample; a changed one selects a different cache.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import graphlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from datacache.from_tfposeidon import graphs
+from datacache.graphs import warn_of_draws
 from datacache.pool.layout import Arrays
-from datacache.sources.source import Source, SourceError
-from datacache.tiers.fingerprint import TracedPreprocess
+from datacache.sources.source import Source, SourceError, array_digest, digest
 
+log = logging.getLogger("datacache")
 PARALLEL_ITERATIONS = 8
 """Samples that one call decodes in parallel; several windows are decoded at the same time."""
+
+
+@dataclass(frozen=True)
+class TracedPreprocess:
+    """Graph that computes a cached sample from a stored one.
+
+    `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
+    the graph and all captured constants.
+    """
+
+    function: Callable[..., list[tf.Tensor]]
+    structure: Any
+    fingerprint: str
+    # The traced Python function, which keeps its variables alive: a graph does not.
+    preprocess: Any
+
+    @property
+    def shapes(self) -> list[tf.TensorShape]:
+        """Shapes of a cached sample's components, as far as the graph knows them."""
+        return [spec.shape for spec in tf.nest.flatten(self.structure)]
+
+
+def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
+    """Traces a preprocessing function as `tf.data.Dataset.map` would; warns of unseen inputs."""
+    structure: Any = None
+
+    def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
+        nonlocal structure
+        decoded = source.decode(*stored)
+        if preprocess is not None:
+            decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
+        decoded = _without_lists(decoded)
+        if not tf.nest.flatten(decoded):
+            raise ValueError(
+                f"A sample must have at least one tensor. Received: {decoded!r} from `preprocess`."
+            )
+        structure = tf.nest.map_structure(_component_spec, decoded)
+        return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
+
+    with tf.device("CPU:0"):
+        concrete = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
+    _warn_of_unseen(concrete.graph)
+    return TracedPreprocess(concrete, structure, _graph_fingerprint(concrete), preprocess)
+
+
+def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
+    """Returns the fingerprint of a cache, 64 hexadecimal digits."""
+    # Other releases of TensorFlow may decode images to different pixels.
+    return digest(
+        [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
+    )
+
+
+def _without_lists(part: Any) -> Any:
+    """Returns a structure in the form of `tf.data`, in which a list is a tensor."""
+    if isinstance(part, list):
+        try:
+            return tf.convert_to_tensor(part)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "A list in a sample must convert to one tensor, as in tf.data. Received: "
+                f"{part!r:.200} from `preprocess`. Return its parts as a tuple or a dictionary."
+            ) from error
+    if isinstance(part, dict):
+        kind = collections.OrderedDict if isinstance(part, collections.OrderedDict) else dict
+        return kind((name, _without_lists(value)) for name, value in part.items())
+    if isinstance(part, tuple):
+        parts = map(_without_lists, part)
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+    return part
+
+
+def _component_spec(part: Any) -> tf.TensorSpec:
+    if part is None:
+        raise ValueError(
+            "A sample must consist of tensors. Received: None from `preprocess`. Remove the None."
+        )
+    if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
+        raise ValueError(
+            "A sample must consist of dense tensors. Received: "
+            f"{type(part).__name__} from `preprocess`. Return ragged.to_tensor() or "
+            "tf.sparse.to_dense(sparse), and pass variable_shapes=True."
+        )
+    part = tf.convert_to_tensor(part)
+    return tf.TensorSpec(part.shape, part.dtype)
+
+
+def _graph_fingerprint(concrete: Any) -> str:
+    graph = concrete.graph
+    definition = graph.as_graph_def()
+    bodies = {function.signature.name: function for function in definition.library.function}
+    arguments = [tensor.op.name for tensor in graph.inputs]
+    outputs = [f"{tensor.op.name}:{tensor.value_index}" for tensor in graph.outputs]
+    captures = [_capture_digest(captured, graph.variables) for captured in concrete.captured_inputs]
+    return digest([_outputs_digest(definition.node, arguments, outputs, bodies, ()), captures])
+
+
+def _outputs_digest(
+    nodes: Any,
+    arguments: Sequence[str],
+    outputs: Sequence[str],
+    bodies: dict[str, Any],
+    within: tuple[str, ...],
+) -> str:
+    """Returns a digest of the computation of outputs."""
+    # Each node is described by its op, its attributes and the digests of its inputs, because the
+    # order of nodes and the names of nodes and functions differ between processes.
+    known = {name: f"argument {index}" for index, name in enumerate(arguments)}
+
+    def tensor_key(name: str) -> list[str]:
+        node, _, output = name.removeprefix("^").partition(":")
+        return [name[: name.startswith("^")], known[node], output]
+
+    for node in _sorted_nodes(nodes):
+        if node.name not in known:
+            # Attributes with an underscore are TensorFlow's annotations. The token of a Python
+            # function is a counter of its process.
+            attributes = {
+                name: _attribute_digest(value, bodies, within)
+                for name, value in node.attr.items()
+                if not name.startswith("_")
+                and not (node.op in graphs.PYTHON_OPS and name == "token")
+            }
+            controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
+            inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
+            known[node.name] = digest([node.op, attributes, inputs, controls])
+    return digest([tensor_key(name) for name in outputs])
+
+
+def _sorted_nodes(nodes: Any) -> Iterator[Any]:
+    """Yields each node after its inputs."""
+    by_name = {node.name: node for node in nodes}
+    reads = {
+        node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
+        for node in nodes
+    }
+    for name in graphlib.TopologicalSorter(reads).static_order():
+        if name in by_name:
+            yield by_name[name]
+
+
+def _attribute_digest(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
+    functions = [value.func] if value.HasField("func") else value.list.func
+    if not functions:
+        return hashlib.sha256(value.SerializeToString(deterministic=True)).hexdigest()
+    return digest([_function_digest(function, bodies, within) for function in functions])
+
+
+def _function_digest(function: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
+    attributes = {
+        name: _attribute_digest(value, bodies, within) for name, value in function.attr.items()
+    }
+    # Only the name identifies a recursive call.
+    if function.name not in bodies or function.name in within:
+        return digest([function.name, attributes])
+    body = bodies[function.name]
+    arguments = [argument.name for argument in body.signature.input_arg]
+    outputs = [body.ret[output.name] for output in body.signature.output_arg]
+    return digest(
+        [
+            attributes,
+            _outputs_digest(body.node_def, arguments, outputs, bodies, (*within, function.name)),
+        ]
+    )
+
+
+def _capture_digest(captured: Any, variables: Any) -> str:
+    """Returns a digest of a captured tensor, or of the value of a captured variable."""
+    if captured.dtype == tf.resource:
+        variable = next((variable for variable in variables if variable.handle is captured), None)
+        if variable is None:
+            log.warning(
+                "datacache: `preprocess` uses a lookup table or another resource, which the "
+                "fingerprint does not cover: change `version` when its contents change"
+            )
+            return "resource"
+        captured = variable.read_value()
+    return array_digest(np.asarray(captured))
+
+
+def _warn_of_unseen(graph: Any) -> None:
+    used = graphs.ops(graph)
+    if used & graphs.PYTHON_OPS:
+        log.warning(
+            "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
+            "change `version` when the code changes"
+        )
+    if files := graphs.file_ops(used):
+        log.warning(
+            "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
+            "change `version` when the files change",
+            ", ".join(sorted(files)),
+        )
+    warn_of_draws("`preprocess`", graphs.drawing_ops(used))
 
 
 class Preprocessing:

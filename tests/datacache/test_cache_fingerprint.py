@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import datacache
-from datacache.tiers.fingerprint import trace
+from datacache.tiers.preprocessing import trace
 from tests import drawn
 from tests.datacache.caches import BATCH
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache.command.main import main
+from datacache.__main__ import main
 from datacache.pool import inspection
 from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
@@ -108,7 +108,7 @@ def test_ls_for_machines(pools, capsys):
 
 
 def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.command.main.default_memory", lambda: str(tmp_path / "shm"))
+    monkeypatch.setattr("datacache.__main__.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
     assert capsys.readouterr().out == f"No stores in {tmp_path}/shm.\n"
     _filled(tmp_path / "shm" / "one")
@@ -343,7 +343,7 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
 
 def _run(*arguments):
-    script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
+    script = "import sys; from datacache.__main__ import main; status = main(sys.argv[1:]); "
     script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); "
     script += "sys.exit(status)"
     return subprocess.run(

@@ -3,7 +3,7 @@
 import pytest
 
 import datacache
-from datacache.command.main import main
+from datacache.__main__ import main
 from datacache.pool.pool import Pool
 from tests import drawn
 from tests.datacache.test_command import SAMPLES

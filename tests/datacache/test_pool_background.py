@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from datacache.pool import pool as pool_module
-from datacache.pool import words
+from datacache.pool import samples as words
 from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
 from datacache.pool.spec import PoolSpec, SampleShard

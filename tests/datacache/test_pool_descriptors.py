@@ -38,7 +38,12 @@ def test_a_closed_store_has_nothing_open(tmp_path):
 
 @pytest.mark.parametrize(
     "step",
-    ["system.access.os.fchmod", "pool.pool.Columns", "pool.pool.SampleWords", "pool.heap.os.fstat"],
+    [
+        "system.access.os.fchmod",
+        "pool.pool.Columns",
+        "pool.pool.SampleWords",
+        "pool.samples.os.fstat",
+    ],
 )
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
     def fails(*_):
