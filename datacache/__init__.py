@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from datacache.batches import RandomAccess as RandomAccess
     from datacache.cache import Cache as Cache
     from datacache.errors import CacheError as CacheError
-    from datacache.loading.crop_and_mirror import CropAndMirror as CropAndMirror
+    from datacache.loading.parallel_loader import CropAndMirror as CropAndMirror
     from datacache.loading.parallel_loader import LoaderError as LoaderError
     from datacache.loading.parallel_loader import ParallelLoader as ParallelLoader
     from datacache.order import Order as Order
@@ -30,8 +30,7 @@ _NAMES_BY_MODULE = {
     "batches": ("RandomAccess",),
     "cache": ("Cache",),
     "errors": ("CacheError",),
-    "loading.crop_and_mirror": ("CropAndMirror",),
-    "loading.parallel_loader": ("LoaderError", "ParallelLoader"),
+    "loading.parallel_loader": ("CropAndMirror", "LoaderError", "ParallelLoader"),
     "order": ("Order", "Position"),
     "pool.folder": ("default_memory",),
     "sources.image_folder": ("from_folder",),

@@ -21,7 +21,7 @@ from typing_extensions import override
 from datacache.epochs import EpochIterator
 from datacache.nodes.reader import Reader
 from datacache.order import Position
-from datacache.pool.layout import Layout
+from datacache.pool.spec import Layout
 from datacache.system.background import IN_FLIGHT, BackgroundSteps, populate_page_tables
 
 LARGE_PAGE = 2**21

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from datacache.pool.layout import ALIGNMENT
+from datacache.pool.spec import ALIGNMENT
 from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0

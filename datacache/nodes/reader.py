@@ -18,8 +18,7 @@ from typing_extensions import override
 from datacache.errors import Closed
 from datacache.from_tfposeidon import exchange_objects, job_wire, require_equal
 from datacache.nodes.sample_exchange import SampleExchange
-from datacache.pool.layout import Arrays, stack_samples
-from datacache.pool.spec import owner_nodes
+from datacache.pool.spec import Arrays, owner_nodes, stack_samples
 from datacache.tiers.tier import StoreTier
 
 if TYPE_CHECKING:

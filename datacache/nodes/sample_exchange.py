@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from datacache.pool.layout import Arrays, Layout
+from datacache.pool.spec import Arrays, Layout
 from datacache.sources.source import SourceError
 
 if TYPE_CHECKING:

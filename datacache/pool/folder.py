@@ -147,10 +147,10 @@ def open_pool_folder(path: Path, others: Others = "refused") -> Directory:
     try:
         return Directory(path, others)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise not_a_pool(path) from error
+        raise _not_a_pool(path) from error
 
 
-def not_a_pool(path: Path) -> CacheError:
+def _not_a_pool(path: Path) -> CacheError:
     """Returns the error for a folder without a store."""
     return CacheError(
         f"A store must have a {HEADER}. Received: {path}, without one. Pass another folder."
@@ -165,28 +165,18 @@ def read_checked_header(directory: Directory) -> dict[str, Any]:
         raise DamagedError(
             f"A store must not be renamed. Received: {path}, created as {header['name']}.", path
         )
-    tail = file_tail(header)
+    tail = _file_tail(header)
     for name, size in header["files"].items():
         _check_file(directory, name, size, tail)
     return header
 
 
-def file_tail(header: dict[str, Any]) -> bytes:
+def _file_tail(header: dict[str, Any]) -> bytes:
     """Returns the bytes at the end of each file of a store."""
     return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
 
 
-def new_header(directory: Directory, files: dict[str, int]) -> dict[str, Any]:
-    """Returns the fields of all headers: format, a random id, the folder's name and the files."""
-    return {
-        "format": FORMAT,
-        "id": secrets.token_hex(ID_BYTES),
-        "name": directory.path.resolve().name,
-        "files": files,
-    }
-
-
-def write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
+def _write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
     """Writes the header last and durably, which completes a store; returns it as read back."""
     # Write, sync, then rename: after a power loss there is a complete header or none.
     with directory.open(UNFINISHED_HEADER, make=True) as handle:
@@ -204,7 +194,7 @@ def _read_header(directory: Directory) -> dict[str, Any]:
     except FileNotFoundError as error:
         names = directory.names()
         if not names or names - FILES:
-            raise not_a_pool(folder) from error
+            raise _not_a_pool(folder) from error
         raise CacheError(
             f"A store must be complete. Received: {folder}, which is being created, or "
             "is left of a killed process. Wait, or remove it with `python -m datacache rm`."
@@ -301,11 +291,12 @@ def _make(directory: Directory, make_spec: Callable[[], PoolSpec]) -> dict[str, 
     try:
         spec = make_spec()
         sizes = spec.files | spec.growing_files
-        header = new_header(directory, sizes) | spec.to_dict()
+        name, number = directory.path.resolve().name, secrets.token_hex(ID_BYTES)
+        header = {"format": FORMAT, "id": number, "name": name, "files": sizes} | spec.to_dict()
         for name, size in sizes.items():
-            _allocate(directory, name, size, file_tail(header), name in spec.files)
+            _allocate(directory, name, size, _file_tail(header), name in spec.files)
         # The header marks the store as complete.
-        return write_header(directory, header)
+        return _write_header(directory, header)
     except BaseException:
         _clear(directory, FILES - LOCK_FILES)
         raise
@@ -356,7 +347,7 @@ def remove(path: Path) -> None:
 def _refuse_to_remove(directory: Directory) -> None:
     found = directory.names()
     if not found:
-        raise not_a_pool(directory.path)
+        raise _not_a_pool(directory.path)
     # A folder does not belong to a store, even under the name of one of its files.
     if strangers := found - FILES | {
         name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)

@@ -15,9 +15,8 @@ from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
 from datacache.pool.folder import Folder
-from datacache.pool.layout import Arrays
 from datacache.pool.samples import CONTENT, READY, Columns, SampleWords, match_checksums
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import Arrays, PoolSpec
 from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
 
@@ -38,6 +37,7 @@ class Pool(Owner):
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
         with contextlib.ExitStack() as on_error:
             self._folder = on_error.enter_context(Folder(folder, make_spec))
+            self.folder, self.is_only_user = self._folder.path, self._folder.is_only_user
             self.spec = PoolSpec.from_dict(self._folder.header)
             self.layout = self.spec.layout
             self._slot_indices = self.spec.shard.slot_indices()
@@ -49,16 +49,6 @@ class Pool(Owner):
             on_error.pop_all()
         self._background: BackgroundSteps | None = None
         self._reads = 0
-
-    @property
-    def folder(self) -> Path:
-        """Path of the store's folder."""
-        return self._folder.path
-
-    @property
-    def is_only_user(self) -> bool:
-        """True if no other process had the store open when this one opened it."""
-        return self._folder.is_only_user
 
     @property
     def filled(self) -> int:

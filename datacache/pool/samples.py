@@ -21,7 +21,7 @@ import numpy as np
 
 from datacache.native import gather, mark_words
 from datacache.pool.folder import TAIL_BYTES, Folder
-from datacache.pool.layout import Arrays, Component, Layout
+from datacache.pool.spec import Arrays, Component, Layout
 from datacache.system.descriptors import lock_byte, opened_again
 from datacache.system.room import means_full, reserve
 

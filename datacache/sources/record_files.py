@@ -13,9 +13,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.pool.index import Index
 from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
-from datacache.sources.tfrecord_format import TfRecords, find_all_records
+from datacache.sources.tfrecord_format import Index, TfRecords, find_all_records
 
 SEARCHES = 32
 """Files that are searched concurrently: on a network file system each read waits."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from datacache.from_tfposeidon import graphs
 from datacache.graphs import shuffling, warn_of_draws
-from datacache.pool.layout import as_array
+from datacache.pool.spec import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
 from datacache.sources.tfrecord_format import find_damage
 

@@ -10,10 +10,9 @@ from typing import Any
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.pool.index import Index
 from datacache.sources.record_files import RecordSource
 from datacache.sources.source import SourceError, refuse_changed
-from datacache.sources.tfrecord_format import TfRecords
+from datacache.sources.tfrecord_format import Index, TfRecords
 
 
 class TfdsSource(RecordSource):

@@ -13,12 +13,11 @@ import numpy as np
 
 from datacache.errors import NoRoomError
 from datacache.pool.folder import is_pool
-from datacache.pool.index import Index
 from datacache.pool.inspection import find_idle_pools, make_room
-from datacache.pool.layout import Arrays, Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
+from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
 from datacache.tiers.preprocessing import Preprocessing, TracedPreprocess

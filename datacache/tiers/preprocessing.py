@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from datacache.from_tfposeidon import graphs
 from datacache.graphs import warn_of_draws
-from datacache.pool.layout import Arrays
+from datacache.pool.spec import Arrays
 from datacache.sources.source import Source, SourceError, array_digest, digest
 
 log = logging.getLogger("datacache")

@@ -18,8 +18,8 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.errors import CacheError
-from datacache.pool.layout import Arrays, Layout
 from datacache.pool.pool import Pool
+from datacache.pool.spec import Arrays, Layout
 from datacache.sources.source import Source, SourceError, StreamSource, stored_components
 from datacache.statistics import Counts
 from datacache.system.background import windows

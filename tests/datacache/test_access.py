@@ -17,11 +17,10 @@ import pytest
 from datacache.errors import CacheError
 from datacache.pool import folder as folders
 from datacache.pool.folder import own_memory, remove
-from datacache.pool.index import ENTRY_BYTES, Index
 from datacache.pool.inspection import find_pools, inspect_pool
-from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
+from datacache.sources.tfrecord_format import ENTRY_BYTES, Index
 from tests.launch import ROOT
 
 SAMPLES = 5

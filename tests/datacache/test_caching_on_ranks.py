@@ -13,7 +13,7 @@ import datacache
 import keras_callbacks
 import tfposeidon as tp
 from datacache.nodes.sample_exchange import SampleExchange
-from datacache.pool.layout import Layout
+from datacache.pool.spec import Layout
 from tests import drawn
 from tests.helpers.caching import BATCH, SAMPLES, make_folder
 from tests.helpers.checks import Raises

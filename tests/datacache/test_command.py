@@ -15,9 +15,8 @@ import pytest
 
 from datacache.__main__ import main
 from datacache.pool import inspection
-from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 
 SAMPLES = 12
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,8 @@ import pytest
 
 from datacache.errors import CacheError, NoRoomError
 from datacache.pool.folder import remove
-from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard, owner_nodes
+from datacache.pool.spec import Component, Layout, PoolSpec, SampleShard, owner_nodes
 from tests.datacache.pools import (
     LAYOUT,
     SAMPLES,

@@ -9,9 +9,8 @@ import pytest
 
 from datacache.pool import pool as pool_module
 from datacache.pool import samples as words
-from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from tests.datacache.pools import (
     SAMPLES,
 )

@@ -8,10 +8,9 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from datacache.pool.layout import Layout, stack_samples
 from datacache.pool.pool import Pool
 from datacache.pool.samples import find_gaps
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Layout, PoolSpec, SampleShard, stack_samples
 from datacache.statistics import Counts
 from datacache.tiers.tier import StoreTier
 from tests.datacache.pools import (

@@ -15,9 +15,8 @@ import pytest
 from datacache.errors import CacheError, NoRoomError
 from datacache.pool.folder import remove
 from datacache.pool.inspection import make_room
-from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Component, Layout, PoolSpec, SampleShard
 from datacache.system.room import budget_bytes, free_bytes
 from tests.launch import ROOT
 from tfposeidon.memory import available_memory, is_memory

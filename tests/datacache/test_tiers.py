@@ -14,9 +14,8 @@ import pytest
 import tensorflow as tf
 
 from datacache.nodes.reader import Reader
-from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.spec import PoolSpec, SampleShard
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from datacache.statistics import Counts
 from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier
 
