@@ -38,30 +38,26 @@ as much in the meantime."""
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """Report on a store, or on the remains of one.
+    """Report on a store, or on the remains of one, whose `bytes` are its disk usage.
 
-    `bytes` is its disk usage, `opened` the last time at which a process opened it, and `in_use` is
-    true if a process has it open. `spec` is `None` if it cannot be used, and `trouble` the reason;
-    otherwise `ready` samples are readable.
+    `spec` is `None` if it cannot be used, and `trouble` the reason; otherwise `ready` samples are
+    readable. `is_spare` is true if it is in memory, and its removal needs no confirmation.
     """
 
     folder: Path
-    bytes: int
     opened: datetime
-    in_use: bool
+    bytes: int = 0
+    in_use: bool = False
+    is_spare: bool = False
     spec: PoolSpec | None = None
     ready: int = 0
     trouble: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values for JSON, as `ls --json` prints it."""
-        content = {
-            "folder": str(self.folder),
-            "bytes": self.bytes,
-            "opened": self.opened.isoformat(timespec="seconds"),
-            "in_use": self.in_use,
-            "trouble": self.trouble,
-        }
+        opened = self.opened.isoformat(timespec="seconds")
+        content = {"folder": str(self.folder), "bytes": self.bytes, "opened": opened}
+        content |= {"in_use": self.in_use, "trouble": self.trouble}
         if self.spec is None:
             return content
         spec = self.spec.to_dict()
@@ -91,7 +87,7 @@ def inspect_pool(folder: Path) -> PoolReport | None:
     except CacheError as error:
         # Such as another user's.
         opened = _local_time(folder.stat(follow_symlinks=False))
-        return PoolReport(folder=folder, bytes=0, opened=opened, in_use=False, trouble=str(error))
+        return PoolReport(folder=folder, opened=opened, trouble=str(error))
 
 
 def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
@@ -99,9 +95,8 @@ def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolRepo
     # They retain their memory, because the next job may find its samples there.
     if not root.is_dir():
         return []
-    paths = [path for path in find_pools(root) if path != except_for and _lies_in_memory(path)]
-    reports = [report for path in paths if (report := inspect_pool(path))]
-    idle = [report for report in reports if not report.in_use and _is_certainly_a_pool(report)]
+    reports = [inspect_pool(path) for path in find_pools(root) if path != except_for]
+    idle = [report for report in reports if report and report.is_spare]
     return sorted(idle, key=lambda report: report.opened)
 
 
@@ -136,39 +131,30 @@ def _try_remove(report: PoolReport) -> bool:
     return True
 
 
-def _lies_in_memory(path: Path) -> bool:
-    try:
-        return is_memory(path.stat().st_dev)
-    except OSError:
-        return False
-
-
-def _is_certainly_a_pool(report: PoolReport) -> bool:
-    """Returns whether a folder is a store, or the remains of one, whose removal needs no user."""
-    try:
-        with Directory(report.folder) as directory:
-            names = directory.names()
-            # Other folders may have files of these names.
-            regular = all(stat.S_ISREG(directory.stat(name).st_mode) for name in names)
-    except (CacheError, OSError):
-        return False
-    # The remains of a killed process have lock files, which are created first.
-    return regular and names <= FILES and (report.spec is not None or names >= LOCK_FILES)
-
-
 def _report(directory: Directory) -> PoolReport | None:
+    found = {name: directory.stat(name) for name in directory.names()}
+    in_use = _in_use(directory)
     about: dict[str, Any] = {
         "folder": directory.path,
-        "bytes": _allocated_bytes(directory),
-        "opened": _opened(directory),
-        "in_use": _in_use(directory),
+        # Heaps are sparse, so the sizes of files are not informative.
+        "bytes": sum(BLOCK_BYTES * status.st_blocks for status in found.values()),
+        "opened": _local_time(found.get("users") or os.fstat(directory.fileno())),
+        "in_use": in_use,
     }
+    # Other folders may have files of these names.
+    only_files = found.keys() <= FILES and all(stat.S_ISREG(one.st_mode) for one in found.values())
+    is_spare = only_files and not in_use and is_memory(os.fstat(directory.fileno()).st_dev)
     try:
         spec = PoolSpec.from_dict(read_checked_header(directory))
-        return PoolReport(spec=spec, ready=_count_ready(directory, spec), **about)
+        ready = _count_ready(directory, spec)
+        return PoolReport(spec=spec, ready=ready, is_spare=is_spare, **about)
     except (CacheError, OSError) as error:
         # Another process may have removed it since it was opened.
-        return None if directory.is_gone else PoolReport(trouble=str(error), **about)
+        if directory.is_gone:
+            return None
+        # The remains of a killed process have lock files, which are created first.
+        is_spare = is_spare and found.keys() >= LOCK_FILES
+        return PoolReport(trouble=str(error), is_spare=is_spare, **about)
 
 
 def _count_ready(directory: Directory, spec: PoolSpec) -> int:
@@ -189,16 +175,6 @@ def _names(path: Path) -> set[str]:
         return set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return set()
-
-
-def _allocated_bytes(directory: Directory) -> int:
-    """Returns the disk usage of files; heaps are sparse, so their sizes are not informative."""
-    return sum(BLOCK_BYTES * directory.stat(name).st_blocks for name in directory.names())
-
-
-def _opened(directory: Directory) -> datetime:
-    named = "users" in directory.names()
-    return _local_time(directory.stat("users") if named else os.fstat(directory.fileno()))
 
 
 def _local_time(status: os.stat_result) -> datetime:

@@ -199,8 +199,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
     for name in (
         "_looks_like_a_pool",
         "_report",
-        "_allocated_bytes",
-        "_opened",
+        "_local_time",
         "_in_use",
         "read_checked_header",
         "_count_ready",
@@ -212,7 +211,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
         if (pools / "b").exists():
             break
         _filled(pools / "b", layout=VARYING)
-    assert steps > 15
+    assert steps > 12
 
 
 def test_corrupt_samples_are_found_and_made_again(pools, capsys):
