@@ -214,11 +214,9 @@ class EpochIterator:
             )
 
     def _steps(self, begin: Position) -> int:
-        """Returns the number of steps of an iteration."""
         return self._epoch_steps if self.all_whole else self.order.steps(begin, self._ranks)
 
     def _position(self) -> Position:
-        """Returns the position of training."""
         return self.order.after(self._begin, self._trained, self._ranks)
 
 

@@ -151,7 +151,6 @@ def open_pool_folder(path: Path, others: Others = "refused") -> Directory:
 
 
 def _not_a_pool(path: Path) -> CacheError:
-    """Returns the error for a folder without a store."""
     return CacheError(
         f"A store must have a {HEADER}. Received: {path}, without one. Pass another folder."
     )
@@ -172,7 +171,6 @@ def read_checked_header(directory: Directory) -> dict[str, Any]:
 
 
 def _file_tail(header: dict[str, Any]) -> bytes:
-    """Returns the bytes at the end of each file of a store."""
     return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
 
 

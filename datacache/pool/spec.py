@@ -74,11 +74,11 @@ class Component:
 
     def matches(self, value: Any) -> bool:
         """Returns whether a value is an array of this dtype and shape."""
-        return (
-            isinstance(value, np.ndarray)
-            and value.dtype == self._numpy_dtype
-            and len(value.shape) == len(self.shape)
-            and all(map(lambda size, own: own in (None, size), value.shape, self.shape))
+        if not isinstance(value, np.ndarray) or value.dtype != self._numpy_dtype:
+            return False
+        return value.shape == self.shape or (
+            value.ndim == len(self.shape)
+            and all(own in (None, size) for own, size in zip(self.shape, value.shape, strict=True))
         )
 
     @cached_property

@@ -145,7 +145,6 @@ def from_tfrecords(
 
 
 def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
-    """Returns the record offsets of a file, and its status."""
     try:
         # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))

@@ -187,7 +187,6 @@ def reclaimable_bytes(folder: Path, budget: int | str) -> int:
 
 
 def _fits(whole: Path, shard: Path, new: _NewStores, budget: int | str) -> bool:
-    """Returns whether all samples fit in memory on this node."""
     # Existing stores are used with their size, without reading a sample.
     if is_pool(whole) or is_pool(shard):
         return is_pool(whole)

@@ -129,7 +129,6 @@ def _outputs_digest(
     bodies: dict[str, Any],
     within: tuple[str, ...],
 ) -> str:
-    """Returns a digest of the computation of outputs."""
     # Each node is described by its op, its attributes and the digests of its inputs, because the
     # order of nodes and the names of nodes and functions differ between processes.
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
