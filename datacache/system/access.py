@@ -103,13 +103,13 @@ class Directory(Descriptor):
     def _check(self, handle: Descriptor, path: Path, kind: int, mode: int, new: bool) -> Descriptor:
         """Returns a descriptor whose owner, type and mode are right; closes it otherwise."""
         try:
-            if new:
-                # Whatever the umask is.
-                os.fchmod(handle.fileno(), mode)
             status = os.fstat(handle.fileno())
             _refuse_others(path, status, kind)
             surplus = stat.S_IMODE(status.st_mode) & ~mode
-            if surplus and self._others == "removed" and not surplus & OTHERS_WRITE:
+            if new:
+                # Whatever the umask is.
+                os.fchmod(handle.fileno(), mode)
+            elif surplus and self._others == "removed" and not surplus & OTHERS_WRITE:
                 _tighten(handle, path, stat.S_IMODE(status.st_mode), mode)
             elif surplus and self._others != "ignored":
                 raise _open_to_others(path, self.path, status, mode)

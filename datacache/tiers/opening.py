@@ -69,13 +69,11 @@ def open_tiers(
             decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
         )
         whole = Path(memory or "").expanduser() / name
-        node, nodes = (
-            (0, 1)
-            if memory is None
-            else choose_shard(
-                lambda node, nodes: _fits(whole, _shard_folder(whole, node, nodes), new, budget)
-            )
-        )
+
+        def fits(node: int, nodes: int) -> bool:
+            return _fits(whole, _shard_folder(whole, node, nodes), new, budget)
+
+        node, nodes = (0, 1) if memory is None else choose_shard(fits)
         folder = _shard_folder(whole, node, nodes)
         in_memory = opened(
             memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
