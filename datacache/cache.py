@@ -29,7 +29,7 @@ from datacache.statistics import Counts, Statistics
 from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
 from datacache.tiers.opening import open_tiers
-from datacache.tiers.preprocessing import fingerprint, trace
+from datacache.tiers.preprocessing import Preprocessing, fingerprint
 from datacache.tiers.tier import Verify
 
 log = logging.getLogger("datacache")
@@ -126,8 +126,8 @@ class Cache:
         _check_source(source)
         if memory == "auto":
             memory = own_memory()
-        self._source, self._traced = source, trace(source, preprocess)
-        self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
+        self._source, self._make = source, Preprocessing(source, preprocess, variable_shapes)
+        self.fingerprint = fingerprint(source, self._make, [version, variable_shapes])
         self._counts = Counts()
         self._positions = Positions()
         self._closed = False
@@ -135,13 +135,12 @@ class Cache:
         with contextlib.ExitStack() as on_error:
             self._tiers = open_tiers(
                 source,
-                self._traced,
+                self._make,
                 self.fingerprint,
                 memory=memory,
                 disk=disk,
                 decoded=decoded,
                 budget=budget,
-                variable_shapes=variable_shapes,
                 verify=verify,
                 counts=self._counts,
                 choose_shard=lambda fits: reader.choose_shard(self.fingerprint, fits, partition),
@@ -182,7 +181,7 @@ class Cache:
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
         memory = self._tiers.pool
         warm = memory is not None and memory.is_whole
-        data = batches(epochs, self._tiers.layout, self._traced.structure, self._reader, warm)
+        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader, warm)
         return self._positions.add(data, epochs)
 
     def pydataset(
@@ -411,7 +410,7 @@ class Cache:
         return EpochIterator(order, own.rank, own.size, state)
 
     def _nested_batch(self, samples: np.ndarray) -> Any:
-        return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
+        return tf.nest.pack_sequence_as(self._make.structure, self._reader.batch(samples))
 
 
 def _check_source(source: Any) -> None:

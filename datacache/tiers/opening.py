@@ -20,7 +20,7 @@ from datacache.sources.source import Source, SourceError, digest
 from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
-from datacache.tiers.preprocessing import Preprocessing, TracedPreprocess
+from datacache.tiers.preprocessing import Preprocessing
 from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier, Tier, Verify
 
 log = logging.getLogger("datacache")
@@ -38,14 +38,13 @@ ChooseShard = Callable[[Callable[[int, int], bool]], tuple[int, int]]
 
 def open_tiers(
     source: Source,
-    traced: TracedPreprocess,
+    make: Preprocessing,
     fingerprint: str,
     *,
     memory: Root,
     disk: Root,
     decoded: Root,
     budget: int | str,
-    variable_shapes: bool,
     verify: Verify,
     counts: Counts,
     choose_shard: ChooseShard,
@@ -62,8 +61,7 @@ def open_tiers(
         last = on_error.enter_context(SourceTier(source, counts))
         on_disk = opened(disk, lambda root: open_stored_pool(source, root))
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
-        make = Preprocessing(source, traced, variable_shapes)
-        new = _NewStores(source, traced, variable_shapes, lambda: _make_first(make, stored, last))
+        new = _NewStores(source, make, lambda: _first_stored(stored, last))
         name = fingerprint[:FOLDER_DIGITS]
         new.decoded = in_decoded = opened(
             decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
@@ -96,27 +94,22 @@ class _NewStores:
     """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
 
     def __init__(
-        self,
-        source: Source,
-        traced: TracedPreprocess,
-        variable_shapes: bool,
-        make_first: Callable[[], Arrays],
+        self, source: Source, make: Preprocessing, first_stored: Callable[[], Arrays]
     ) -> None:
-        self._source, self._traced, self._variable_shapes = source, traced, variable_shapes
-        self._make_first = make_first
+        self._source, self._make, self._first_stored = source, make, first_stored
         self.decoded: Pool | None = None
 
     @functools.cached_property
     def first(self) -> Arrays:
         """First cached sample."""
-        return self._make_first()
+        return self._make([self._first_stored()], np.array([0]))[0]
 
     @property
     def layout(self) -> Layout:
         """Layout of cached samples."""
         if self.decoded:
             return self.decoded.layout
-        if not self._variable_shapes:
+        if not self._make.variable_shapes:
             return Layout.of(self.first)
         # An unknown rank is replaced by that of the first sample.
         return Layout.of(
@@ -125,7 +118,7 @@ class _NewStores:
                 range(np.ndim(array))
                 if shape.rank is None
                 else [axis for axis, size in enumerate(shape) if size is None]
-                for array, shape in zip(self.first, self._traced.shapes, strict=True)
+                for array, shape in zip(self.first, self._make.shapes, strict=True)
             ],
         )
 
@@ -150,10 +143,9 @@ class _NewStores:
         return self.spec(room(), node, nodes)
 
 
-def _make_first(make: Preprocessing, stored: Tier, last: SourceTier) -> Arrays:
+def _first_stored(stored: Tier, last: SourceTier) -> Arrays:
     # Not from a store above a stream, which would read the whole stream first.
-    sample = next(last.stream({0}))[1] if last.stream else stored.samples(np.array([0]))[0]
-    return make([sample], np.array([0]))[0]
+    return next(last.stream({0}))[1] if last.stream else stored.samples(np.array([0]))[0]
 
 
 def open_stored_pool(source: Source, root: Path) -> Pool:

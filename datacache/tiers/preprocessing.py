@@ -11,7 +11,6 @@ import graphlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,50 +26,93 @@ PARALLEL_ITERATIONS = 8
 """Samples that one call decodes in parallel; several windows are decoded at the same time."""
 
 
-@dataclass(frozen=True)
-class TracedPreprocess:
-    """Graph that computes a cached sample from a stored one.
+class Preprocessing:
+    """Function from stored samples to cached ones, traced as `tf.data.Dataset.map` would.
 
     `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
     the graph and all captured constants.
     """
 
-    function: Callable[..., list[tf.Tensor]]
-    structure: Any
-    fingerprint: str
-    # The traced Python function, which keeps its variables alive: a graph does not.
-    preprocess: Any
+    def __init__(
+        self,
+        source: Source,
+        preprocess: Callable[..., Any] | None,
+        variable_shapes: bool = False,
+    ) -> None:
+        self._name, self.variable_shapes = source.name, variable_shapes
+        self.structure: Any = None
+        # Keeps its variables alive: a graph does not.
+        self._preprocess = preprocess
+
+        def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
+            made = self._structured(source.decode(*stored))
+            self.structure = tf.nest.map_structure(_component_spec, made)
+            return [tf.convert_to_tensor(part) for part in tf.nest.flatten(made)]
+
+        with tf.device("CPU:0"):
+            traced = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
+        _warn_of_unseen(traced.graph)
+        self._function, self.fingerprint = traced, _graph_fingerprint(traced)
+        # Samples of different shapes do not fit in one tensor.
+        same_shapes = all(spec.shape.is_fully_defined() for spec in source.signature)
+        self._batched: Any = None
+        if same_shapes and not variable_shapes:
+            self._batched = self._trace_batched(source.signature)
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
         """Shapes of a cached sample's components, as far as the graph knows them."""
         return [spec.shape for spec in tf.nest.flatten(self.structure)]
 
+    def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
+        """Returns the cached samples of stored ones."""
+        if self._batched is not None and len(stored) > 1:
+            # After a failure, retry one by one: the error of a batch does not identify the sample.
+            with contextlib.suppress(tf.errors.OpError):
+                columns = [np.stack(column) for column in zip(*stored, strict=True)]
+                made = [part.numpy() for part in self._batched(*columns)]
+                return [list(parts) for parts in zip(*made, strict=True)]
+        pairs = zip(stored, indices.tolist(), strict=True)
+        return [self._one(components, sample) for components, sample in pairs]
 
-def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
-    """Traces a preprocessing function as `tf.data.Dataset.map` would; warns of unseen inputs."""
-    structure: Any = None
+    def _one(self, components: Arrays, sample: int) -> Arrays:
+        try:
+            return [part.numpy() for part in self._function(*components)]
+        except tf.errors.OpError as error:
+            # The last paragraph has the cause; those before locate each op's trace in the script.
+            cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
+            raise SourceError(
+                "`preprocess` must accept every sample. Received: "
+                f"{cause} for {self._name(sample)}. Correct `preprocess`, or remove the sample."
+            ) from error
 
-    def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
-        nonlocal structure
-        decoded = source.decode(*stored)
-        if preprocess is not None:
-            decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
-        decoded = _without_lists(decoded)
-        if not tf.nest.flatten(decoded):
+    def _structured(self, decoded: Any) -> Any:
+        if self._preprocess is not None:
+            decoded = decoded if isinstance(decoded, tuple) else (decoded,)
+            decoded = self._preprocess(*decoded)
+        made = _without_lists(decoded)
+        if not tf.nest.flatten(made):
             raise ValueError(
-                f"A sample must have at least one tensor. Received: {decoded!r} from `preprocess`."
+                f"A sample must have at least one tensor. Received: {made!r} from `preprocess`."
             )
-        structure = tf.nest.map_structure(_component_spec, decoded)
-        return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
+        return made
 
-    with tf.device("CPU:0"):
-        concrete = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
-    _warn_of_unseen(concrete.graph)
-    return TracedPreprocess(concrete, structure, _graph_fingerprint(concrete), preprocess)
+    def _trace_batched(self, signature: Sequence[Any]) -> Any:
+        def preprocess_batch(*columns: tf.Tensor) -> Any:
+            return tf.map_fn(
+                lambda components: self._function(*components),
+                columns,
+                fn_output_signature=tf.nest.flatten(self.structure),
+                parallel_iterations=PARALLEL_ITERATIONS,
+            )
+
+        columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in signature]
+        with tf.device("CPU:0"):
+            # Trace now: several threads that call it first would each trace it.
+            return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
 
 
-def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
+def fingerprint(source: Source, traced: Preprocessing, version: Any) -> str:
     """Returns the fingerprint of a cache, 64 hexadecimal digits."""
     # Other releases of TensorFlow may decode images to different pixels.
     return digest(
@@ -218,54 +260,3 @@ def _warn_of_unseen(graph: Any) -> None:
             ", ".join(sorted(files)),
         )
     warn_of_draws("`preprocess`", graphs.drawing_ops(used))
-
-
-class Preprocessing:
-    """Traced function that takes lists of samples."""
-
-    def __init__(self, source: Source, traced: TracedPreprocess, variable_shapes: bool) -> None:
-        self._function, self._name = traced.function, source.name
-        # Samples of different shapes do not fit in one tensor.
-        same_shapes = not variable_shapes and all(
-            spec.shape.is_fully_defined() for spec in source.signature
-        )
-        self._batched = _trace_batched(source, traced) if same_shapes else None
-
-    def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
-        """Returns the cached samples of stored ones."""
-        if self._batched is not None and len(stored) > 1:
-            # After a failure, retry one by one: the error of a batch does not identify the sample.
-            with contextlib.suppress(tf.errors.OpError):
-                columns = [np.stack(column) for column in zip(*stored, strict=True)]
-                made = [part.numpy() for part in self._batched(*columns)]
-                return [list(parts) for parts in zip(*made, strict=True)]
-        pairs = zip(stored, indices.tolist(), strict=True)
-        return [self._one(components, sample) for components, sample in pairs]
-
-    def _one(self, components: Arrays, sample: int) -> Arrays:
-        try:
-            return [part.numpy() for part in self._function(*components)]
-        except tf.errors.OpError as error:
-            # The last paragraph has the cause; those before locate each op's trace in the script.
-            cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
-            raise SourceError(
-                "`preprocess` must accept every sample. Received: "
-                f"{cause} for {self._name(sample)}. Correct `preprocess`, or remove the sample."
-            ) from error
-
-
-def _trace_batched(source: Source, traced: TracedPreprocess) -> Any:
-    results = [tf.TensorSpec(spec.shape, spec.dtype) for spec in tf.nest.flatten(traced.structure)]
-
-    def preprocess_batch(*columns: tf.Tensor) -> Any:
-        return tf.map_fn(
-            lambda components: traced.function(*components),
-            columns,
-            fn_output_signature=results,
-            parallel_iterations=PARALLEL_ITERATIONS,
-        )
-
-    columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in source.signature]
-    with tf.device("CPU:0"):
-        # Trace now: several threads that call it first would each trace it.
-        return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
