@@ -46,7 +46,7 @@ COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
 SHORT = COMMON | {"systems": ["allreduce", "paper"], "seeds": [0], "parts": []}
 FULL = COMMON | {"systems": list(SYSTEMS), "seeds": [0, 1, 2], "parts": list(PARTS)}
 SMALLEST = {
-    "layout": "2x1",
+    "layout": "1x1",
     "rate": "200mbit",
     "shortest": True,
     "systems": ["paper"],
