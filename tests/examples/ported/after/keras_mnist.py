@@ -3,7 +3,7 @@
 import math
 
 import keras
-from digits import load_data
+from digits import build_model, load_data
 
 import tfposeidon as tp
 
@@ -11,15 +11,7 @@ epochs = math.ceil(12 / tp.size())
 (x_train, y_train), (x_test, y_test) = load_data()
 y_train, y_test = (keras.utils.to_categorical(y, 10) for y in (y_train, y_test))
 
-model = keras.Sequential(
-    [
-        keras.layers.Conv2D(16, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dropout(0.25),
-        keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 optimizer = tp.DistributedOptimizer(keras.optimizers.Adadelta(1.0 * tp.size()))
 model.compile(optimizer=optimizer, loss="categorical_crossentropy", metrics=["accuracy"])
 

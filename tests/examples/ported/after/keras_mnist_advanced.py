@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from digits import load_data
+from digits import build_model, load_data
 
 import keras_callbacks
 import tfposeidon as tp
@@ -16,14 +16,7 @@ data = tf.data.Dataset.from_tensor_slices(train).repeat().shuffle(1500).batch(BA
 data = tp.shard(data.map(lambda x, y: (augment(x), y)).prefetch(2))
 test_data = tp.shard(tf.data.Dataset.from_tensor_slices(test).batch(BATCH))
 
-model = keras.Sequential(
-    [
-        keras.layers.Conv2D(16, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 rate = 1.0 * tp.size()
 optimizer = tp.DistributedOptimizer(keras.optimizers.Adadelta(rate))
 model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])

@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from digits import load_data
+from digits import build_model, load_data
 
 import keras_callbacks
 import tfposeidon as tp
@@ -10,15 +10,7 @@ import tfposeidon as tp
 train, _ = load_data()
 data = tp.shard(tf.data.Dataset.from_tensor_slices(train).repeat().shuffle(1500).batch(32))
 
-model = keras.Sequential(
-    [
-        keras.layers.Conv2D(16, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dropout(0.25),
-        keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 rate = 0.002 * tp.size()
 optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(rate))
 model.compile(

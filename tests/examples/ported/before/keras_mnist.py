@@ -5,7 +5,7 @@ import math
 import horovod.keras as hvd
 import keras
 import tensorflow as tf
-from digits import load_data
+from digits import build_model, load_data
 
 hvd.init()
 gpus = tf.config.list_physical_devices("GPU")
@@ -16,15 +16,7 @@ epochs = math.ceil(12 / hvd.size())
 (x_train, y_train), (x_test, y_test) = load_data()
 y_train, y_test = (keras.utils.to_categorical(y, 10) for y in (y_train, y_test))
 
-model = keras.Sequential(
-    [
-        keras.layers.Conv2D(16, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dropout(0.25),
-        keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adadelta(1.0 * hvd.size()))
 model.compile(optimizer=optimizer, loss="categorical_crossentropy", metrics=["accuracy"])
 

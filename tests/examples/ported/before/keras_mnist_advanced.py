@@ -3,7 +3,7 @@
 import horovod.keras as hvd
 import keras
 import tensorflow as tf
-from digits import load_data
+from digits import build_model, load_data
 
 BATCH = 32
 
@@ -19,14 +19,7 @@ data = tf.data.Dataset.from_tensor_slices(train).repeat().shuffle(1500).batch(BA
 data = data.map(lambda x, y: (augment(x), y)).prefetch(2)
 test_data = tf.data.Dataset.from_tensor_slices(test).repeat().shuffle(300).batch(BATCH)
 
-model = keras.Sequential(
-    [
-        keras.layers.Conv2D(16, 3, activation="relu"),
-        keras.layers.MaxPooling2D(),
-        keras.layers.Flatten(),
-        keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 rate = 1.0 * hvd.size()
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adadelta(rate))
 model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])

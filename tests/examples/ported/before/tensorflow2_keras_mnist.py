@@ -2,7 +2,7 @@
 
 import horovod.tensorflow.keras as hvd
 import tensorflow as tf
-from digits import load_data
+from digits import build_model, load_data
 
 hvd.init()
 gpus = tf.config.list_physical_devices("GPU")
@@ -14,15 +14,7 @@ if gpus:
 train, _ = load_data()
 data = tf.data.Dataset.from_tensor_slices(train).repeat().shuffle(1500).batch(32)
 
-model = tf.keras.Sequential(
-    [
-        tf.keras.layers.Conv2D(16, 3, activation="relu"),
-        tf.keras.layers.MaxPooling2D(),
-        tf.keras.layers.Flatten(),
-        tf.keras.layers.Dropout(0.25),
-        tf.keras.layers.Dense(10, activation="softmax"),
-    ]
-)
+model = build_model()
 rate = 0.002 * hvd.size()
 optimizer = hvd.DistributedOptimizer(
     tf.keras.optimizers.Adam(rate), backward_passes_per_step=1, average_aggregated_gradients=True
