@@ -9,7 +9,7 @@ NATIVE := $(shell find tfposeidon/native datacache/native -name '*.c' -o -name '
 LIBRARY := tfposeidon/native/_ops.so
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: help setup demo test test-fast test-rest test-all test-versions test-keras check check-native docs format bench clean native-address native-thread native-gpu
+.PHONY: help setup demo test test-fast test-rest test-all test-versions test-keras test-clusters check check-native docs format bench clean native-address native-thread native-gpu
 
 help:
 	@echo "make demo    set up, train on NP=2 ranks, and compare schemes on a slow network"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all  all tests, with the minutes they took"
 	@echo "make test-versions  a part of them on every supported Python and TensorFlow that is here"
 	@echo "make test-keras  Keras's own tests, with our optimizer around theirs"
+	@echo "make test-clusters  examples/cluster with a real Ray and SLURM, and against schemas (root, and a network)"
 	@echo "make check   set up and run the static checks, that of the documentation too"
 	@echo "make docs    set up and build the documentation in build/docs"
 	@echo "make check-native  run the C++ tests under sanitizers"
@@ -68,6 +69,16 @@ test-versions: setup
 test-keras: setup
 	$(BIN)/python -m tests.keras_suite
 	$(BIN)/horovodrun -np 2 $(BIN)/python -m tests.keras_suite trainers callbacks
+
+# Packages of platforms lie in folders of their own: Ray's protobuf is not TensorFlow's.
+CLUSTERS := build/clusters
+SITE_PACKAGES = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+test-clusters: setup
+	$(BIN)/python -m pip install -q --target $(CLUSTERS)/schemas kubernetes-validate kubeflow-trainer-api
+	PYTHONPATH=$(CLUSTERS)/schemas $(BIN)/python tests/clusters/schemas.py
+	$(BIN)/python -m pip install -q --target $(CLUSTERS)/ray 'ray[train]'
+	PYTHONPATH=.:$(SITE_PACKAGES):$(CURDIR)/$(CLUSTERS)/ray $(BIN)/python tests/clusters/ray_train.py
+	PATH=$(CURDIR)/$(BIN):$$PATH bash tests/clusters/slurm.sh
 
 NATIVE_SOURCES = $(shell git ls-files '*.c' '*.cc' '*.cu' '*.h' '*.inc')
 SPHINX := $(BIN)/python -m sphinx -W --keep-going -q -b html docs

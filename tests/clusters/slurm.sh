@@ -1,6 +1,6 @@
 #!/bin/bash
 # Runs ranks under a real SLURM of one node; needs root, Debian's packages and a network:
-#     bash tests/clusters/slurm.sh
+#     bash tests/clusters/slurm.sh     # or make test-clusters
 # SLURM is installed on overlays in private namespaces, which disappear with their last process.
 set -e
 cd "$(dirname "$0")/../.."
@@ -38,7 +38,10 @@ runuser -u munge -- /usr/sbin/munged
 slurmctld
 slurmd
 export PYTHONPATH=tests/without:. TF_CPP_MIN_LOG_LEVEL=3
-timeout 120 srun --overcommit -n2 python tests/jobs/starting.py sum | tee /mnt/step.txt
+# The example itself, on what this machine has.
+timeout 120 sbatch --wait --overcommit --nodes=1 --ntasks-per-node=2 --gpus-per-node=0 -o /mnt/step.txt \
+    examples/cluster/slurm.sh tests/jobs/starting.py sum || { cat /mnt/step.txt; exit 1; }
+cat /mnt/step.txt
 timeout 120 srun -n1 python -m tfposeidon run --per-node 2 -- python tests/jobs/starting.py sum | tee /mnt/run.txt
 printf '#!/bin/sh\npython tests/jobs/starting.py sum\n' > /mnt/batch.sh
 timeout 120 sbatch --wait --overcommit -n2 -o /mnt/batch.txt /mnt/batch.sh
