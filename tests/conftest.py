@@ -16,7 +16,7 @@ from tests import launch
 from tests.ranks import plugin, worker
 from tests.ranks.world import prepare, pytest_generate_tests  # noqa: F401, a hook
 
-collect_ignore = ["clusters", "without"]
+collect_ignore = ["clusters", "examples/ported", "without"]
 JOBS = Path(__file__).parent / "jobs"
 JOB_LIMIT_S = launch.LIMIT_S + 60
 LANES = 2
