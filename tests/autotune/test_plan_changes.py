@@ -29,7 +29,7 @@ from tests.helpers.over_ranks import on_one_rank
 from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
 from tfposeidon.autotune import choose_plan
 from tfposeidon.autotune.planner import AutoPlanner
-from tfposeidon.autotune.tunable import Tunable
+from tfposeidon.autotune.search import Tunable
 from tfposeidon.communication import runtime
 
 pytestmark = pytest.mark.ranks("2x1")
