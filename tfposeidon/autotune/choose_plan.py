@@ -1,8 +1,6 @@
 """Choice of communication plans from the times of the first training steps.
 
-Think of `ChoosePlan` as a callback that times a few steps on all ranks and then fixes the plans
-that the `auto` policy left tunable. It retraces the step only if the predicted gain repays the time
-for tracing.
+A few steps are timed on all ranks, and then retraced if the predicted gain repays it.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.exchange.plan import Plan
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.training import session
 
@@ -35,12 +34,14 @@ LEAST_TRACE_S = 0.5
 """Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
 
 
+Gradients = Sequence[Any]
+
+
 class Measured(NamedTuple):
     """Mean times and sizes of some steps, for one list of variables.
 
     Times are in seconds from the end of one exchange, to the first and last gradient and the end of
-    the next. `step_s - compute_s` is exposed communication. `sizes` has the size of each gradient's
-    structure on a rank; 0 without one.
+    the next. `sizes` has the size of each gradient's structure on a rank; 0 without one.
     """
 
     first_s: float
@@ -49,8 +50,10 @@ class Measured(NamedTuple):
     sizes: Sequence[float]
 
     @classmethod
-    def of_all(cls, ranks: Sequence[Sequence[Any]]) -> Measured:
-        """Returns the measurements of all ranks together: maximum times and mean sizes."""
+    def of_all(cls, ranks: Sequence[Any]) -> Measured | None:
+        """Joins the measurements of all ranks, if they have any: maximum times and mean sizes."""
+        if not all(ranks):
+            return None
         first_s, compute_s, step_s, sizes = zip(*ranks, strict=True)
         return cls(max(first_s), max(compute_s), max(step_s), np.mean(sizes, axis=0).tolist())
 
@@ -68,10 +71,7 @@ class Measured(NamedTuple):
 
 
 class StepTimes:
-    """Observer that sums the times of an optimizer's steps on this rank.
-
-    A step begins when the previous exchange ends, so that input and update count as computation.
-    """
+    """Observer that sums this rank's times of steps, each from the end of the previous exchange."""
 
     def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
         self._reader = reader
@@ -82,11 +82,7 @@ class StepTimes:
                 self._sizes = tf.Variable(tf.zeros([variables]), trainable=False, name="sizes")
 
     def ready(
-        self,
-        plan: Plan,
-        gradients: Sequence[Any],
-        sent: Sequence[Any],
-        replicated: Collection[Any],
+        self, plan: Plan, gradients: Gradients, sent: Gradients, replicated: Collection[Any]
     ) -> Done:
         """Reads the clock after the first and the last gradient, and later after the last mean."""
         if self._reader is not None:
@@ -124,177 +120,159 @@ class StepTimes:
 class ChoosePlan(keras.callbacks.Callback):
     """Keras callback that decides tunable plans once, from measured forward and backward times.
 
-    All ranks decide at the same batch, and a decision holds until a schedule changes the policy. A
-    step before the change sends residuals. Where epochs may end early, ranks decide between epochs,
-    and a plan with residuals stays. On GPUs, ops are queued and their times cannot be measured, so
-    the first plan stays.
+    All ranks decide at the same batch. A step before the change sends residuals. Where epochs may
+    end early, plans change between them, after a flush in the last step of an epoch as long as the
+    previous one. On GPUs, ops are queued and cannot be timed, so the first plan stays.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_skipping = self._is_changing = False
-        self._steps = self._epoch = self._batches = 0
-        # The last timed step; 0 while no steps are timed.
-        self._end = 0
+        self._epoch = self._batches = self._batches_before = 0
+        # Steps since timing began, the last timed one (0 while none are), and steps per exchange.
+        self._steps, self._end, self._calls = 0, 0, 1
         self._trace_s = LEAST_TRACE_S
-        self._on_gpu: bool | None = None
         self._optimizers: list[Any] = []
-        # This rank's measurements as JSON, by the indices of the optimizer and of its exchanger:
-        # the paths of variables may differ between ranks.
-        self._found: dict[str, Measured] | None = None
 
     @property
     def _session(self) -> session.Session:
         return session.of(self.model)
 
     @property
-    def _plans(self) -> dict[int, Any]:
-        """Plans that are tunable, by the index of the optimizer."""
+    def _plans(self) -> list[Any]:
+        """Plans that are tunable."""
         # A schedule may have changed the planner of an optimizer.
-        plans = {n: optimizer.exchange.plans for n, optimizer in enumerate(self._optimizers)}
-        return {
-            number: one
-            for number, one in plans.items()
-            if one.planner.callback is type(self) and one.planner.is_tunable
-        }
+        plans = [optimizer.exchange.plans for optimizer in self._optimizers]
+        return [one for one in plans if getattr(one.planner, "is_tunable", False)]
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        is_later, self._epoch, self._batches = self._batches > 0, epoch, 0
+        self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
         self._optimizers = self._session.optimizers
         # Exclude time between epochs from step timing.
-        for _, times in self._step_times():
+        for times in self._step_times():
             times.pause()
         # A change of an earlier `fit` or run may still wait.
-        self._is_changing = any(plans.planner.proposed for plans in self._plans.values())
+        self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
         if not self._end and not self._is_changing:
             self._watch()
-        elif is_later and self._session.watches_absence:
+        elif self._batches_before and self._session.watches_absence:
             self._continue()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._is_skipping = self._session.is_skipping
         if self._end and not self._steps:
-            self._begin_s = time.perf_counter() - self._spent_s
+            self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
         if self._is_skipping or not (self._end or self._is_changing):
             return
-        if self._end:
-            self._time_step()
-        # Where epochs end early, a rank that joins after its last batch knows only the traced
-        # exchange.
-        if not self._session.watches_absence and self._steps >= self._end:
+        self._steps += 1
+        if self._steps == 1 and self._end:
+            self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
+        if self._steps == UNTIMED_STEPS * self._calls:
+            for times in self._step_times():
+                times.reset()
+        if self._is_changing or (self._steps == self._end and not self._session.watches_absence):
             self._continue()
-
-    def _continue(self) -> None:
-        if self._end:
-            self._decide()
-        if self._is_changing:
-            self._change()
 
     def _watch(self) -> None:
         """Starts to time steps if any plan is undecided."""
-        undecided = [one for one in self._plans.values() if not one.planner.has_decided]
+        undecided = [one for one in self._plans if not one.planner.has_decided]
         if not undecided:
             return
-        if self._on_gpu is None:
-            own = bool(tf.config.list_physical_devices("GPU"))
-            # All ranks must take the same branch, even if one of them lacks its GPU.
-            self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
-        if self._on_gpu:
-            for plans in undecided:
-                plans.planner.apply(plans)
+        own = bool(tf.config.list_physical_devices("GPU"))
+        # All ranks must take the same branch, even if one of them lacks its GPU.
+        if any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu")):
+            self._apply()
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
+                # Before the first step, whose time is that of tracing.
+                plans.planner.measure_network()
                 plans.planner.is_watching = True
             # Adds the clock ops. In a first `fit`, the step has not been traced yet.
             self._session.retrace()
-        self._steps, self._end, self._found = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls, None
+        # With gradient accumulation, an exchange takes place once in several steps.
+        self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
+        self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
-    def _time_step(self) -> None:
-        self._steps += 1
-        if self._steps == 1:
-            # Exclude network measurements from the tracing time.
-            traced_s = time.perf_counter() - self._spent_s - self._begin_s
-            self._trace_s = max(LEAST_TRACE_S, traced_s)
-        if self._steps == UNTIMED_STEPS * self._calls:
-            for _, times in self._step_times():
-                times.reset()
-        elif self._steps == self._end:
-            found = {key: times.measured for key, times in self._step_times()}
-            self._found = {key: one for key, one in found.items() if one is not None}
-
-    def _step_times(self) -> Iterator[tuple[str, StepTimes]]:
-        """Yields what times the steps of the optimizers' exchangers."""
-        for number, optimizer in enumerate(self._optimizers):
-            for place, exchanger in enumerate(optimizer.exchange.exchangers):
+    def _step_times(self) -> Iterator[StepTimes]:
+        for optimizer in self._optimizers:
+            for exchanger in optimizer.exchange.exchangers:
                 if isinstance(exchanger.observer, StepTimes):
-                    yield f"{number} {place}", exchanger.observer
+                    yield exchanger.observer
 
-    @property
-    def _spent_s(self) -> float:
-        """Seconds spent on network measurements."""
-        return sum(plans.planner.spent_s for plans in self._plans.values())
-
-    @property
-    def _calls(self) -> int:
-        """Largest number of steps per exchange: accumulation exchanges once in several."""
-        steps = (self._optimizers[n].gradient_accumulation_steps or 1 for n in self._plans)
-        return max(steps, default=1)
+    def _continue(self) -> None:
+        """Decides once steps are timed, and applies a decision once schemes have no residuals."""
+        if self._end:
+            self._decide()
+        if not self._is_changing:
+            return
+        watches = self._session.watches_absence
+        left = self._batches_before - self._batches
+        # Where epochs end early, a rank that joins after its last batch knows only the traced
+        # exchange.
+        if not (watches and self._batches) and self._has_flushed:
+            self._apply()
+            self._session.retrace()
+        elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
+            for states in self._changing:
+                states.flush()
 
     def _decide(self) -> None:
-        """Decides once all ranks have timed enough steps."""
-        everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.choose_plan")
+        undecided = [one for one in self._plans if not one.planner.has_decided]
+        if not undecided:
+            # A schedule has changed the policy meanwhile.
+            self._end = 0
+            return
+        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
+        mine = [own if self._steps >= self._end else None, self._trace_s]
+        everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         ranks = [found for found, _ in everybody]
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        self._end = 0
-        cost_s = LEAST_GAIN * max(trace_s for _, trace_s in everybody)
-        joined = {
-            key: Measured.of_all([found[key] for found in ranks])
-            for key in ranks[0]
-            if all(key in found for found in ranks)
-        }
-        # A difference of plans that are close must repay a trace, too.
-        longest_s = max((one.step_s for one in joined.values()), default=0.0)
-        races = RACED_WITHIN * longest_s * self._updates_left > cost_s
-        # Where epochs may end early, no step before the change could send residuals.
-        flushes, saved_s = not self._session.watches_absence, 0.0
-        for number, plans in self._plans.items():
-            if not plans.planner.has_decided:
-                keys = (f"{number} {place}" for place, _ in enumerate(plans.agreed_exchangers))
-                found = [joined.get(key) for key in keys]
-                saved_s += plans.planner.propose(plans, found, races, flushes)
-        self._is_changing = (saved_s + CLOCKS_S) * self._updates_left > cost_s
-        for plans in () if self._is_changing else self._plans.values():
-            plans.planner.proposed.clear()
-            plans.planner.apply(plans)
-        if any(plans.planner.proposed for plans in self._plans.values()):
+        self._end, saved_s = 0, 0.0
+        least_s = LEAST_GAIN * max(trace_s for _, trace_s in everybody)
+        for plans, *found in zip(undecided, *ranks, strict=True):
+            measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
+            # A difference of plans that are close must repay a trace, too.
+            shortest_s = least_s / RACED_WITHIN / max(1.0, self._updates_left())
+            saved_s += plans.planner.propose(plans, measured, shortest_s)
+        waits = self._session.watches_absence and not self._has_flushed
+        self._is_changing = (saved_s + CLOCKS_S) * self._updates_left(waits) > least_s
+        if not self._is_changing:
+            for plans in self._plans:
+                plans.planner.proposed.clear()
+            self._apply()
+        elif self._changing:
             runtime.say(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
                 1e3 * saved_s,
             )
 
-    def _change(self) -> None:
-        """Applies the proposed plans once their predecessors have sent all residuals."""
-        # A list, so that all of them are asked to.
-        if all([plans.planner.has_flushed(plans) for plans in self._plans.values()]):  # noqa: C419
-            self._is_changing = False
-            for plans in self._plans.values():
-                plans.planner.apply(plans)
-            self._session.retrace()
+    def _apply(self) -> None:
+        self._is_changing = False
+        for plans in self._plans:
+            plans.planner.apply(plans)
 
     @property
-    def _updates_left(self) -> float:
-        """Remaining updates; as many as are done if the length of epochs is unknown."""
+    def _changing(self) -> list[SchemeStates]:
+        """States of schemes whose plans change."""
+        return [one.states for plans in self._plans for one in plans.planner.changing(plans)]
+
+    @property
+    def _has_flushed(self) -> bool:
+        return all(states.has_flushed for states in self._changing)
+
+    def _updates_left(self, waits: bool = False) -> float:
+        """Returns the remaining updates, as many as are done if the length of epochs is unknown."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
         left = self._steps if steps is None else steps * (epochs - self._epoch) - self._batches
-        return max(0, left) / self._calls
+        return max(0, left - waits * self._batches_before) / self._calls

@@ -1,8 +1,4 @@
-"""Predicted step times: of the chosen plan, and of the plans that it was compared with.
-
-A `Prediction` belongs to one plan. A `Forecast` holds all of them, and formats them for the printed
-plan.
-"""
+"""Predicted step times: of the chosen plan, and of the plans that it was compared with."""
 
 from __future__ import annotations
 
@@ -86,26 +82,20 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns predictions and network profile as a dictionary for JSON."""
+        pairs = [(one, one.simulated) for one in (self.chosen, *self.others)]
         return {
             "links": asdict(self.links),
             "knows_computation": self.knows_computation,
             "measured_s": self.measured_s,
             "predictions": [
-                {
-                    "name": one.name,
-                    "bucket_bytes": one.bucket_bytes,
-                    "exposed_s": one.simulated.exposed_s,
-                    "slowdown": one.slowdown,
-                    **asdict(one.simulated),
-                }
-                for one in (self.chosen, *self.others)
+                asdict(one) | asdict(times) | {"exposed_s": times.exposed_s} for one, times in pairs
             ],
         }
 
     @property
     def fields(self) -> dict[str, Any]:
         """All fields as a dictionary for JSON, from which `from_fields` restores the forecast."""
-        return asdict(replace(self, measured_s=None)) | {"links": self.links.to_json()}
+        return asdict(self) | {"links": self.links.to_json()}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Forecast:

@@ -50,6 +50,9 @@ LEAST_S = 1e-7
 FLOW_MARGIN = 0.8
 """Share of the network's bandwidth above which a single connection counts as equally fast."""
 
+Work = Callable[[tf.Tensor], tf.Tensor]
+Samples = dict[str, list[float]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
@@ -128,8 +131,6 @@ def without_collections() -> Iterator[None]:
     >>> with without_collections():
     ...     gc.isenabled()
     False
-    >>> gc.isenabled()
-    True
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -144,13 +145,12 @@ def without_collections() -> Iterator[None]:
 def measure(wire: Wire) -> NetworkProfile:
     """Measures the network profile of a job; all ranks call it together, and get the same result.
 
-    Rounds of all probes alternate, so that temporary load does not affect only one of them. The
-    slowest rank determines the time of a round, and the lower quartile represents the rounds.
+    The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
     topology = wire.topology
     short = _Round(wire, small_probes(topology), {}, "short")
     long = _Round(wire, large_probes(topology), WORK, "long")
-    samples: dict[str, list[float]] = defaultdict(list)
+    samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
         # The first round traces and connects. It may change lengths, but its times do not count.
         if number < 2:
@@ -192,17 +192,10 @@ def hosts_of(wire: Wire) -> tuple[str, ...]:
 
 
 class _Round:
-    """One round of some probes and of local work, in one graph.
-
-    Eager calls would take longer than the messages to measure.
-    """
+    """One round in one graph: eager calls would take longer than the messages to measure."""
 
     def __init__(
-        self,
-        wire: Wire,
-        probes: list[Probe],
-        work: Mapping[str, Callable[[tf.Tensor], tf.Tensor]],
-        name: str,
+        self, wire: Wire, probes: list[Probe], work: Mapping[str, Work], name: str
     ) -> None:
         self.probes = probes
         self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
@@ -216,17 +209,14 @@ class _Round:
         times, _ = self._function(lengths, self._vector)
         return [float(seconds) for seconds in times.numpy()]
 
-    def note(self, times: Iterable[float], samples: dict[str, list[float]]) -> None:
+    def note(self, times: Iterable[float], samples: Samples) -> None:
         """Adds the slowest rank's times of one round to the samples."""
         names = [*(probe.name for probe in self.probes), *self._work]
         for name, seconds in zip(names, times, strict=True):
             samples[name].append(float(seconds))
 
     def enlarge(
-        self,
-        times: Sequence[float],
-        latencies: Mapping[Operation, float],
-        samples: dict[str, list[float]],
+        self, times: Sequence[float], latencies: Mapping[Operation, float], samples: Samples
     ) -> None:
         """Enlarges probes that take too short a time; drops samples of other lengths."""
         for index, probe in enumerate(self.probes):
@@ -292,7 +282,7 @@ def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
     return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
 
 
-WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+WORK: dict[str, Work] = {
     # Four vectors, as in the sum of a shard owner.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": lambda vector: ops.encode(vector, "float16"),

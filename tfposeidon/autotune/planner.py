@@ -7,7 +7,6 @@ or from a snapshot. Once steps have been timed, the planner decides by their com
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -132,10 +131,9 @@ class Decision(Policy):
 class AutoPlanner(PredictingPlanner):
     """Makes the plans of one optimizer by predicted steps.
 
-    `spent_s` is the time spent on network measurements. While `is_watching` is true, traced steps
-    record the times that plans depend on. `has_decided` is true once plans were chosen by measured
-    step times, or retained. `proposed` are decisions that apply once the schemes in use have sent
-    their residuals.
+    While `is_watching` is true, traced steps record the times that plans depend on. `has_decided` is
+    true once plans were chosen by measured step times, or retained. `proposed` are decisions that
+    apply once the schemes in use have sent their residuals.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class AutoPlanner(PredictingPlanner):
         super().__init__(policy, bucket_bytes, wire)
         self._decisions: dict[Paths, Decision] = {}
         self.proposed: dict[Paths, Decision] = {}
-        self.spent_s = 0.0
         self.is_watching = self.has_decided = False
 
     @property
@@ -171,14 +168,16 @@ class AutoPlanner(PredictingPlanner):
         plan = make_plan(descriptions, decision, topology, size, notes)
         return replace(plan, forecasts=decision.forecasts)
 
-    @override
-    def plan_step(self, descriptions: Sequence[Description]) -> Plan:
+    def measure_network(self) -> None:
+        """Measures the network profile if it is needed and unknown; all ranks call it together."""
         if self.is_tunable and runtime.links() is None:
-            begin_s = time.perf_counter()
             with tf.init_scope():
                 runtime.keep_links(measurement.measure(runtime.wire()))
             runtime.say("tfposeidon: network: %s.", runtime.links())
-            self.spent_s += time.perf_counter() - begin_s
+
+    @override
+    def plan_step(self, descriptions: Sequence[Description]) -> Plan:
+        self.measure_network()
         if paths_of(descriptions) in self._decisions:
             return self.plan(descriptions)
         # While steps are timed, they decide whether exchanges are.
@@ -193,24 +192,20 @@ class AutoPlanner(PredictingPlanner):
     # ------------------------------------------------------------------ plans from measured steps
 
     def propose(
-        self, plans: AgreedPlans, found: Sequence[Measured | None], races: bool, flushes: bool
+        self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Decides by the measured steps of each exchanger, the same on all ranks.
+        """Decides by the measured steps of each exchanger; all ranks call it together, and alike.
 
-        All ranks call it together. Without `flushes`, plans with residuals stay. Returns the
-        predicted seconds that proposed plans save per step; 0 if plans are unchanged.
+        Close plans are timed if steps take longer than `shortest_s`. Returns the predicted seconds
+        that `proposed` saves per step.
         """
         self.has_decided = True
-        return sum(
-            self._propose(exchanger, measured, races, flushes or not exchanger.states.exist)
-            for exchanger, measured in zip(plans.agreed_exchangers, found, strict=True)
-            if measured is not None
-        )
+        pairs = zip(plans.agreed_exchangers, found, strict=True)
+        return sum(self._propose(one, measured, shortest_s) for one, measured in pairs if measured)
 
-    def _propose(
-        self, exchanger: Exchanger, measured: Measured, races: bool, may_change: bool
-    ) -> float:
+    def _propose(self, exchanger: Exchanger, measured: Measured, shortest_s: float) -> float:
         descriptions = measured.sized(exchanger.plan.descriptions)
+        races = measured.step_s > shortest_s
         best = self._choose(descriptions, measured.timeline, races)
         for forecast in forecasts_of(best):
             before = forecast.of_plan(exchanger.plan)
@@ -220,38 +215,29 @@ class AutoPlanner(PredictingPlanner):
                     1e3 * measured.step_s,
                     1e3 * before.step_s,
                 )
-            if best.buckets == exchanger.plan.buckets:
-                exchanger.plan = best
-                continue
-            # Until the proposal applies, if it does.
-            retained = (forecast.kept(before),)
-            exchanger.plan = replace(exchanger.plan, forecasts=retained)
-            if may_change:
+            if best.buckets != exchanger.plan.buckets:
                 self.proposed[frozenset(best.paths)] = Decision.of(best, self.bucket_bytes)
+                # Until the proposal applies, if it does.
+                retained = (forecast.kept(before),)
+                exchanger.plan = replace(exchanger.plan, forecasts=retained)
                 return before.step_s - forecast.chosen.step_s
+            exchanger.plan = best
         return 0.0
 
-    def has_flushed(self, plans: AgreedPlans) -> bool:
-        """Makes schemes whose plans change send all residuals; returns whether they have."""
-        changing = [one.states for one in self._changing(plans)]
-        done = all(states.has_flushed for states in changing)
-        for states in () if done else changing:
-            states.flush()
-        return done
+    def changing(self, plans: AgreedPlans) -> list[Exchanger]:
+        """Returns the exchangers whose plans change."""
+        return [
+            one for one in plans.agreed_exchangers if frozenset(one.plan.paths) in self.proposed
+        ]
 
     def apply(self, plans: AgreedPlans) -> None:
         """Applies the proposed plans. The others stay, with the state of their schemes."""
         self._decisions |= self.proposed
-        changing = self._changing(plans)
+        changing = self.changing(plans)
         self.proposed.clear()
         plans.forget_some(changing)
         # Steps that are traced later record no times.
         self.is_watching, self.has_decided = False, True
-
-    def _changing(self, plans: AgreedPlans) -> list[Exchanger]:
-        return [
-            one for one in plans.agreed_exchangers if frozenset(one.plan.paths) in self.proposed
-        ]
 
     @override
     def forget_steps(self) -> None:

@@ -53,10 +53,9 @@ _numbers = itertools.count()
 
 
 class Tunable(Policy):
-    """Base class of policies that leave the choice among candidates to their `planner`.
+    """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
 
-    The planner is a subclass of `AutoPlanner`. A step must be faster than with the first candidate
-    by the share `margin`.
+    A step must be faster than with the first candidate by the share `margin`.
     """
 
     margin: float = 0.0
@@ -68,15 +67,7 @@ class Tunable(Policy):
 
     @abstractmethod
     def candidates(self, topology: Topology) -> dict[str, Policy]:
-        """Returns the policies among which the predicted step decides, by name.
-
-        Args:
-          topology: Topology of the job; the result is the same on all ranks.
-
-        Returns:
-          Policies without candidates of their own. The first one is used if none is predicted to be
-          faster.
-        """
+        """Returns fixed policies by name, the same on all ranks; the first is the default."""
 
 
 def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
@@ -115,10 +106,8 @@ def choose_plan(
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    It tries each candidate with five bucket sizes, if `bucket_bytes` is the default and `timeline`
-    is known; without a timeline, it compares exchanges alone. If predictions are close or the
-    profile is uncertain, `race` times the best plans and the default. A candidate must gain the
-    margin of the policy. The result is the same on every rank, except for `topology.rank`.
+    Bucket sizes are tried if `bucket_bytes` is the default and `timeline` is known; without it,
+    exchanges are compared alone. The result is the same on every rank but for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
@@ -237,20 +226,14 @@ def predict(
     if timeline is None:
         # Without computation, all gradients are ready at once.
         timeline = Timeline(ready_s=(0.0,) * len(plan.descriptions), compute_s=0.0)
-    chains = []
+    chains, ready_s = [], []
     for bucket in plan.buckets:
-        itemsize, structures = bucket.descriptions[0].itemsize, bucket.structures
-        times = stage_times(
-            bucket.scheme, bucket.length, itemsize, structures, plan.topology, links
-        )
-        chains.append([time.slowed(slowdown) for time in times] if slowdown != 1.0 else times)
-    return simulate(
-        chains,
-        [max(timeline.ready_s[m] for m in bucket.members) for bucket in plan.buckets],
-        timeline.compute_s,
-        slowdown * links.collective_s,
-        fusion_bytes_of(),
-    )
+        sizes = bucket.length, bucket.descriptions[0].itemsize, bucket.structures
+        times = stage_times(bucket.scheme, *sizes, plan.topology, links)
+        chains.append([time.slowed(slowdown) for time in times])
+        ready_s.append(max(timeline.ready_s[member] for member in bucket.members))
+    collective_s = slowdown * links.collective_s
+    return simulate(chains, ready_s, timeline.compute_s, collective_s, fusion_bytes_of())
 
 
 @without_collections()
@@ -292,14 +275,13 @@ def _exchange_of(
     exchanger, reader = Exchanger(plan, wire, zeros), plan.reader
     exchanger.prefix = prefix
 
-    def gradient(member: int, description: Description, values: tf.Tensor) -> Any:
-        if reader is not None and member in plan.structured:
-            return reader.artificial(description, values)
-        vector = tf.cast(values[: description.length], description.dtype)
-        return tf.reshape(vector, description.shape)
-
     def exchange(values: tf.Tensor) -> list[tf.Tensor]:
-        gradients = [gradient(member, d, values) for member, d in enumerate(plan.descriptions)]
+        gradients = [
+            reader.artificial(d, values)
+            if reader is not None and member in plan.structured
+            else tf.reshape(tf.cast(values[: d.length], d.dtype), d.shape)
+            for member, d in enumerate(plan.descriptions)
+        ]
         means, states = exchanger.exchange(gradients, None)
         # Fetch a value of each, because TensorFlow prunes unused tensors.
         kept = [*means, *itertools.chain(*states)]
