@@ -131,9 +131,9 @@ class Decision(Policy):
 class AutoPlanner(PredictingPlanner):
     """Makes the plans of one optimizer by predicted steps.
 
-    While `is_watching` is true, traced steps record the times that plans depend on. `has_decided` is
-    true once plans were chosen by measured step times, or retained. `proposed` are decisions that
-    apply once the schemes in use have sent their residuals.
+    While `is_watching` is true, traced steps record the times that plans depend on. `has_decided`
+    is true once plans were chosen by them, or retained. `proposed` are decisions that apply once
+    the schemes in use have sent their residuals.
     """
 
     def __init__(
@@ -150,8 +150,6 @@ class AutoPlanner(PredictingPlanner):
         # A plan that depends on measured times would differ in the next run.
         knows_links = runtime.links() is not None or runtime.measures_links()
         return knows_links and not is_deterministic()
-
-    # ------------------------------------------------------------------ plans
 
     @property
     @override
@@ -188,8 +186,6 @@ class AutoPlanner(PredictingPlanner):
         if self._wire().topology.size > 1 and is_deterministic():
             return ["deterministic ops: the plan does not depend on measured times"]
         return super()._notes()
-
-    # ------------------------------------------------------------------ plans from measured steps
 
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
@@ -242,8 +238,6 @@ class AutoPlanner(PredictingPlanner):
     @override
     def forget_steps(self) -> None:
         self.has_decided = False
-
-    # ------------------------------------------------------------------ snapshots
 
     @override
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
