@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -133,7 +133,8 @@ def choose_plan(
     return replace(plan, forecasts=(forecast,))
 
 
-class _Attempt(NamedTuple):
+@dataclass(frozen=True)
+class _Attempt:
     policy: Policy
     plan: Plan
     prediction: Prediction
@@ -198,7 +199,7 @@ class _Search:
     def _slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
         simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
         prediction = replace(attempt.prediction, simulated=simulated, slowdown=slowdown)
-        return attempt._replace(prediction=prediction)
+        return replace(attempt, prediction=prediction)
 
     def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:
         """Returns the predictions of all attempts, and the policy of the chosen one."""
