@@ -2,17 +2,17 @@
 
     python -m benchmarks.wrapper                                             # 10 minutes
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
-    python -m benchmarks.wrapper --pairs 11 --systems comparison             # ResNet-50 itself
+    python -m benchmarks.wrapper --pairs 11 --systems synchronization        # ResNet-50 itself
     python -m benchmarks.wrapper --pairs 21 --systems "small 1" "small 10"   # steps of 4 ms; 3 min
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
 Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
 Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
 has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
-"comparison" is the comparison of values over ranks, which `fit` makes between epochs, relative to a
-step of 8 images per rank. "small 10" is a step of `fit` with "allreduce", `steps_per_execution` 10
-and four dense layers of 64 on two ranks, relative to `grouped_allreduce` in a hand-written train
-step. An interrupted run resumes.
+"synchronization" is what `fit` does for an epoch beside its steps: it compares the replicas twice,
+averages layer state and metrics, relative to a step of 8 images per rank. "small 10" is a step of
+`fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
+to `grouped_allreduce` in a hand-written train step. An interrupted run resumes.
 """
 
 import itertools
@@ -32,7 +32,7 @@ COMMON = {
     "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
     "shrink": 1,
 }
-WHOLE = {"fit", "comparison", "small 1", "small 10"}
+WHOLE = {"fit", "synchronization", "small 1", "small 10"}
 """Systems whose scheme and buckets are not varied."""
 SMALLEST = COMMON | {"pairs": 1, "systems": ["allreduce"], "model": "alexnet", "shrink": 8}
 
@@ -108,8 +108,9 @@ def show(cells):
     )
     harness.show([header, *map(row, cells.values())])
     for system, found in map(ratios, cells.values()):
-        if system == "comparison":
-            print(f"a comparison is {statistics.median(found):.2g} % of an epoch of 100 steps")
+        if system == "synchronization":
+            share = statistics.median(found)
+            print(f"what `fit` adds to an epoch of 100 steps is {share:.2g} % of it")
 
 
 def row(cell):
@@ -127,7 +128,7 @@ def plot(cells, path):
     def draw(figure, axes):
         (axis,) = axes
         found = dict(map(ratios, cells.values()))
-        found.pop("comparison", None)
+        found.pop("synchronization", None)
         for index, (system, values) in enumerate(found.items()):
             color = style(system).color
             axis.boxplot(

@@ -10,44 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datacache.cache import Cache, RandomAccess
-    from datacache.errors import CacheError
-    from datacache.loading.crop_and_mirror import CropAndMirror
-    from datacache.loading.parallel_loader import LoaderError, ParallelLoader
-    from datacache.order import Order, Position
-    from datacache.pool.folder import default_memory
-    from datacache.sources.image_folder import from_folder
-    from datacache.sources.record_files import from_tfrecords
-    from datacache.sources.source import SourceError
-    from datacache.sources.tf_dataset import from_dataset
-    from datacache.sources.tfds_builder import from_tfds
-    from datacache.statistics import Statistics
-
-__all__ = [
-    "Cache",
-    "CacheError",
-    "CropAndMirror",
-    "LoaderError",
-    "Order",
-    "ParallelLoader",
-    "Position",
-    "RandomAccess",
-    "SourceError",
-    "Statistics",
-    "default_memory",
-    "from_dataset",
-    "from_folder",
-    "from_tfds",
-    "from_tfrecords",
-]
+    from datacache.batches import RandomAccess as RandomAccess
+    from datacache.cache import Cache as Cache
+    from datacache.errors import CacheError as CacheError
+    from datacache.loading.parallel_loader import CropAndMirror as CropAndMirror
+    from datacache.loading.parallel_loader import LoaderError as LoaderError
+    from datacache.loading.parallel_loader import ParallelLoader as ParallelLoader
+    from datacache.order import Order as Order
+    from datacache.order import Position as Position
+    from datacache.pool.folder import default_memory as default_memory
+    from datacache.sources.image_folder import from_folder as from_folder
+    from datacache.sources.record_files import from_tfrecords as from_tfrecords
+    from datacache.sources.source import SourceError as SourceError
+    from datacache.sources.tf_dataset import from_dataset as from_dataset
+    from datacache.sources.tfds_builder import from_tfds as from_tfds
+    from datacache.statistics import Statistics as Statistics
 
 _NAMES_BY_MODULE = {
-    "cache": ("Cache", "RandomAccess"),
-    "loading.crop_and_mirror": ("CropAndMirror",),
+    "batches": ("RandomAccess",),
+    "cache": ("Cache",),
     "errors": ("CacheError",),
-    "pool.folder": ("default_memory",),
+    "loading.parallel_loader": ("CropAndMirror", "LoaderError", "ParallelLoader"),
     "order": ("Order", "Position"),
-    "loading.parallel_loader": ("LoaderError", "ParallelLoader"),
+    "pool.folder": ("default_memory",),
     "sources.image_folder": ("from_folder",),
     "sources.record_files": ("from_tfrecords",),
     "sources.source": ("SourceError",),
@@ -55,6 +40,7 @@ _NAMES_BY_MODULE = {
     "sources.tfds_builder": ("from_tfds",),
     "statistics": ("Statistics",),
 }
+__all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

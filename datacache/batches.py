@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import mmap
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from typing_extensions import override
 
 from datacache.epochs import EpochIterator
 from datacache.nodes.reader import Reader
 from datacache.order import Position
-from datacache.pool.layout import Layout
-from datacache.system.background import BackgroundSteps, populate_page_tables
-from datacache.windows import IN_FLIGHT
+from datacache.pool.spec import Layout
+from datacache.system.background import IN_FLIGHT, BackgroundSteps, populate_page_tables
 
 LARGE_PAGE = 2**21
 """Bytes of a large page of x86-64."""
@@ -28,10 +32,7 @@ that training holds."""
 
 
 class Buffers:
-    """Memory of batches, which is reused once it has no other references.
-
-    New memory would cost as much time as the copy into it.
-    """
+    """Memory of batches, which is reused: new memory would cost as much as the copy into it."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._lock = layout, threading.Lock()
@@ -41,11 +42,7 @@ class Buffers:
         del probe
 
     def take(self, samples: int) -> list[np.ndarray]:
-        """Takes unused memory; returns an array `[samples, *shape]` per component.
-
-        The addresses are aligned so that TensorFlow needs no copy. The memory is in use as long as
-        one of the arrays is.
-        """
+        """Returns an aligned array `[samples, *shape]` per component, in memory that is unused."""
         with self._lock:
             size = self._layout.offsets(samples)[-1]
             if size > self._bytes:
@@ -73,10 +70,8 @@ class Buffers:
 
 
 def large_pages(size: int) -> mmap.mmap:
-    """Returns new memory, in large pages if the kernel supports them.
-
-    A page fault at the first access of a page of 4 KiB takes longer than filling it.
-    """
+    """Returns new memory, in large pages if the kernel supports them."""
+    # A page fault at the first access of a page of 4 KiB takes longer than filling it.
     rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
     # Private, because a forked child must not see the pages change.
     pages = mmap.mmap(-1, rounded + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -169,3 +164,98 @@ class Iterations:
     def end(self, number: int) -> None:
         """Ends an iteration, so that the next one starts after it."""
         self._epochs.end(self._begun[number])
+
+
+class CachePyDataset(keras.utils.PyDataset):
+    """Batches for Keras, which a few threads read ahead of the one that Keras requests."""
+
+    def __init__(
+        self,
+        epochs: EpochIterator,
+        reader: Reader,
+        read: Callable[[np.ndarray], Any],
+        arguments: dict[str, Any],
+    ) -> None:
+        # For Keras there is one worker, which requests one batch after the other.
+        super().__init__(**arguments | {"workers": 1})
+        self._epochs, self._read, self._lock = epochs, read, threading.Lock()
+        self._iterations = Iterations(epochs, reader)
+        self._ahead = max(1, arguments.get("workers", 1))
+        self._threads = ThreadPoolExecutor(self._ahead, "datacache")
+        self._begun: tuple[np.int64, np.int64] | None = None
+        self._start: Position | None = None
+        self._asked: set[int] = set()
+        self._coming: dict[int, Future[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._epochs)
+
+    def __getitem__(self, step: int) -> Any:
+        with self._lock:
+            # The first request starts an epoch, regardless of its step. Later requests read that
+            # epoch until the position of training changes.
+            if self._begun is None or self._epochs.start != self._start:
+                self._start = self._epochs.start
+                self._begun, self._coming = self._iterations.begin(), {}
+                self._asked = set()
+            number, steps = map(int, self._begun)
+            step = range(steps)[step]
+            self._asked.add(step)
+            for coming in range(step, min(step + self._ahead, steps)):
+                if coming not in self._coming:
+                    samples = self._iterations.samples(number, coming)
+                    self._coming[coming] = self._threads.submit(self._read, samples)
+            batch = self._coming.pop(step)
+        return batch.result()
+
+    @override
+    def on_epoch_end(self) -> None:
+        # Keras reads some batches before it trains, and then signals the end of an epoch.
+        if self._begun is not None and len(self._asked) == self._begun[1]:
+            self._iterations.end(int(self._begun[0]))
+
+
+class RandomAccess:
+    """Samples of a cache by index, as nested NumPy arrays; see `Cache.random_access`.
+
+    Args:
+      cache: Cache of the samples.
+
+    Example:
+      >>> import datacache, tempfile
+      >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     cache = datacache.Cache(source, memory=f"{folder}/memory")
+      ...     samples = cache.random_access()
+      ...     print(len(samples), samples[3])
+      ...     cache.close()
+      5 3
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __getitem__(self, sample: int | slice) -> Any:
+        """Returns a sample, or a list of the samples of a slice."""
+        chosen = range(len(self))[sample]
+        if isinstance(chosen, range):
+            return [self[index] for index in chosen]
+        return tf.nest.map_structure(
+            lambda array: array[0], self._cache._nested_batch(np.array([chosen]))
+        )
+
+
+@functools.cache
+def keep_order() -> None:
+    """Makes `fit` request the batches of a cache in order, as it does with `tf.data`."""
+    # By default it shuffles those of each `PyDataset`, independently on each rank.
+    make = PyDatasetAdapter.__init__
+
+    @functools.wraps(make)
+    def make_in_order(self: Any, x: Any, class_weight: Any = None, shuffle: bool = False) -> None:
+        make(self, x, class_weight, shuffle and not isinstance(x, CachePyDataset))
+
+    PyDatasetAdapter.__init__ = make_in_order

@@ -6,40 +6,33 @@ chain of tiers, from shared memory down to the source.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, cast, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
-from datacache.batches import Iterations, batches
-from datacache.epochs import EpochIterator
+from datacache.batches import CachePyDataset, RandomAccess, batches, keep_order
+from datacache.epochs import EpochIterator, Positions, length
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
-from datacache.levels.fingerprint import fingerprint, trace
-from datacache.levels.opening import open_levels
-from datacache.levels.pool_level import Verify
-from datacache.nodes import partitioning
-from datacache.nodes.partitioning import Partitioning
-from datacache.nodes.reader import Reader
-from datacache.order import Order, Position
-from datacache.pool.budget import budget_bytes
+from datacache.nodes import reader
+from datacache.nodes.reader import Partitioning
+from datacache.order import Order
 from datacache.pool.folder import own_memory
-from datacache.positions import Positions, length
 from datacache.sources.source import Source, SourceError
 from datacache.statistics import Counts, Statistics
-from datacache.system.access import Access
-from datacache.windows import done_in_windows
+from datacache.system.background import done_in_windows
+from datacache.system.room import budget_bytes
+from datacache.tiers.opening import open_tiers
+from datacache.tiers.preprocessing import Preprocessing, fingerprint
+from datacache.tiers.tier import Verify
 
 log = logging.getLogger("datacache")
-Read = Callable[[np.ndarray], Any]
 
 
 class Cache:
@@ -57,8 +50,7 @@ class Cache:
         resizing. Keep the decoder's dtype (uint8), because normalized float32 samples take four
         times the space, and augment after the cache. `None` caches the decoded samples of the
         source.
-      memory: Folder of the store in memory; "auto" is `default_memory()`, or the folder of `group`.
-        `None` disables it.
+      memory: Folder of the store in memory; "auto" is `default_memory()`. `None` disables it.
       disk: Folder on a local disk for the bytes of the source. Other runs, resolutions and
         functions then read them there.
       decoded: Folder on a local disk for preprocessed samples. After a restart of the machine no
@@ -75,8 +67,6 @@ class Cache:
         Change it for changes that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
         Batches of such samples are padded at the end. Texts may always differ.
-      group: Name or number of a group whose members may read and write the stores as well. By
-        default only this user may.
 
     Attributes:
       fingerprint: SHA-256 of everything that determines the samples, in hexadecimal.
@@ -121,7 +111,6 @@ class Cache:
         verify: Verify = "first",
         version: Any = 1,
         variable_shapes: bool = False,
-        group: str | int | None = None,
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(
@@ -135,30 +124,30 @@ class Cache:
         # Refuse an invalid budget before anything is read.
         budget_bytes(budget, 1)
         _check_source(source)
-        access = Access.of(group)
         if memory == "auto":
-            memory = own_memory(access)
-        self._source, self._traced = source, trace(source, preprocess)
-        self.fingerprint = fingerprint(source, self._traced, [version, variable_shapes])
+            memory = own_memory()
+        self._source, self._make = source, Preprocessing(source, preprocess, variable_shapes)
+        self.fingerprint = fingerprint(source, self._make, [version, variable_shapes])
         self._counts = Counts()
         self._positions = Positions()
         self._closed = False
-        self._levels = open_levels(
-            source,
-            self._traced,
-            self.fingerprint,
-            memory=memory,
-            disk=disk,
-            decoded=decoded,
-            budget=budget,
-            variable_shapes=variable_shapes,
-            access=access,
-            verify=verify,
-            counts=self._counts,
-            choose_shard=lambda fits: partitioning.choose_shard(self.fingerprint, fits, partition),
-        )
         self._keeps_any = memory is not None or decoded is not None
-        self._reader = partitioning.open_reader(self._levels, len(source), self._keeps_any)
+        with contextlib.ExitStack() as on_error:
+            self._tiers = open_tiers(
+                source,
+                self._make,
+                self.fingerprint,
+                memory=memory,
+                disk=disk,
+                decoded=decoded,
+                budget=budget,
+                verify=verify,
+                counts=self._counts,
+                choose_shard=lambda fits: reader.choose_shard(self.fingerprint, fits, partition),
+            )
+            on_error.push(self._tiers)
+            self._reader = reader.open_reader(self._tiers, len(source), self._keeps_any)
+            on_error.pop_all()
         log.info("%s", self)
 
     def dataset(
@@ -190,9 +179,9 @@ class Cache:
             samples or of a different order.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        memory = self._levels.memory
+        memory = self._tiers.pool
         warm = memory is not None and memory.is_whole
-        data = batches(epochs, self._levels.layout, self._traced.structure, self._reader, warm)
+        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader, warm)
         return self._positions.add(data, epochs)
 
     def pydataset(
@@ -229,11 +218,10 @@ class Cache:
                 "Received: use_multiprocessing=True. Omit `use_multiprocessing`; `workers` threads "
                 "copy batches concurrently."
             )
-        _keep_order()
+        keep_order()
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        return self._positions.add(
-            _PyDataset(epochs, self._reader, self._nested_batch, arguments), epochs
-        )
+        data = CachePyDataset(epochs, self._reader, self._nested_batch, arguments)
+        return self._positions.add(data, epochs)
 
     def random_access(self) -> RandomAccess:
         """Returns the samples as a sequence, for Grain's `MapDataset.source` or PyTorch."""
@@ -304,11 +292,7 @@ class Cache:
         """
         epochs = self._positions.of(data)
         epochs.begin_epoch(
-            epoch,
-            steps,
-            length(data),
-            steps_per_execution=steps_per_execution,
-            is_first=is_first,
+            epoch, steps, length(data), steps_per_execution=steps_per_execution, is_first=is_first
         )
 
     def leave(self, data: Any = None) -> None:
@@ -337,14 +321,13 @@ class Cache:
         Raises:
           SourceError: If a sample cannot be read; the error names it.
         """
-        memory = self._levels.memory
         samples = np.arange(len(self._source) if self._keeps_any else 0)
-        if memory is not None:
-            samples = samples[memory.has_room(samples)]
+        if self._tiers.pool is not None:
+            samples = samples[self._tiers.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
         # Each window checks again for missing samples, because other ranks fill the same store.
         for count in done_in_windows(
-            lambda window: self._reader.fill(self._levels.missing(window)), samples
+            lambda window: self._reader.fill(self._tiers.missing(window)), samples
         ):
             if bar:
                 bar.add(count)
@@ -379,7 +362,7 @@ class Cache:
 
         The bytes of the source in the folder `disk` stay.
         """
-        self._levels.clear()
+        self._tiers.clear()
 
     def close(self) -> None:
         """Ends threads and mappings, and retains the cached samples; later reads raise an error.
@@ -389,9 +372,9 @@ class Cache:
         """
         if not self._closed:
             self._closed = True
-            reader, closed = self._reader, cast("Any", Closed())
-            self._source = self._levels = self._reader = self._positions = self._counts = closed
-            reader.close()
+            opened, closed = self._reader, cast("Any", Closed())
+            self._source = self._tiers = self._reader = self._positions = self._counts = closed
+            opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -411,7 +394,7 @@ class Cache:
     def __str__(self) -> str:
         if self._closed:
             return "datacache: closed"
-        memory = self._levels.memory
+        memory = self._tiers.pool
         kept = (
             f"the store {memory.folder} holds up to {memory.slots} of {len(self)} samples"
             if memory
@@ -427,7 +410,7 @@ class Cache:
         return EpochIterator(order, own.rank, own.size, state)
 
     def _nested_batch(self, samples: np.ndarray) -> Any:
-        return tf.nest.pack_sequence_as(self._traced.structure, self._reader.batch(samples))
+        return tf.nest.pack_sequence_as(self._make.structure, self._reader.batch(samples))
 
 
 def _check_source(source: Any) -> None:
@@ -446,93 +429,3 @@ def _check_source(source: Any) -> None:
         )
     if len(source) == 0:
         raise SourceError(f"A source must have samples. Received: {source} with 0 samples.")
-
-
-class RandomAccess:
-    """Samples of a cache by index, as nested NumPy arrays; see `Cache.random_access`.
-
-    Args:
-      cache: Cache of the samples.
-
-    Example:
-      >>> import datacache, tempfile
-      >>> source = datacache.from_dataset(tf.data.Dataset.range(5), key="range(5)")
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     cache = Cache(source, memory=f"{folder}/memory")
-      ...     samples = cache.random_access()
-      ...     print(len(samples), samples[3])
-      ...     cache.close()
-      5 3
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def __getitem__(self, sample: int | slice) -> Any:
-        """Returns a sample, or a list of the samples of a slice."""
-        chosen = range(len(self))[sample]
-        if isinstance(chosen, range):
-            return [self[index] for index in chosen]
-        return tf.nest.map_structure(
-            lambda array: array[0], self._cache._nested_batch(np.array([chosen]))
-        )
-
-
-class _PyDataset(keras.utils.PyDataset):
-    def __init__(
-        self, epochs: EpochIterator, reader: Reader, read: Read, arguments: dict[str, Any]
-    ) -> None:
-        # For Keras there is one worker, which requests one batch after the other.
-        super().__init__(**arguments | {"workers": 1})
-        self._epochs, self._read, self._lock = epochs, read, threading.Lock()
-        self._iterations = Iterations(epochs, reader)
-        self._ahead = max(1, arguments.get("workers", 1))
-        self._threads = ThreadPoolExecutor(self._ahead, "datacache")
-        self._begun: tuple[np.int64, np.int64] | None = None
-        self._start: Position | None = None
-        self._asked: set[int] = set()
-        self._coming: dict[int, Future[Any]] = {}
-
-    def __len__(self) -> int:
-        return len(self._epochs)
-
-    def __getitem__(self, step: int) -> Any:
-        with self._lock:
-            # The first request starts an epoch, regardless of its step. Later requests read that
-            # epoch until the position of training changes.
-            if self._begun is None or self._epochs.start != self._start:
-                self._start = self._epochs.start
-                self._begun, self._coming = self._iterations.begin(), {}
-                self._asked = set()
-            number, steps = map(int, self._begun)
-            step = range(steps)[step]
-            self._asked.add(step)
-            for coming in range(step, min(step + self._ahead, steps)):
-                if coming not in self._coming:
-                    samples = self._iterations.samples(number, coming)
-                    self._coming[coming] = self._threads.submit(self._read, samples)
-            batch = self._coming.pop(step)
-        return batch.result()
-
-    def on_epoch_end(self) -> None:
-        # Keras reads some batches before it trains, and then signals the end of an epoch.
-        if self._begun is not None and len(self._asked) == self._begun[1]:
-            self._iterations.end(int(self._begun[0]))
-
-
-@functools.cache
-def _keep_order() -> None:
-    """Makes `fit` request the batches of a cache in order, as it does with `tf.data`.
-
-    By default it shuffles those of each `PyDataset`, independently on each rank.
-    """
-    make = PyDatasetAdapter.__init__
-
-    @functools.wraps(make)
-    def make_in_order(self: Any, x: Any, class_weight: Any = None, shuffle: bool = False) -> None:
-        make(self, x, class_weight, shuffle and not isinstance(x, _PyDataset))
-
-    PyDatasetAdapter.__init__ = make_in_order

@@ -15,10 +15,7 @@ class NoRoomError(CacheError):
 
 
 class DamagedError(CacheError):
-    """Error of a damaged store; jobs rebuild it once no process has it open.
-
-    `what` is the rule and the received value, and the message appends the remedy for `folder`.
-    """
+    """Error of a damaged store, which jobs rebuild; `what` is the message without the remedy."""
 
     def __init__(self, what: str, folder: Path) -> None:
         super().__init__(f"{what} Remove the store: python -m datacache rm {folder}")

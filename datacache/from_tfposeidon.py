@@ -1,7 +1,7 @@
 """All imports of datacache from tfposeidon; its other modules import only this one.
 
 Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
-modules that need TensorFlow are imported within functions.
+modules that need TensorFlow are imported at their first use.
 """
 
 from __future__ import annotations
@@ -9,73 +9,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfposeidon.communication.agreement import require_equal
-from tfposeidon.communication.launcher import process_rank
-from tfposeidon.memory import available_memory, is_memory
-from tfposeidon.quiet import import_tensorflow
-from tfposeidon.ranges import check_integer
-from tfposeidon.text import ProgressBar, table
-from tfposeidon.units import parse_share, parse_size, readable_size
+from tfposeidon.communication.agreement import require_equal as require_equal
+from tfposeidon.communication.launcher import process_rank as process_rank
+from tfposeidon.memory import available_memory as available_memory
+from tfposeidon.memory import is_memory as is_memory
+from tfposeidon.quiet import import_tensorflow as import_tensorflow
+from tfposeidon.ranges import check_integer as check_integer
+from tfposeidon.text import ProgressBar as ProgressBar
+from tfposeidon.text import table as table
+from tfposeidon.units import parse_share as parse_share
+from tfposeidon.units import parse_size as parse_size
+from tfposeidon.units import readable_size as readable_size
 
 if TYPE_CHECKING:
-    from tfposeidon.communication.wire import Wire
-    from tfposeidon.inputs.graphs import (
-        PYTHON_OPS,
-        datasets,
-        drawing_ops,
-        file_ops,
-        functions,
-        kind_of,
-        nodes,
-        ops,
-        serialized,
-    )
-
-_OF_GRAPHS = {
-    *("PYTHON_OPS", "datasets", "drawing_ops", "file_ops", "functions", "kind_of", "nodes", "ops"),
-    "serialized",
-}
-"""Names of a module that needs TensorFlow, which is imported when one of them is."""
-
-__all__ = [
-    "PYTHON_OPS",
-    "ProgressBar",
-    "Wire",
-    "available_memory",
-    "check_integer",
-    "datasets",
-    "drawing_ops",
-    "exchange_objects",
-    "file_ops",
-    "functions",
-    "import_tensorflow",
-    "is_memory",
-    "job_wire",
-    "kind_of",
-    "nodes",
-    "ops",
-    "parse_share",
-    "parse_size",
-    "process_rank",
-    "readable_size",
-    "require_equal",
-    "serialized",
-    "table",
-]
+    from tfposeidon.communication.wire import Wire as Wire
+    from tfposeidon.inputs import graphs as graphs
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_GRAPHS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("tfposeidon.inputs.graphs"), name)
+    if name == "graphs":
+        return importlib.import_module("tfposeidon.inputs.graphs")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def job_wire() -> Wire | None:
-    """Returns the collectives of this job's ranks, or `None` for a job of a single process.
-
-    A single process needs no Horovod. Otherwise the first call starts Horovod with default
-    arguments, unless the script has called `tfposeidon.init`.
-    """
+    """Returns the collectives of this job's ranks, or `None` for a job of a single process."""
+    # A single process needs no Horovod. Otherwise the first call starts Horovod with default
+    # arguments, unless the script has called `tfposeidon.init`.
     if process_rank().size == 1:
         return None
     from tfposeidon.communication import runtime

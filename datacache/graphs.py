@@ -7,15 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from datacache.from_tfposeidon import (
-    datasets,
-    drawing_ops,
-    functions,
-    kind_of,
-    nodes,
-    ops,
-    serialized,
-)
+from datacache.from_tfposeidon import graphs
 
 log = logging.getLogger("datacache")
 ONE_TO_ONE = {
@@ -32,18 +24,17 @@ _IN_ORDER = ONE_TO_ONE | {
 
 def shuffling(dataset: tf.data.Dataset) -> str | None:
     """Returns the cause of an order that changes between runs, with its remedy, or `None`."""
-    causes = [cause for one in datasets(dataset) if (cause := _shuffling_itself(one))]
+    causes = [_shuffling_itself(one) for one in graphs.datasets(dataset)]
     causes += [
-        cause
-        for graph in functions(dataset)
-        for node in nodes(graph.as_graph_def())
-        if (cause := _unsteady_node(node))
+        _unsteady_node(node)
+        for graph in graphs.functions(dataset)
+        for node in graphs.nodes(graph.as_graph_def())
     ]
-    return causes[0] if causes else None
+    return next(filter(None, causes), None)
 
 
 def _shuffling_itself(one: Any) -> str | None:
-    kind = kind_of(one)
+    kind = graphs.kind_of(one)
     if hasattr(one, "_seed"):
         again = getattr(one, "_reshuffle_each_iteration", bool(getattr(one, "_rerandomize", 0)))
         if again or again is None or not (one._seed or one._seed2):
@@ -53,10 +44,12 @@ def _shuffling_itself(one: Any) -> str | None:
             )
     if getattr(one, "_deterministic", None) == "false":
         return f"{kind} with deterministic=False. Omit that argument"
-    if kind not in _IN_ORDER and any(drawing_ops(ops(graph)) for graph in functions(one)):
+    drawn = any(graphs.drawing_ops(graphs.ops(graph)) for graph in graphs.functions(one))
+    if kind not in _IN_ORDER and drawn:
         return f"elements that {kind} selects at random. Use random ops after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):
-        return next(filter(None, map(_unsteady_node, nodes(serialized(one)))), None)
+        nodes = graphs.nodes(graphs.serialized(one))
+        return next(filter(None, map(_unsteady_node, nodes)), None)
     return None
 
 

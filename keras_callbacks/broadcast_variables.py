@@ -42,6 +42,7 @@ class BroadcastVariables(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self._has_compared = False
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -266,7 +266,7 @@ def _opaque(data):
     )
 
 
-@pytest.mark.ranks("2x1")
+@pytest.mark.ranks("2x2")
 def test_two_lines_train_as_one_process(wire):
     keras.utils.set_random_seed(7 + wire.topology.rank)
     model, (x, y) = models.mlp(), models.mlp.data(48)
@@ -279,10 +279,10 @@ def test_two_lines_train_as_one_process(wire):
     x, y = tp.shard((x, y))
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
     with LogLines() as lines:
-        model.fit(x, y, batch_size=6, shuffle=False, verbose=0)
+        model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
     check_equal(model.get_weights(), expected)
     is_first = wire.topology.rank == 0
-    assert sum("global batch 12 = 2 ranks x 6" in line for line in lines) == is_first
+    assert sum("global batch 12 = 4 ranks x 3" in line for line in lines) == is_first
     assert not any("tp.shard" in line for line in lines)
 
 

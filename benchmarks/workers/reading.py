@@ -104,7 +104,7 @@ def warm(size, samples, batch, rounds, folder, copier):
         "datacache": cache.dataset(batch),
         "tf.data cache": plain.cache().shuffle(samples).batch(batch).prefetch(tf.data.AUTOTUNE),
     }
-    pool = cache._levels.memory.folder / "samples"
+    pool = cache._tiers.pool.folder / "samples"
     copies = [copier, pool, str(record), str(samples), str(batch), "2"]
     found = {name: [] for name in ("copies", *systems)}
     for turn in range(rounds + 1):

@@ -2,7 +2,7 @@
 
 Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "alltoall
 4" (a model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). The wrapper
-does what `fit` has it do. "comparison" is that of values over ranks, beside a step. "small
+does what `fit` has it do. "synchronization" is what `fit` adds to an epoch, beside a step. "small
 10" is a step of `fit` with ten per execution, beside one that exchanges by hand.
 """
 
@@ -18,7 +18,9 @@ from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.training import entries
+from tfposeidon.state.placement import Placement
+from tfposeidon.training import entries, layer_averages
+from tfposeidon.training.global_metrics import GlobalMetrics
 
 BATCH, STEPS = 64, 10
 SMALL_BATCH, SMALL_STEPS, UNTIMED = 32, 200, 20
@@ -181,24 +183,34 @@ def _small(kind, optimizer, steps_per_execution):
     return timed
 
 
-def _compared():
-    """Returns functions that compare ResNet-50's values over ranks, and that make a step of it."""
+def _synchronized():
+    """Returns functions that do what `fit` adds to an epoch of ResNet-50, and that make a step."""
     keras.utils.set_random_seed(0)
     model = keras.applications.ResNet50(weights=None)
-    model.compile(tp.DistributedOptimizer(_sgd()), "sparse_categorical_crossentropy")
+    optimizer = tp.DistributedOptimizer(_sgd())
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     images, labels = np.zeros((8, 224, 224, 3), "float32"), np.zeros(8, "int32")
     model.train_on_batch(images, labels)
-    wire = runtime.wire()
-    return (
-        lambda: entries.difference(model, wire, with_layers=True),
-        lambda: model.train_on_batch(images, labels),
-    )
+    wire, metrics = runtime.wire(), GlobalMetrics()
+    metrics.set_model(model)
+
+    def synchronize():
+        for _ in range(2):
+            entries.difference(model, wire, with_layers=True)
+        # Each rank's own statistics, as after steps.
+        for variable in entries.variables_of(model, Placement.AVERAGED):
+            variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
+        layer_averages.average(model)
+        metrics.on_epoch_begin(0)
+        metrics.on_epoch_end(0, model.get_metrics_result())
+
+    return synchronize, lambda: model.train_on_batch(images, labels)
 
 
 def sides(system, model):
     """Returns ours and theirs: functions that make a step, or ten."""
-    if system == "comparison":
-        return _compared()
+    if system == "synchronization":
+        return _synchronized()
     if system.startswith("small"):
         steps = int(system.split()[1])
         ours = tp.DistributedOptimizer(_sgd(), scheme="allreduce")

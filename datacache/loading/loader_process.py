@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from datacache.pool.layout import ALIGNMENT
+from datacache.pool.spec import ALIGNMENT
+from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0
 """Seconds for a loader to finish its item after a request to stop."""
@@ -40,11 +41,7 @@ ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Outcome of a request of pass number `turn`.
-
-    `rebuild` builds the batch from the arrays in its buffer, of these `specs`; it is `None` if
-    `load` raised an error with this text and traceback.
-    """
+    """Outcome of a request of pass `turn`; `rebuild` is `None` if `load` raised this error."""
 
     turn: int
     rebuild: Callable[[list[np.ndarray]], Any] | None = None
@@ -53,27 +50,28 @@ class Reply:
     trace: str = ""
 
 
-class SharedPages:
+class SharedPages(Descriptor):
     """Memory that two processes share; it has no file name, and ends with the last of them."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
         self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without a name, the memory is reachable by its descriptor only, which multiprocessing
         # passes.
-        return _attach, (reduction.DupFd(self._descriptor),)
+        return _attach, (reduction.DupFd(self.fileno()),)
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        # A loader may be dropped without `stop`.
+        self.close()
 
     def mapping(self, size: int) -> mmap.mmap:
         """Maps at least `size` bytes, and grows the memory; arrays in older mappings stay valid."""
         if self._mapping is None or len(self._mapping) < size:
-            if os.fstat(self._descriptor).st_size < size:
-                os.ftruncate(self._descriptor, size)
-            self._mapping = mmap.mmap(self._descriptor, 0)
+            if os.fstat(self.fileno()).st_size < size:
+                os.ftruncate(self.fileno(), size)
+            self._mapping = mmap.mmap(self.fileno(), 0)
         return self._mapping
 
 
@@ -96,10 +94,7 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
 
 
 class LoaderProcess:
-    """Loader process from the view of the training process; `buffers` is the memory of each buffer.
-
-    It raises `TypeError` if `load` cannot be pickled.
-    """
+    """Loader process from the view of the training process, with the memory of each buffer."""
 
     def __init__(self, load: Load, buffers: int) -> None:
         self.buffers = [
@@ -188,12 +183,11 @@ class _Unpickled:
 
 
 class Requests(threading.Thread):
-    """Requests of the training process, received by a thread of the loader process.
+    """Requests of the training process, received by a thread of the loader process."""
 
-    The thread lets the loader end with the training process while `load` is busy, and the training
-    process never blocks on sending. A death signal from the kernel is not enough: it is sent when
-    the thread that started the loader ends, not only when its process does.
-    """
+    # The thread lets the loader end with the training process while `load` is busy, and the
+    # training process never blocks on sending. A death signal from the kernel is not enough: it is
+    # sent when the thread that started the loader ends, not only when its process does.
 
     def __init__(self, end: connection.Connection) -> None:
         super().__init__(daemon=True)

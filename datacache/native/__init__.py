@@ -69,10 +69,9 @@ def mark_words(
     kept_bits: np.uint64,
     mark: np.uint64,
 ) -> np.ndarray | None:
-    """Marks words that still equal `seen`, each by one atomic compare-and-swap.
+    """Makes words that equal `seen` `seen & kept_bits | mark` where `intact`, else 0, atomically.
 
-    A word becomes `seen & kept_bits | mark` where `intact`, else 0. Returns which words were equal,
-    `[k]` bool, or `None` without the compiled library, which leaves all words unchanged.
+    Returns which words were equal, `[k]` bool, or `None` without the library, and no word changes.
     """
     library = _compiled()
     if library is None:
@@ -87,12 +86,6 @@ def mark_words(
     return unchanged
 
 
-def is_in_memory(folder: os.PathLike[str]) -> bool:
-    """Returns whether a folder is in a tmpfs; `False` without the compiled library."""
-    library = _compiled()
-    return library is not None and bool(library.in_memory(os.fsencode(folder)))
-
-
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     """Creates the page tables of a part of a mapping; returns whether it did."""
     library = _compiled()
@@ -102,16 +95,12 @@ def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
 
 
 class FileStatus(NamedTuple):
-    """Properties of a file that change with its content.
-
-    `time_ns` is the last change of the content, which programs may set. `inode_ns` is the last
-    change of content or metadata. `inode` is modulo 2**63.
-    """
+    """Properties of a file that change with its content; programs may set `time_ns`."""
 
     size: int
     time_ns: int
     inode_ns: int
-    inode: int
+    inode: int  # Modulo 2**63.
 
     @classmethod
     def of(cls, about: os.stat_result) -> FileStatus:
@@ -203,7 +192,6 @@ def _declare(library: Any) -> None:
         "gather_records": (None, records),
         "check_records": (None, [*records, address, number]),
         "mark_words": (None, [address] * 4 + [bits, bits, address, number]),
-        "in_memory": (number, [ctypes.c_char_p]),
         "map_pages": (number, [address, number, number]),
         "parts_at_a_time": (number, []),
         "read_file": (number, [ctypes.c_char_p, number, number, address, address]),

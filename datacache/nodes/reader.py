@@ -2,59 +2,75 @@
 
 from __future__ import annotations
 
+import atexit
+import bisect
+import itertools
+import sys
+import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import cast
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from typing_extensions import override
 
 from datacache.errors import Closed
-from datacache.levels.levels import Levels
-from datacache.pool.layout import Arrays, stack_samples
+from datacache.from_tfposeidon import exchange_objects, job_wire, require_equal
+from datacache.nodes.sample_exchange import SampleExchange
+from datacache.pool.spec import Arrays, owner_nodes, stack_samples
+from datacache.tiers.tier import StoreTier
+
+if TYPE_CHECKING:
+    from datacache.from_tfposeidon import Wire
+
+REQUEST_SAMPLES = 64
+"""Samples to request from each other rank at a time. With fewer, the number of messages would
+determine the time, not their bytes."""
+Partitioning = Literal["auto", "replicate", "split"]
+# Numbers in the names of collectives. They are equal on all ranks, because ranks open the same
+# caches in the same order.
+_cache_numbers = itertools.count()
 
 
-class Reader(ABC):
-    """Reads batches from memory, after loading missing samples into it."""
+class Reader:
+    """Reads batches from memory, after loading missing samples into it from this node's tiers."""
 
-    def __init__(self, levels: Levels) -> None:
-        self.levels, self._counts = levels, levels.counts
+    def __init__(self, tiers: StoreTier) -> None:
+        self.tiers, self._counts = tiers, tiers.counts
 
-    @abstractmethod
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """Prepares an epoch; returns a function to call with each step before its batch is read."""
+        # Batches are prefetched in any case, which is early enough for a source.
+        return lambda step: None
 
-    @abstractmethod
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         """Loads samples into memory; returns by index those that memory did not accept."""
+        return self.tiers.fill(indices)
 
-    @abstractmethod
     def close(self) -> None:
         """Ends threads and mappings."""
-
-    def _close_levels(self) -> None:
-        self.levels.close()
-        self.levels = cast("Levels", Closed())
+        self.tiers.close()
+        self.tiers = cast("StoreTier", Closed())
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Returns an array `[n, *shape]` per component, padded at the end where components vary."""
-        if self.levels.can_copy(indices):
+        if self.tiers.can_copy(indices):
             return self._copy(indices, into)
-        missing = self.levels.missing(indices)
+        missing = self.tiers.missing(indices)
         self._count(indices, len(missing))
         made = self._timed_fill(missing)
-        return stack_samples(self.levels.collect(indices, made), self.levels.layout)
+        return stack_samples(self.tiers.collect(indices, made), self.tiers.layout)
 
     def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
         """Copies a batch whose samples all have space, and repeats until all of them are intact."""
         made = 0
         while True:
             # Verification happens in the pass over the bytes that copies them.
-            missing = self.levels.not_ready(indices)
+            missing = self.tiers.not_ready(indices)
             made += len(missing)
             self._timed_fill(missing)
-            arrays = self.levels.gather(indices, into)
+            arrays = self.tiers.gather(indices, into)
             if arrays is not None:
                 self._count(indices, made)
                 return arrays
@@ -71,18 +87,163 @@ class Reader(ABC):
         self._counts.add(memory_hits=len(indices) - made, memory_misses=made)
 
 
-class LocalReader(Reader):
-    """Reads from the tiers of this node only."""
+class PartitionedReader(Reader):
+    """Reads this node's samples from its tiers, and requests all others from their owners.
+
+    So only one node reads each sample from the source. Other nodes are not a tier of the chain: a
+    store is filled with samples claimed, and two nodes that wait for each other with claims would
+    deadlock. This reader holds no claims while it waits.
+    """
+
+    def __init__(
+        self, tiers: StoreTier, wire: Wire, name: str, owner_nodes: np.ndarray, keep: bool
+    ) -> None:
+        super().__init__(tiers)
+        self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
+        self._lock = threading.Lock()
+        self._coming: dict[int, Future[Arrays]] = {}
+        self._exchange = SampleExchange(wire, name, tiers.layout, self._answer, self._is_complete)
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        # Batches are prefetched in any case, which is early enough for a source.
-        return lambda step: None
+        # The samples of the next window are transferred while the steps of this one are read.
+        begins = _window_begins(shares, REQUEST_SAMPLES * self._topology.size)
+        ends = itertools.pairwise([*begins, len(shares)])
+        waiting = iter([np.concatenate(shares[begin:end]) for begin, end in ends])
+        lock, asked = threading.Lock(), 0
+        # Drop received samples of an epoch that was left early.
+        with self._lock:
+            self._coming = {
+                sample: future for sample, future in self._coming.items() if not future.done()
+            }
+
+        def reach(step: int) -> None:
+            nonlocal asked
+            # Threads of the input pipeline read several steps concurrently.
+            with lock:
+                wanted = bisect.bisect_right(begins, step) + 1
+                for samples in itertools.islice(waiting, max(0, wanted - asked)):
+                    self._ask(samples)
+                asked = max(asked, wanted)
+
+        return reach
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        return self.levels.fill(indices)
+        # Must precede requests: a forked child lacks the thread that would receive the answers.
+        self.tiers.refuse_in_child(indices)
+        # `Cache.warm` does not look ahead, and samples may have been cleared since.
+        self._ask(indices)
+        with self._lock:
+            coming = {
+                sample: self._coming.pop(sample)
+                for sample in indices.tolist()
+                if sample in self._coming
+            }
+        # Own samples are produced while the others are transferred.
+        made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
+        for sample, future in coming.items():
+            arrays = future.result()
+            self._counts.add(received=1)
+            if not (self._keep and self.tiers.put(sample, arrays)):
+                made[sample] = arrays
+        return made
 
     @override
     def close(self) -> None:
-        self._close_levels()
+        # Otherwise every cache would live as long as its process.
+        atexit.unregister(self.close_at_exit)
+        # Waits until all ranks have closed, because they may request samples until then.
+        try:
+            self._exchange.close()
+        finally:
+            super().close()
+
+    def close_at_exit(self) -> None:
+        """Closes the reader when Python exits, unless the script has failed."""
+        # A failed script must not wait for the other ranks: `sys.last_value` holds an uncaught
+        # exception.
+        if not hasattr(sys, "last_value"):
+            self.close()
+
+    def _ask(self, indices: np.ndarray) -> None:
+        """Requests those of the samples that other nodes own and memory does not hold."""
+        elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
+        # Samples in memory are verified when they are copied.
+        elsewhere = self.tiers.not_ready(elsewhere)
+        with self._lock:
+            new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
+            futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
+            # The exchange returns no futures after its end; samples are then produced here.
+            self._coming |= dict(zip(new, futures, strict=False))
+
+    def _owner_rank(self, sample: int) -> int:
+        """Returns the rank to ask; a node's ranks spread their requests over the owner's ranks."""
+        node = self._topology.nodes[self._owner_nodes[sample]]
+        return node[self._topology.position % len(node)]
+
+    def _answer(self, indices: np.ndarray) -> list[Arrays]:
+        """Returns samples that other ranks have requested, on the thread of the exchange."""
+        self._counts.add(sent=len(indices))
+        # Two ranks may have requested the same sample.
+        made = self.tiers.fill(np.unique(self.tiers.missing(indices)))
+        return self.tiers.collect(indices, made)
+
+    def _is_complete(self) -> bool:
+        return self._keep and self.tiers.is_complete
+
+
+def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
+    """Returns the steps at which windows start."""
+    begins, count = [], 0
+    for step, share in enumerate(shares):
+        if count == 0:
+            begins.append(step)
+        count += len(share)
+        if count >= samples:
+            count = 0
+    return begins
+
+
+def choose_shard(
+    fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
+) -> tuple[int, int]:
+    """Returns this node's index and the number of nodes that share the samples, or (0, 1)."""
+    wire = job_wire()
+    if wire is None:
+        return 0, 1
+    node, nodes = wire.topology.node_index, len(wire.topology.nodes)
+    is_asked = (
+        partition == "auto" and nodes > 1 and wire.topology.rank == wire.topology.nodes[node][0]
+    )
+    answers = exchange_objects(
+        [fingerprint, fits(node, nodes) if is_asked else True], wire, "tp.datacache"
+    )
+    require_equal(
+        [theirs for theirs, _ in answers],
+        "All ranks must open the same cache",
+        "The fingerprint is computed from the source, `preprocess` and `version`. Check that all "
+        "nodes have the same files with the same times, and run the same script.",
+        lambda first, other: (f"fingerprint {first}", other),
+        ValueError,
+    )
+    replicated = partition == "replicate" or (
+        partition == "auto" and all(theirs for _, theirs in answers)
+    )
+    return (0, 1) if replicated or nodes == 1 else (node, nodes)
+
+
+def open_reader(tiers: StoreTier, samples: int, keeps_any: bool) -> Reader:
+    """Opens the reader of this rank; all ranks must open the same caches in the same order."""
+    wire = job_wire()
+    # Without a store, the other node would produce a requested sample again each time.
+    if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
+        return Reader(tiers)
+    keep = tiers.pool is not None and tiers.pool.spec.shard.nodes == 1
+    # Must be the seed of the stores' shards: the owner of a sample is the node with space for it.
+    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    name = f"tp.datacache{next(_cache_numbers)}"
+    partitioned = PartitionedReader(tiers, wire, name, owners, keep)
+    # Must be closed before Horovod shuts down, which would end the collectives of the exchange.
+    atexit.register(partitioned.close_at_exit)
+    return partitioned

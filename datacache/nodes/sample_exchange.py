@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from datacache.pool.layout import Arrays, Layout
-from datacache.pool.records import pack_samples, unpack_sample
+from datacache.pool.spec import Arrays, Layout
 from datacache.sources.source import SourceError
 
 if TYPE_CHECKING:
@@ -61,10 +60,7 @@ class SampleExchange:
         self._thread.start()
 
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
-        """Requests samples from their owners; returns a future for each, or none after the end.
-
-        A future raises `SourceError` if the owner cannot read the sample.
-        """
+        """Requests samples from their owners; returns a future for each, or none after the end."""
         requests = [
             _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
         ]
@@ -101,15 +97,13 @@ class SampleExchange:
             self._error = error
         with self._wake:
             self._has_ended = True
+            late = self._error or RuntimeError(
+                "Samples must be requested before all ranks close the cache. Received: "
+                "a request after that. Open the cache again."
+            )
             for request in [*requests, *self._requests]:
                 if not request.future.done():
-                    request.future.set_exception(
-                        self._error
-                        or RuntimeError(
-                            "Samples must be requested before all ranks close the cache. Received: "
-                            "a request after that. Open the cache again."
-                        )
-                    )
+                    request.future.set_exception(late)
 
     def _next_requests(self) -> list[_Request]:
         with self._wake:
@@ -132,26 +126,23 @@ class SampleExchange:
             if isinstance(record, str):
                 request.future.set_exception(SourceError(record))
             else:
-                request.future.set_result(unpack_sample(record, self._layout))
+                request.future.set_result(self._layout.unpack(record))
 
     def _pack_answers(
         self, indices: np.ndarray, counts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns samples as bytes, and the length of each.
-
-        If they cannot be read, the bytes are the text of the error, once for each sample, with
-        negative lengths: the collectives must continue, and the requesting rank raises the error.
-        """
+        """Returns samples as bytes, and the length of each; negative lengths are of error texts."""
         try:
             samples = self._answer(indices) if len(indices) else []
-            content, lengths = pack_samples(samples, self._layout)
-            if max(_bytes_by_rank(lengths, counts)) > MOST_BYTES:
+            content, lengths = self._layout.pack(samples)
+            if (most := max(_bytes_by_rank(lengths, counts))) > MOST_BYTES:
                 raise ValueError(
                     f"Samples for one rank must be at most {MOST_BYTES} bytes at a time. Received: "
-                    f"{max(_bytes_by_rank(lengths, counts))} bytes. Use smaller batches."
+                    f"{most} bytes. Use smaller batches."
                 )
             return content, lengths
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
+            # The collectives must continue, so the text takes the place of each sample.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()
             return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
 
@@ -166,11 +157,8 @@ class SampleExchange:
         ).numpy()
 
     def _make_collective(self, kind: str, name: str, dtype: str) -> Any:
-        """Returns one collective as a graph.
-
-        Eager collectives have no names, and those of training run concurrently in a different
-        order.
-        """
+        # A graph: eager collectives have no names, and those of training run concurrently in a
+        # different order.
         world, name = self._wire.topology.world, f"{self._name}.{name}"
 
         def gather(values: tf.Tensor) -> tf.Tensor:

@@ -1,121 +1,127 @@
-"""Folders of stores: created by the first process, removed only while no process has them open."""
+"""Folders of stores: created by the first process, removed only while no process has them open.
+
+The header of a store describes its files, which are checked against it before they are mapped.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import hashlib
+import json
 import logging
 import mmap
 import os
+import secrets
 import stat
-import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.pool.header import (
-    HEADER,
-    TAIL_BYTES,
-    UNFINISHED_HEADER,
-    file_tail,
-    new_header,
-    not_a_pool,
-    open_pool_folder,
-    read_checked_header,
-    write_header,
+from datacache.pool.spec import PoolSpec
+from datacache.system.access import Directory, Others
+from datacache.system.descriptors import (
+    Descriptor,
+    Owner,
+    closed_on_fork,
+    lock_byte,
+    lock_file,
+    opened_again,
 )
-from datacache.system.access import PRIVATE, Access, Directory
-from datacache.system.forks import closed_on_fork, opened_again
 from datacache.system.room import means_full, reserve
 
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
+FORMAT = 2
+HEADER = "header.json"
+UNFINISHED_HEADER = "header.part"
 LOCK_FILES = {"users", "claims"}
 """Files whose locks other processes may hold: created first, retained when a store is rebuilt, and
 removed last. A lock on a replaced file would not exclude other processes."""
 FILES = LOCK_FILES | {
-    "lock",
-    "samples",
-    "words",
-    "heap",
-    "end",
-    "index",
-    UNFINISHED_HEADER,
-    HEADER,
+    *("lock", "samples", "words", "heap", "end", "index", UNFINISHED_HEADER, HEADER)
 }
 """Names of all files of a store in any version."""
+TAIL_BYTES = 64
+"""Bytes after the content of each file that identify its store: a whole cache line."""
+ID_BYTES = 16
+"""Random bytes that identify a store."""
 
 
-def default_memory(access: Access = PRIVATE) -> str:
-    """Returns the folder for stores in shared memory.
-
-    Args:
-      access: Users who share the folder; by default only this user.
+def default_memory() -> str:
+    """Returns the folder for this user's stores in shared memory.
 
     Returns:
-      `/dev/shm/datacache-<user id>`, or `/dev/shm/datacache-group-<group id>`.
+      `/dev/shm/datacache-<user id>`.
+
+    Example:
+      >>> default_memory() == f"/dev/shm/datacache-{os.geteuid()}"
+      True
     """
-    whose = os.geteuid() if access.group is None else f"group-{access.group}"
-    return f"{SHARED_MEMORY}/datacache-{whose}"
+    return f"{SHARED_MEMORY}/datacache-{os.geteuid()}"
 
 
-def own_memory(access: Access = PRIVATE) -> Path:
+def own_memory() -> Path:
     """Returns the folder of `default_memory`, after creating it if necessary."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f"The store in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
             "there (with Docker: --shm-size), or pass a folder as `memory`, or None to disable it."
         )
-    path = Path(default_memory(access))
-    Directory.create(path, access).close()
-    return path
+    with Directory.create(Path(default_memory())) as directory:
+        return directory.path
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blueprint:
-    """Header and files of a new store, with the bytes of each file by name.
-
-    The content of `files` is reserved before the store is used, that of `growing` as it fills, up
-    to this limit. `header` holds values for JSON, besides format and files.
-    """
-
-    header: dict[str, Any]
-    files: dict[str, int]
-    growing: dict[str, int]
-
-
-class Folder:
+class Folder(Owner):
     """Folder of a store, which this process has open until it exits in any way.
 
     A shared lock on the file `users` marks the folder as open, and the kernel releases it with the
     process. A process that creates, opens or removes a store holds an exclusive lock on the folder
     meanwhile. If `is_only_user` is true, no other process had it open, so no operation is in
-    progress.
+    progress. All descriptors of a store belong to its folder.
     """
 
-    def __init__(
-        self, path: Path, make_blueprint: Callable[[], Blueprint], access: Access = PRIVATE
-    ) -> None:
+    def __init__(self, path: Path, make_spec: Callable[[], PoolSpec] | None) -> None:
         self.path = Path(path)
-        with _locked(lambda: Directory.create(self.path, access)) as self.directory:
-            with contextlib.ExitStack() as on_error:
-                self._user = self.directory.open("users", make=True)
-                on_error.callback(os.close, self._user)
-                self._claims = self.directory.open("claims", make=True)
-                on_error.callback(os.close, self._claims)
-                self.is_only_user = _has_no_users(self._user)
-                # Downgrade at once: a child that is forked while the store is created inherits this
-                # lock, and must not exclude others. The change is not atomic, but the folder's lock
-                # blocks other requests in the meantime.
-                fcntl.flock(self._user, fcntl.LOCK_SH)
+        self._opened = contextlib.ExitStack()
+        find: Callable[[Path], Directory] = Directory.create if make_spec else open_pool_folder
+        with _locked(lambda: find(self.path)) as self.directory, self._opened as on_error:
+            on_error.enter_context(self.directory)
+            header = None if make_spec else read_checked_header(self.directory)
+            self._users = self.open("users", make=True)
+            self._claims = self.open("claims", make=True)
+            self.is_only_user = _has_no_users(self._users)
+            # Downgrade at once: a child that is forked while the store is created inherits this
+            # lock, and must not exclude others. The change is not atomic, but the folder's lock
+            # blocks other requests in the meantime.
+            fcntl.flock(self._users.fileno(), fcntl.LOCK_SH)
+            if make_spec:
                 header = _read_usable_header(self.directory, self.is_only_user)
-                self.header = header or _make(self.directory, make_blueprint)
-                on_error.pop_all()
-            # Reading through a mapping changes no times, so record when the store was last opened.
-            os.utime(self._user)
+                header = header or _make(self.directory, make_spec)
+            assert header is not None
+            self.header = header
+            self._begin_use()
+            self._opened = on_error.pop_all()
+
+    def _begin_use(self) -> None:
+        # Reading through a mapping changes no times, so record when the store was last opened.
+        os.utime(self._users.fileno())
+        if self.is_only_user and "end" in self.header["files"]:
+            # After a power loss, samples on a disk may be newer than the state of their heap.
+            with self.directory.open("end") as end:
+                os.pwrite(end.fileno(), bytes(self.header["files"]["end"]), 0)
+
+    def open(self, name: str, *, make: bool = False) -> Descriptor:
+        """Opens a file of the store until the folder is closed."""
+        return self._opened.enter_context(self.directory.open(name, make=make))
+
+    def map_file(self, name: str) -> mmap.mmap:
+        """Maps a whole file of the store for reading and writing, shared with other processes."""
+        with self.directory.open(name) as handle:
+            return mmap.mmap(handle.fileno(), 0)
 
     @contextlib.contextmanager
     def claim(self, indices: Iterable[int]) -> Iterator[list[bool]]:
@@ -126,30 +132,138 @@ class Folder:
         with opened_again(self._claims) as handle:
             yield [lock_byte(handle, index) for index in indices]
 
-    def map_file(self, name: str) -> mmap.mmap:
-        """Maps a whole file of the store for reading and writing, shared with other processes."""
-        handle = self.directory.open(name)
-        try:
-            return mmap.mmap(handle, 0)
-        finally:
-            # The mapping has its own descriptor.
-            os.close(handle)
-
+    @override
     def close(self) -> None:
-        """Ends this object's use of the store."""
-        os.close(self._user)
-        os.close(self._claims)
-        self.directory.close()
+        self._opened.close()
+
+
+def is_pool(path: Path) -> bool:
+    """Returns whether a folder contains a finished store."""
+    return (path / HEADER).exists()
+
+
+def open_pool_folder(path: Path, others: Others = "refused") -> Directory:
+    """Opens the folder of an existing store."""
+    try:
+        return Directory(path, others)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _not_a_pool(path) from error
+
+
+def _not_a_pool(path: Path) -> CacheError:
+    return CacheError(
+        f"A store must have a {HEADER}. Received: {path}, without one. Pass another folder."
+    )
+
+
+def read_checked_header(directory: Directory) -> dict[str, Any]:
+    """Returns the header of a store, after checks of the header and of the sizes of all files."""
+    header, path = _read_header(directory), directory.path
+    if header["name"] != path.resolve().name:
+        # The name is the fingerprint: a different name would serve samples of a different source.
+        raise DamagedError(
+            f"A store must not be renamed. Received: {path}, created as {header['name']}.", path
+        )
+    tail = _file_tail(header)
+    for name, size in header["files"].items():
+        _check_file(directory, name, size, tail)
+    return header
+
+
+def _file_tail(header: dict[str, Any]) -> bytes:
+    return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
+
+
+def _write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
+    """Writes the header last and durably, which completes a store; returns it as read back."""
+    # Write, sync, then rename: after a power loss there is a complete header or none.
+    with directory.open(UNFINISHED_HEADER, make=True) as handle:
+        with open(handle.fileno(), "w", closefd=False) as stream:
+            json.dump(header | {"digest": _digest(header)}, stream)
+        os.fsync(handle.fileno())
+    directory.rename(UNFINISHED_HEADER, HEADER)
+    return _read_header(directory)
+
+
+def _read_header(directory: Directory) -> dict[str, Any]:
+    folder, path = directory.path, directory.path / HEADER
+    try:
+        header = json.loads(directory.read(HEADER))
+    except FileNotFoundError as error:
+        names = directory.names()
+        if not names or names - FILES:
+            raise _not_a_pool(folder) from error
+        raise CacheError(
+            f"A store must be complete. Received: {folder}, which is being created, or "
+            "is left of a killed process. Wait, or remove it with `python -m datacache rm`."
+        ) from error
+    except ValueError as error:
+        raise DamagedError(
+            f"The header of a store must be JSON. Received: {path}, which is not JSON.", folder
+        ) from error
+    if not isinstance(header, dict) or not isinstance(header.get("format"), int):
+        raise DamagedError(
+            f"The header of a store must state its format. Received: {path}, without a format.",
+            folder,
+        )
+    # Must precede the digest: a newer format may compute it differently, and such a store must not
+    # be rebuilt.
+    _check_format(header["format"], folder)
+    if header.pop("digest", None) != _digest(header):
+        raise DamagedError(
+            f"The header of a store must not be modified. Received: {path}, which was modified.",
+            folder,
+        )
+    return header
+
+
+def _check_format(found: int, path: Path) -> None:
+    if found > FORMAT:
+        raise CacheError(
+            f"The format of a store must be at most {FORMAT}. Received: format {found} in {path}. "
+            "Use a newer tfposeidon, or another folder."
+        )
+    if found < FORMAT:
+        raise DamagedError(
+            f"The format of a store must be {FORMAT}. Received: format {found} in {path}, created "
+            "by an older tfposeidon.",
+            path,
+        )
+
+
+def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None:
+    """Checks size and tail of a file: reading beyond its end would kill the process (SIGBUS)."""
+    folder, path = directory.path, directory.path / name
+    try:
+        handle = directory.open(name, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise DamagedError(
+            f"All files of a store must exist. Received: no {path}.", folder
+        ) from error
+    with handle:
+        found = os.fstat(handle.fileno()).st_size
+        if found != size + TAIL_BYTES:
+            raise DamagedError(
+                f"Files of a store must be complete. Received: {path} of {found} bytes, expected "
+                f"{size + TAIL_BYTES} bytes.",
+                folder,
+            )
+        if os.pread(handle.fileno(), TAIL_BYTES, size) != tail:
+            raise DamagedError(
+                f"Files of a store must belong to it. Received: {path} of another store.", folder
+            )
+
+
+def _digest(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, Any] | None:
     """Returns the header of a store, or `None` if it is missing or unusable."""
-    names = directory.names()
-    if HEADER not in names:
-        _refuse_strangers(directory, names)
-        return None
+    strangers = directory.names() - FILES
     try:
-        return read_checked_header(directory)
+        if HEADER in directory.names():
+            return read_checked_header(directory)
     except DamagedError as error:
         if not is_only_user:
             # Other processes have its files mapped, and would be killed if these were rebuilt.
@@ -157,102 +271,94 @@ def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, A
                 f"{error.what} A process has the store open. End that process, and open the store "
                 "again to rebuild it."
             ) from error
-        _refuse_strangers(directory, names)
-        log.warning("datacache: %s The store is rebuilt.", error.what)
-        return None
+        if not strangers:
+            log.warning("datacache: %s The store is rebuilt.", error.what)
+    if strangers:
+        raise CacheError(
+            f"A store must have a folder of its own. Received: {directory.path}, which contains "
+            f"{min(strangers)!r}. Pass another folder, or empty this one."
+        )
+    return None
 
 
-def _make(directory: Directory, make_blueprint: Callable[[], Blueprint]) -> dict[str, Any]:
+def _make(directory: Directory, make_spec: Callable[[], PoolSpec]) -> dict[str, Any]:
     """Creates a store, and removes partial files after an error; returns its header."""
-    # Must precede the blueprint: remains of another store would occupy the space that it plans
+    # Must precede the description: remains of another store would occupy the space that it plans
     # with.
     _clear(directory, FILES - LOCK_FILES)
     try:
-        return _write_files(directory, make_blueprint())
+        spec = make_spec()
+        sizes = spec.files | spec.growing_files
+        name, number = directory.path.resolve().name, secrets.token_hex(ID_BYTES)
+        header = {"format": FORMAT, "id": number, "name": name, "files": sizes} | spec.to_dict()
+        for name, size in sizes.items():
+            _allocate(directory, name, size, _file_tail(header), name in spec.files)
+        # The header marks the store as complete.
+        return _write_header(directory, header)
     except BaseException:
         _clear(directory, FILES - LOCK_FILES)
         raise
 
 
-def _write_files(directory: Directory, blueprint: Blueprint) -> dict[str, Any]:
-    """Writes the files, and only then the header, which marks the store as complete."""
-    sizes = blueprint.files | blueprint.growing
-    header = new_header(directory, sizes) | blueprint.header
-    for name, size in sizes.items():
-        _allocate(directory, name, size, file_tail(header), name in blueprint.files)
-    return write_header(directory, header)
-
-
 def _clear(directory: Directory, names: Iterable[str]) -> None:
-    """Removes files of a store."""
     # The header must go first: remains after a kill must not be taken for a store.
     for name in sorted(names, key=lambda name: (name != HEADER, name in LOCK_FILES)):
         directory.remove(name)
-
-
-def remove(path: Path) -> None:
-    """Removes a store that no process has open, or the remains of one."""
-    with _locked(lambda: open_pool_folder(path, closed=False)) as directory:
-        _remove(directory)
-    directory.close()
-
-
-def _remove(directory: Directory) -> None:
-    _refuse_to_remove(directory)
-    users = directory.open("users", make=True)
-    try:
-        if not _has_no_users(users):
-            raise CacheError(
-                f"A store in use cannot be removed. Received: {directory.path}, which a process "
-                "has open. Wait for the process, or end it."
-            )
-        _clear(directory, FILES)
-        directory.path.rmdir()
-    finally:
-        os.close(users)
-
-
-def _has_no_users(users: int) -> bool:
-    """Returns whether no other process has the store open; if so, locks `users` exclusively."""
-    return _lock_file(users, wait=False)
 
 
 def _allocate(
     directory: Directory, name: str, size: int, tail: bytes, reserve_content: bool
 ) -> None:
     """Creates a file of `size` bytes and a tail; space for the content is reserved now or later."""
-    handle = directory.open(name, make=True)
-    try:
-        os.ftruncate(handle, size + TAIL_BYTES)
-        begin = 0 if reserve_content else size
-        reserve(handle, begin, size + TAIL_BYTES - begin)
-        os.pwrite(handle, tail, size)
-        # Sync before the header is written: otherwise, after a power loss, there could be a header
-        # without its files.
-        os.fsync(handle)
-    except OSError as error:
-        if not means_full(error):
-            raise
-        raise NoRoomError(
-            f"A store needs free space for its files. Received: {directory.path}, without {size} "
-            "bytes. Reduce the budget, or remove other stores: python -m datacache ls"
-        ) from error
-    finally:
-        os.close(handle)
+    with directory.open(name, make=True) as handle:
+        try:
+            os.ftruncate(handle.fileno(), size + TAIL_BYTES)
+            begin = 0 if reserve_content else size
+            reserve(handle, begin, size + TAIL_BYTES - begin)
+            os.pwrite(handle.fileno(), tail, size)
+            # Sync before the header is written: otherwise, after a power loss, there could be a
+            # header without its files.
+            os.fsync(handle.fileno())
+        except OSError as error:
+            if not means_full(error):
+                raise
+            raise NoRoomError(
+                f"A store needs free space for its files. Received: {directory.path}, without "
+                f"{size} bytes. Reduce the budget, or remove other stores: python -m datacache ls"
+            ) from error
 
 
-def lock_byte(handle: int, index: int, wait: bool = False) -> bool:
-    """Locks one byte of a file for an open file description; returns whether it is locked."""
-    # The locked byte need not exist, so one empty file has a lock for each sample.
-    # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
-    try:
-        fcntl.fcntl(handle, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
+def remove(path: Path) -> None:
+    """Removes a store that no process has open, or the remains of one."""
+    with _locked(lambda: open_pool_folder(path, "ignored")) as directory, directory:
+        _refuse_to_remove(directory)
+        with directory.open("users", make=True) as users:
+            if not _has_no_users(users):
+                raise CacheError(
+                    f"A store in use cannot be removed. Received: {directory.path}, which a "
+                    "process has open. Wait for the process, or end it."
+                )
+            _clear(directory, FILES)
+            directory.path.rmdir()
+
+
+def _refuse_to_remove(directory: Directory) -> None:
+    found = directory.names()
+    if not found:
+        raise _not_a_pool(directory.path)
+    # A folder does not belong to a store, even under the name of one of its files.
+    if strangers := found - FILES | {
+        name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
+    }:
+        raise CacheError(
+            f"A folder to remove must contain only a store. Received: {directory.path}, which "
+            f"contains {min(strangers)!r}. Inspect the folder, and remove it manually."
+        )
+
+
+def _has_no_users(users: Descriptor) -> bool:
+    """Returns whether no other process has the store open; if so, locks `users` exclusively."""
+    return lock_file(users, wait=False)
 
 
 @contextlib.contextmanager
@@ -278,35 +384,7 @@ def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
     """Locks a folder against other processes that create, open or remove a store there."""
     # A separate open file description, with which the kernel releases the lock.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    with closed_on_fork(lambda: os.open(".", flags, dir_fd=directory.descriptor)) as handle:
-        yield _lock_file(handle, wait)
-
-
-def _lock_file(handle: int, wait: bool) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _refuse_strangers(directory: Directory, names: set[str]) -> None:
-    if strangers := names - FILES:
-        raise CacheError(
-            f"A store must have a folder of its own. Received: {directory.path}, which contains "
-            f"{min(strangers)!r}. Pass another folder, or empty this one."
-        )
-
-
-def _refuse_to_remove(directory: Directory) -> None:
-    found = directory.names()
-    if not found:
-        raise not_a_pool(directory.path)
-    # A folder does not belong to a store, even under the name of one of its files.
-    if strangers := found - FILES | {
-        name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
-    }:
-        raise CacheError(
-            f"A folder to remove must contain only a store. Received: {directory.path}, which "
-            f"contains {min(strangers)!r}. Inspect the folder, and remove it manually."
-        )
+    with closed_on_fork(
+        lambda: Descriptor(os.open(".", flags, dir_fd=directory.fileno()))
+    ) as handle:
+        yield lock_file(handle, wait)

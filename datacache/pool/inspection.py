@@ -1,10 +1,12 @@
-"""Inspection of stores from outside: it creates and maps nothing, and blocks no job."""
+"""Stores seen from outside: `ls` and the search for idle ones create nothing and block no job."""
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
-from dataclasses import asdict, dataclass
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,64 +14,56 @@ from typing import Any
 import numpy as np
 
 from datacache.errors import CacheError
-from datacache.pool.folder import FILES, lock_folder
-from datacache.pool.header import HEADER, open_pool_folder, read_checked_header
-from datacache.pool.heap import USED_BYTES
+from datacache.from_tfposeidon import is_memory, readable_size
+from datacache.pool.folder import (
+    FILES,
+    HEADER,
+    LOCK_FILES,
+    lock_folder,
+    read_checked_header,
+    remove,
+)
+from datacache.pool.samples import READY
 from datacache.pool.spec import WORD, PoolSpec
-from datacache.pool.words import READY
 from datacache.system.access import Directory
-from datacache.system.forks import closed_on_fork
+from datacache.system.descriptors import closed_on_fork, lock_file
 
+log = logging.getLogger("datacache")
 BLOCK_BYTES = 512
 """Unit of `stat` in bytes, independent of the blocks of the file system."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """Contents of a store: `slots` samples fit, and `ready` are readable.
-
-    `heap_used` and `heap_capacity` are the bytes of components that differ in size and their limit,
-    or `None` if none does.
-    """
-
-    spec: PoolSpec
-    slots: int
-    ready: int
-    heap_used: int | None
-    heap_capacity: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the contents as values for JSON, as `ls --json` prints them."""
-        spec = self.spec.to_dict()
-        content = asdict(self) | {"source": spec["source"], "layout": spec["layout"]} | spec["part"]
-        del content["spec"]
-        # The shard has the number of slots that fit, which may exceed its number of samples.
-        return content | {"slots": self.slots}
+NOTICEABLE_BYTES = 2**20
+"""The removal of a smaller store is not a test of whether removals free space: others may allocate
+as much in the meantime."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """Report on a store, or on the remains of one.
+    """Report on a store, or on the remains of one, whose `bytes` are its disk usage.
 
-    `bytes` is its disk usage, `opened` the last time at which a process opened it, and `in_use` is
-    true if a process has it open. `contents` is `None` if it cannot be used, and `trouble` the
-    reason.
+    `spec` is `None` if it cannot be used, and `trouble` the reason; otherwise `ready` samples are
+    readable. `is_spare` is true if it is in memory, and its removal needs no confirmation.
     """
 
     folder: Path
-    bytes: int
-    made: datetime
     opened: datetime
-    in_use: bool
-    contents: Contents | None = None
+    bytes: int = 0
+    in_use: bool = False
+    is_spare: bool = False
+    spec: PoolSpec | None = None
+    ready: int = 0
     trouble: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as values for JSON, as `ls --json` prints it."""
-        content = asdict(self) | {"folder": str(self.folder)}
-        del content["contents"]
-        times = {name: content[name].isoformat(timespec="seconds") for name in ("made", "opened")}
-        return content | times | (self.contents.to_dict() if self.contents else {})
+        opened = self.opened.isoformat(timespec="seconds")
+        content = {"folder": str(self.folder), "bytes": self.bytes, "opened": opened}
+        content |= {"in_use": self.in_use, "trouble": self.trouble}
+        if self.spec is None:
+            return content
+        spec = self.spec.to_dict()
+        # The shard has the number of slots that fit, which may exceed its number of samples.
+        content |= spec.pop("part") | spec | {"slots": self.spec.shard.kept_samples}
+        return content | {"ready": self.ready}
 
 
 def find_pools(root: Path) -> list[Path]:
@@ -91,64 +85,83 @@ def inspect_pool(folder: Path) -> PoolReport | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CacheError as error:
-        return _report_refused(folder, error)
+        # Such as another user's.
+        opened = _local_time(folder.stat(follow_symlinks=False))
+        return PoolReport(folder=folder, opened=opened, trouble=str(error))
 
 
-def read_contents(folder: Path) -> Contents:
-    """Returns the contents of a store."""
-    with open_pool_folder(folder) as directory:
-        if not _looks_like_a_pool(folder):
-            # Raises an error that names the missing file.
-            read_checked_header(directory)
-        return _contents(directory)
+def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
+    """Returns the stores in memory that no process has open, least recently opened first."""
+    # They retain their memory, because the next job may find its samples there.
+    if not root.is_dir():
+        return []
+    reports = [inspect_pool(path) for path in find_pools(root) if path != except_for]
+    idle = [report for report in reports if report and report.is_spare]
+    return sorted(idle, key=lambda report: report.opened)
+
+
+def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) -> None:
+    """Removes idle stores, least recently opened first, until there is enough free space."""
+    left = room()
+    for report in find_idle_pools(root, new_pool) if left < enough else ():
+        if not _try_remove(report):
+            continue
+        before, left = left, room()
+        if left >= enough:
+            return
+        # Something else is the limit, such as a quota, and further removals would be useless.
+        if left <= before and report.bytes >= NOTICEABLE_BYTES:
+            log.warning("datacache: the removal freed no space, so other stores are retained.")
+            return
+
+
+def _try_remove(report: PoolReport) -> bool:
+    try:
+        remove(report.folder)
+    except (CacheError, OSError) as error:
+        # Another process has opened it by now, or it belongs to another user.
+        log.info("datacache: a store was not removed. %s", error)
+        return False
+    log.warning(
+        "datacache: removed the unused store %s to free %s: it was last opened at %s",
+        report.folder,
+        readable_size(report.bytes),
+        f"{report.opened:%Y-%m-%d %H:%M}",
+    )
+    return True
 
 
 def _report(directory: Directory) -> PoolReport | None:
+    found = {name: directory.stat(name) for name in directory.names()}
+    in_use = _in_use(directory)
     about: dict[str, Any] = {
         "folder": directory.path,
-        "bytes": _allocated_bytes(directory),
-        "made": _changed(directory, HEADER),
-        "opened": _changed(directory, "users"),
-        "in_use": _in_use(directory),
+        # Heaps are sparse, so the sizes of files are not informative.
+        "bytes": sum(BLOCK_BYTES * status.st_blocks for status in found.values()),
+        "opened": _local_time(found.get("users") or os.fstat(directory.fileno())),
+        "in_use": in_use,
     }
+    # Other folders may have files of these names.
+    only_files = found.keys() <= FILES and all(stat.S_ISREG(one.st_mode) for one in found.values())
+    is_spare = only_files and not in_use and is_memory(os.fstat(directory.fileno()).st_dev)
     try:
-        return PoolReport(contents=_contents(directory), **about)
+        spec = PoolSpec.from_dict(read_checked_header(directory))
+        ready = _count_ready(directory, spec)
+        return PoolReport(spec=spec, ready=ready, is_spare=is_spare, **about)
     except (CacheError, OSError) as error:
         # Another process may have removed it since it was opened.
-        return None if directory.is_gone else PoolReport(trouble=str(error), **about)
+        if directory.is_gone:
+            return None
+        # The remains of a killed process have lock files, which are created first.
+        is_spare = is_spare and found.keys() >= LOCK_FILES
+        return PoolReport(trouble=str(error), is_spare=is_spare, **about)
 
 
-def _report_refused(folder: Path, error: CacheError) -> PoolReport:
-    """Returns the report on a folder that must not be opened, such as another user's."""
-    status = folder.stat(follow_symlinks=False)
-    changed = datetime.fromtimestamp(status.st_mtime).astimezone()
-    return PoolReport(
-        folder=folder, bytes=0, made=changed, opened=changed, in_use=False, trouble=str(error)
-    )
-
-
-def _contents(directory: Directory) -> Contents:
-    if HEADER not in directory.names():
-        raise CacheError(
-            f"A store must be complete. Received: {directory.path}, which is being created, or "
-            "is left of a killed process. Wait, or remove it with `python -m datacache rm`."
-        )
-    header = read_checked_header(directory)
-    spec = PoolSpec.from_dict(header)
-    slots = spec.shard.kept_samples
-    ready = int((_read(directory, "words", WORD)[:slots] >= READY).sum())
-    used = capacity = None
-    if spec.layout.varies:
-        used = int(_read(directory, "end", np.dtype(np.int64))[USED_BYTES])
-        capacity = header["files"]["heap"]
-    return Contents(spec=spec, slots=slots, ready=ready, heap_used=used, heap_capacity=capacity)
-
-
-def _read(directory: Directory, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+def _count_ready(directory: Directory, spec: PoolSpec) -> int:
     # Read, not mapped: if the store were rebuilt in the meantime, a mapping could kill this
     # process.
-    with open(directory.open(name, os.O_RDONLY), "rb") as stream:
-        return np.fromfile(stream, dtype)
+    words = np.frombuffer(directory.read("words"), WORD)
+    return int((words[: spec.shard.kept_samples] >= READY).sum())
 
 
 def _looks_like_a_pool(path: Path) -> bool:
@@ -164,22 +177,12 @@ def _names(path: Path) -> set[str]:
         return set()
 
 
-def _allocated_bytes(directory: Directory) -> int:
-    """Returns the disk usage of files; heaps are sparse, so their sizes are not informative."""
-    return sum(BLOCK_BYTES * directory.stat(name).st_blocks for name in directory.names())
-
-
-def _changed(directory: Directory, name: str) -> datetime:
-    status = directory.stat(name) if name in directory.names() else os.fstat(directory.descriptor)
+def _local_time(status: os.stat_result) -> datetime:
     return datetime.fromtimestamp(status.st_mtime).astimezone()
 
 
 def _in_use(directory: Directory) -> bool:
-    """Returns whether a process has the store open.
-
-    It requests the lock of `remove` and releases it at once: it is granted if no other process has
-    the store open.
-    """
+    """Returns whether a process has the store open, or creates, opens or removes it."""
     # A process that opens or creates the store holds the folder's lock, and must not mistake the
     # short lock of this process for another user of the store.
     with lock_folder(directory, wait=False) as mine:
@@ -189,9 +192,7 @@ def _in_use(directory: Directory) -> bool:
 def _has_users(directory: Directory) -> bool:
     try:
         with closed_on_fork(lambda: directory.open("users", os.O_RDONLY)) as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The lock is granted if no other process has the store open.
+            return not lock_file(handle, wait=False)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    return False

@@ -11,77 +11,49 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
-from datacache.native import is_in_memory
-from datacache.pool.columns import Columns
+from datacache.from_tfposeidon import is_memory
 from datacache.pool.folder import Folder
-from datacache.pool.header import open_pool_folder, read_checked_header
-from datacache.pool.layout import stack_samples
-from datacache.pool.spec import PoolSpec
-from datacache.pool.words import CONTENT, READY, SampleWords, match_checksums
-from datacache.system.access import PRIVATE, Access
-from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables
-from datacache.windows import windows
+from datacache.pool.samples import CONTENT, READY, Columns, SampleWords, match_checksums
+from datacache.pool.spec import Arrays, PoolSpec
+from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
+from datacache.system.descriptors import Owner
 
 READER_PAUSE_S = 0.05
 """Seconds that background verification waits while a thread reads."""
 
 
-class Pool:
+class Pool(Owner):
     """Samples in a folder, in `/dev/shm` or on a disk, shared by all processes of the node.
 
     A sample is written first, then its word: a checksum and a mark that the sample is ready. A
     process that is killed in between leaves a sample that is not ready and locks that the kernel
     releases; nothing has to be repaired. Components of one size lie in columns, so that a batch is
-    one copy per component, and others lie in a heap that their columns refer to.
-
-    Example:
-      >>> import tempfile
-      >>> from datacache.pool.layout import Layout
-      >>> from datacache.pool.shard import SampleShard
-      >>> spec = PoolSpec(
-      ...     layout=Layout.of([np.zeros(2, "uint8")]), shard=SampleShard(samples=3, slots=3)
-      ... )
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     pool = Pool(Path(folder) / "pool", lambda: spec)
-      ...     pool.put(1, [np.array([5, 7], "uint8")])
-      ...     pool.ready(np.arange(3)), pool.gather(np.array([1]))
-      ...     pool.close()
-      True
-      (array([False,  True, False]), [array([[5, 7]], dtype=uint8)])
+    one copy per component, and others lie in a heap that their columns refer to. Without
+    `make_spec`, the store must exist.
     """
 
-    def __init__(
-        self, folder: Path, make_spec: Callable[[], PoolSpec], access: Access = PRIVATE
-    ) -> None:
-        self._folder = Folder(folder, lambda: make_spec().blueprint(), access)
-        self.spec = PoolSpec.from_dict(self._folder.header)
-        self.layout = self.spec.layout
-        self._slot_indices = self.spec.shard.slot_indices()
-        self.slots = self.spec.shard.kept_samples
-        numbers = np.flatnonzero(self._slot_indices >= 0)
-        self._columns = Columns(self._folder, self.layout, numbers)
-        self._heap = self._columns.heap
-        self._words = SampleWords(self._folder.map_file("words"), self.slots)
-        if self._heap is not None and self._folder.is_only_user:
-            self._heap.reset(self._extents())
+    def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
+        with contextlib.ExitStack() as on_error:
+            self._folder = on_error.enter_context(Folder(folder, make_spec))
+            self.folder, self.is_only_user = self._folder.path, self._folder.is_only_user
+            self.spec = PoolSpec.from_dict(self._folder.header)
+            self.layout = self.spec.layout
+            self._slot_indices = self.spec.shard.slot_indices()
+            self.slots = self.spec.shard.kept_samples
+            numbers = np.flatnonzero(self._slot_indices >= 0)
+            self._columns = Columns(self._folder, self.layout, numbers)
+            self._heap = self._columns.heap
+            self._words = SampleWords(self._folder.map_file("words"), self.slots)
+            on_error.pop_all()
         self._background: BackgroundSteps | None = None
         self._reads = 0
 
     @property
-    def folder(self) -> Path:
-        """Path of the store's folder."""
-        return self._folder.path
-
-    @property
-    def is_only_user(self) -> bool:
-        """True if no other process had the store open when this one opened it."""
-        return self._folder.is_only_user
-
-    @property
     def filled(self) -> int:
         """Number of samples that are ready."""
-        return self._words.count_ready()
+        return int((self._words.array >= READY).sum())
 
     @property
     def is_whole(self) -> bool:
@@ -95,30 +67,30 @@ class Pool:
     @property
     def size_bytes(self) -> int:
         """Bytes of columns and words, and of the heap's samples."""
-        in_files = sum(self.spec.blueprint().files.values())
-        return in_files + (self._heap.used_bytes if self._heap else 0)
+        return sum(self.spec.files.values()) + (
+            int(self._extents()[:, 1].sum()) if self._heap else 0
+        )
 
     def prepare(self, verify: bool = True) -> None:
         """Creates the page tables of a full store in memory on a thread, during the job's setup."""
         # For a store on a disk, this would read all of it.
-        if self._background is None and self.filled == self.slots and is_in_memory(self.folder):
+        in_memory = is_memory(os.fstat(self._folder.directory.fileno()).st_dev)
+        if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
                 itertools.chain(populate_page_tables([self._columns.pages]), steps)
             )
 
     def verify_in_steps(self) -> Iterator[None]:
-        """Verifies a few samples in each step; corrupted ones are left to their reader.
-
-        It yields to readers, which verify the samples that they copy: two concurrent passes over
-        memory take longer than one.
-        """
+        """Verifies a few samples in each step; corrupted ones are left to their reader."""
         parts = windows(np.arange(self.slots), max(1, STEP_BYTES // self.layout.bytes))
         # Each process of the node starts at a different place and skips samples that others have
         # verified.
         first = np.random.default_rng(os.getpid()).integers(len(parts))
         reads = self._reads
         for indices in parts[first:] + parts[:first]:
+            # Yields to readers, which verify the samples that they copy: two concurrent passes over
+            # memory take longer than one.
             while reads != self._reads:
                 reads = self._reads
                 time.sleep(READER_PAUSE_S)
@@ -127,7 +99,7 @@ class Pool:
             if indices.size:
                 words = self._words.array[indices]
                 intact = match_checksums(words, self._columns.checksums(indices)[0])
-                self._words.mark_verified(indices[intact], words[intact])
+                self.settle(indices[intact], words[intact], intact[intact])
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
@@ -142,7 +114,7 @@ class Pool:
         """Returns which of these samples can be read, `[n]` bool."""
         indices = self._slot_indices[samples]
         # Slot 0 replaces the missing slots of samples without space.
-        return (indices >= 0) & self._words.ready(np.maximum(indices, 0))
+        return (indices >= 0) & (self._words.array[np.maximum(indices, 0)] >= READY)
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
@@ -161,7 +133,7 @@ class Pool:
                 self._write(index, rows)
         return rows is not None
 
-    def _write(self, index: int, rows: Sequence[np.ndarray]) -> None:
+    def _write(self, index: int, rows: Arrays) -> None:
         # Readers compare the word before and after a copy, so it is cleared first and set last.
         self._words.withdraw(index)
         self._words.publish(index, self._columns.write(index, rows))
@@ -170,28 +142,17 @@ class Pool:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
         return self._columns.extents(self._words.array >= READY)
 
-    def gather(
-        self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray] | None:
-        """Copies ready samples into one array `[n, *shape]` per component, without verification.
-
-        Samples that differ in size are padded. Returns `None` if another process has cleared one of
-        the samples in the meantime.
-        """
-        if self._heap is None:
-            return self._columns.copy(self._slot_indices[samples], into)
-        found = [self.read_sample(sample) for sample in samples.tolist()]
-        whole = [arrays for arrays in found if arrays is not None]
-        return stack_samples(whole, self.layout) if len(whole) == len(found) else None
+    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+        """Copies samples for which `can_copy` holds into an array per component, not verified."""
+        return self._columns.copy(self._slot_indices[samples], into)
 
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
-    ) -> tuple[list[np.ndarray] | None, np.ndarray]:
-        """Copies samples for which `can_copy` holds, and verifies the bytes in the same pass.
+    ) -> tuple[Arrays | None, np.ndarray]:
+        """Does what `gather` does and verifies the bytes in the same pass.
 
-        Returns an array `[n, *shape]` per component, or `None` if a sample is corrupted or another
-        process has cleared or rewritten one in the meantime; then the indices of corrupted samples,
-        which are not ready any more.
+        Returns the copies, or `None` if a sample is corrupted or another process has cleared or
+        rewritten one in the meantime, and the indices of corrupted samples, now not ready.
         """
         # Makes background verification yield. Lost updates of this counter by concurrent threads
         # are harmless.
@@ -207,15 +168,12 @@ class Pool:
         whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
         return targets if whole else None, corrupt
 
-    def read_sample(self, sample: int) -> list[np.ndarray] | None:
-        """Returns one ready sample, or `None` if another process has cleared it since.
-
-        If samples differ in size it is a copy, because others may reuse the bytes in the heap;
-        otherwise its arrays are views of the store.
-        """
+    def read_sample(self, sample: int) -> Arrays | None:
+        """Returns one ready sample, or `None` if another process has cleared it since."""
         index = self._slot_indices[sample]
         if self._heap is None:
             return self._columns.views(index)
+        # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
         rows, contents = self._columns.read(index)
         # The writer of another sample may have reused these bytes during the copy, but only after
@@ -272,20 +230,13 @@ class Pool:
             if self._heap:
                 self._heap.note_freed()
 
+    @override
     def close(self) -> None:
-        """Ends the mappings and threads of this object; arrays from `gather` remain valid."""
-        # Must come first, because the thread reads the objects that are closed below.
+        # The thread must end first, because it reads the mappings; its steps hold this store.
         if self._background is not None:
             self._background.close()
-            # Its steps hold a reference to this store.
             self._background = None
-        self._columns.close()
-        self._words.close()
+        # Mappings and their descriptors end with the last array into them.
+        for name in ("_columns", "_heap", "_words"):
+            vars(self).pop(name, None)
         self._folder.close()
-
-
-def open_existing(folder: Path) -> Pool:
-    """Returns an existing store."""
-    with open_pool_folder(folder) as directory:
-        spec = PoolSpec.from_dict(read_checked_header(directory))
-        return Pool(folder, lambda: spec, directory.access)

@@ -14,8 +14,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.sources.files import contents_digest, read_listed
-from datacache.sources.source import RandomSource, SourceError, digest
+from datacache.sources.source import RandomSource, SourceError, contents_digest, digest, read_listed
 
 log = logging.getLogger("datacache")
 _Answer = TypeVar("_Answer")
@@ -164,7 +163,6 @@ def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
 
 
 def _folders(path: Path) -> list[str]:
-    """Returns the names of the folders of classes in a folder, in alphabetical order."""
     return sorted(entry.name for entry in _entries(path) if _asked(entry.is_dir))
 
 
@@ -186,7 +184,6 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, FileStatus]]:
-    """Returns path and status of each file below a folder."""
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
     # Each folder with the resolved paths of itself and its ancestors.
     root = path.resolve()

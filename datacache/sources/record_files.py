@@ -1,4 +1,4 @@
-"""Examples in TFRecord files of other programs, such as the usual ImageNet scripts."""
+"""Sources of records in files: examples in TFRecord files, such as the usual ImageNet scripts'."""
 
 from __future__ import annotations
 
@@ -13,48 +13,36 @@ import tensorflow as tf
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.pool.index import Index
-from datacache.sources.files import contents_digest
-from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
-from datacache.sources.tfrecord_format import TfRecords, find_all_records
+from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
+from datacache.sources.tfrecord_format import Index, TfRecords, find_all_records
 
 SEARCHES = 32
 """Files that are searched concurrently: on a network file system each read waits."""
 
 
-class RecordFilesSource(RandomSource, IndexedSource):
-    """Records of TFRecord files; see `from_tfrecords`."""
+class RecordSource(RandomSource):
+    """Records of files by index: `parts` are the first record of each file, and their number."""
 
-    def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
-        self._features = None if features is None else dict(features)
-        self._names = [os.path.basename(path) for path in paths]
-        _check_form(paths[0])
-        with ThreadPoolExecutor(SEARCHES) as threads:
-            found = list(threads.map(_searched, paths))
-        self._files = [
-            TfRecords.known(path, entries, listed)
-            for path, (entries, listed) in zip(paths, found, strict=True)
-        ]
-        self._ends = np.cumsum([len(entries) for entries, _ in found])
-        if not len(self):
-            raise SourceError(
-                f"A source must have samples. Received: {len(paths)} TFRecord file(s) without "
-                f"records, the first of them {self._names[0]}. Pass other files."
-            )
-        files = [(name, *listed[:2]) for name, (_, listed) in zip(self._names, found, strict=True)]
-        self.identity = {
-            "kind": "tfrecords",
-            "files": digest(files),
-            "contents": contents_digest(len(paths), lambda file: (paths[file], found[file][1])),
-            "features": repr(features),
+    def __init__(
+        self,
+        paths: Sequence[str],
+        files: Sequence[Any],
+        parts: Sequence[tuple[int, int]],
+        listed: Sequence[FileStatus],
+        identity: dict[str, Any],
+    ) -> None:
+        self._names, self._files = list(map(os.path.basename, paths)), files
+        self._skips = [skip for skip, _ in parts]
+        self._ends = np.cumsum([take for _, take in parts])
+        described = zip(self._names, parts, listed, strict=True)
+        self.identity = identity | {
+            "files": digest([(name, *part, *status[:2]) for name, part, status in described]),
+            "contents": contents_digest(len(paths), lambda file: (paths[file], listed[file])),
         }
         self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
     def __len__(self) -> int:
         return int(self._ends[-1])
-
-    def __str__(self) -> str:
-        return f"{len(self._files)} TFRecord file(s)"
 
     @override
     def name(self, sample: int) -> str:
@@ -66,20 +54,49 @@ class RecordFilesSource(RandomSource, IndexedSource):
         file, record = self._locate(sample)
         return [np.array(self._files[file].read(record), object)]
 
-    @override
     def keep_index(self, index: Index) -> None:
+        """Stores the offsets of records in an index, and uses those that are there."""
         for number, (file, end) in enumerate(zip(self._files, self._ends.tolist(), strict=True)):
             file.keep_index(index, number, end)
+
+    def _locate(self, sample: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, sample, side="right"))
+        before = int(self._ends[file - 1]) if file else 0
+        return file, sample - before + self._skips[file]
+
+
+class RecordFilesSource(RecordSource):
+    """Records of TFRecord files; see `from_tfrecords`."""
+
+    def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
+        self._features = None if features is None else dict(features)
+        _check_form(paths[0])
+        with ThreadPoolExecutor(SEARCHES) as threads:
+            found = list(threads.map(_searched, paths))
+        if not any(len(entries) for entries, _ in found):
+            raise SourceError(
+                f"A source must have samples. Received: {len(paths)} TFRecord file(s) without "
+                f"records, the first of them {os.path.basename(paths[0])}. Pass other files."
+            )
+        super().__init__(
+            paths,
+            [
+                TfRecords(path, 0, len(entries), listed, entries)
+                for path, (entries, listed) in zip(paths, found, strict=True)
+            ],
+            [(0, len(entries)) for entries, _ in found],
+            [listed for _, listed in found],
+            {"kind": "tfrecords", "features": repr(features)},
+        )
+
+    def __str__(self) -> str:
+        return f"{len(self._files)} TFRecord file(s)"
 
     @override
     def decode(self, *stored: Any) -> Any:
         if self._features is None:
             return stored[0]
         return tf.io.parse_single_example(stored[0], self._features)
-
-    def _locate(self, sample: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, sample, side="right"))
-        return file, sample - (int(self._ends[file - 1]) if file else 0)
 
 
 def from_tfrecords(
@@ -128,7 +145,6 @@ def from_tfrecords(
 
 
 def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
-    """Returns the record offsets of a file, and its status."""
     try:
         # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))

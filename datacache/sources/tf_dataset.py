@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.from_tfposeidon import datasets, drawing_ops, functions, kind_of, ops
+from datacache.from_tfposeidon import graphs
 from datacache.graphs import shuffling, warn_of_draws
-from datacache.pool.layout import as_array
+from datacache.pool.spec import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
 from datacache.sources.tfrecord_format import find_damage
 
@@ -49,7 +49,11 @@ class DatasetSource(StreamSource):
                 "A dataset must have the same elements in the same order each time. Received: a "
                 f"dataset with {unsteady}."
             )
-        draws = {op for graph in functions(dataset) for op in drawing_ops(ops(graph))}
+        draws = {
+            op
+            for graph in graphs.functions(dataset)
+            for op in graphs.drawing_ops(graphs.ops(graph))
+        }
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
         first = list(self._read(FIRST))
@@ -116,7 +120,7 @@ class DatasetSource(StreamSource):
 
     def _record_files(self) -> list[str]:
         """Returns the names of the TFRecord files of a `TFRecordDataset`."""
-        files = [one for one in datasets(self._dataset) if "TFRecord" in kind_of(one)]
+        files = [one for one in graphs.datasets(self._dataset) if "TFRecord" in graphs.kind_of(one)]
         names = [one._filenames for one in files if hasattr(one, "_filenames")]
         paths = {path.decode() for name in names for path in _texts(name)}
         return sorted(path for path in paths if os.path.isfile(path))

@@ -7,76 +7,38 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.pool.index import Index
-from datacache.sources.files import contents_digest, refuse_changed
-from datacache.sources.source import IndexedSource, RandomSource, SourceError, digest
-from datacache.sources.tfrecord_format import TfRecords
+from datacache.sources.record_files import RecordSource
+from datacache.sources.source import SourceError, refuse_changed
+from datacache.sources.tfrecord_format import Index, TfRecords
 
 
-class TfdsSource(RandomSource, IndexedSource):
+class TfdsSource(RecordSource):
     """Records of a split; see `from_tfds`."""
 
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
         self._features, self._decoders = _select_features(builder.info.features, decoders)
-        parts, read = _file_instructions(builder, split), _shard_type(builder)
-        listed = [_status(part.filename) for part in parts]
-        self._shards = [
-            (read(part.filename, part.skip, part.take, status), part.skip)
-            for part, status in zip(parts, listed, strict=True)
+        instructions, read = _file_instructions(builder, split), _shard_type(builder)
+        paths = [str(one.filename) for one in instructions]
+        parts = [(one.skip, one.take) for one in instructions]
+        listed = list(map(_status, paths))
+        files = [
+            read(path, *part, status)
+            for path, part, status in zip(paths, parts, listed, strict=True)
         ]
-        self._names = [os.path.basename(part.filename) for part in parts]
-        self._ends = np.cumsum([part.take for part in parts])
         # Decoders are left out: their effect is in the traced graph, and their names in Python
         # differ between processes.
-        files = [
-            (name, part.skip, part.take, *status[:2])
-            for name, part, status in zip(self._names, parts, listed, strict=True)
-        ]
-        self.identity = {
-            "kind": "tfds",
-            "name": builder.info.full_name,
-            "files": digest(files),
-            "contents": contents_digest(
-                len(parts), lambda file: (str(parts[file].filename), listed[file])
-            ),
-        }
-        self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+        identity = {"kind": "tfds", "name": builder.info.full_name}
+        super().__init__(paths, files, parts, listed, identity)
 
     def __str__(self) -> str:
         return f"{self.identity['name']} of tensorflow-datasets"
 
     @override
-    def name(self, sample: int) -> str:
-        shard, record = self._locate(sample)
-        return f"record {record} of {self._names[shard]}"
-
-    @override
-    def read(self, sample: int) -> list[np.ndarray]:
-        shard, record = self._locate(sample)
-        return [np.array(self._shards[shard][0].read(record), object)]
-
-    @override
-    def keep_index(self, index: Index) -> None:
-        shards = zip(self._shards, self._ends.tolist(), strict=True)
-        for number, ((shard, _), end) in enumerate(shards):
-            shard.keep_index(index, number, end)
-
-    @override
     def decode(self, *stored: Any) -> Any:
         return self._features.deserialize_example(stored[0], decoders=self._decoders)
-
-    def _locate(self, sample: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self._ends, sample, side="right"))
-        before = int(self._ends[shard - 1]) if shard else 0
-        return shard, sample - before + self._shards[shard][1]
 
 
 def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: Any) -> TfdsSource:

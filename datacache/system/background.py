@@ -1,30 +1,41 @@
-"""Work on a background thread during the setup of a job."""
+"""Work on threads: in windows, and in the background during the setup of a job."""
 
 from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from datacache import native
 
+IN_FLIGHT = 4
+"""Windows, or batches, that are filled concurrently: some are read while another is decoded."""
+WINDOW_SAMPLES = 64
+"""Samples that are filled together: enough to amortize the Python overhead per window."""
 STEP_BYTES = 2**24
 """Bytes of one step: some milliseconds, in which no other thread can map or unmap memory."""
 
 
-class BackgroundSteps(threading.Thread):
-    """Daemon thread that takes steps until all are done or it is closed.
+def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
+    """Returns samples in windows of nearly equal size."""
+    return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
-    Example:
-      >>> done = []
-      >>> steps = BackgroundSteps(done.append(i) for i in range(3))
-      >>> steps.join()
-      >>> done
-      [0, 1, 2]
-    """
+
+def done_in_windows(work: Callable[[np.ndarray], Any], samples: np.ndarray) -> Iterator[int]:
+    """Runs work for all samples on a few threads; yields the sizes of finished windows."""
+    parts = windows(samples)
+    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="datacache") as threads:
+        for part, _ in zip(parts, threads.map(work, parts), strict=True):
+            yield len(part)
+
+
+class BackgroundSteps(threading.Thread):
+    """Daemon thread that takes steps until all are done or it is closed."""
 
     def __init__(self, steps: Iterable[None]) -> None:
         super().__init__(name="datacache background", daemon=True)
@@ -44,12 +55,10 @@ class BackgroundSteps(threading.Thread):
 
 
 def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> Iterator[None]:
-    """Creates the page tables of mappings, one step for each element of the iterator.
-
-    A process that opens a warm store finds its pages in memory, but has no page tables for them,
-    and none for its batches. A page fault at the first access of each page would nearly double the
-    time of the first epoch. The iterator ends early without support by the kernel or the library.
-    """
+    """Creates the page tables of mappings in steps, if the kernel and the library can."""
+    # A process that opens a warm store finds its pages in memory, but has no page tables for them,
+    # and none for its batches. A page fault at the first access of each page would nearly double
+    # the time of the first epoch.
     for pages in (np.frombuffer(mapping, np.uint8) for mapping in mappings):
         for begin in range(0, len(pages), STEP_BYTES):
             if not native.populate_pages(pages[begin : begin + STEP_BYTES], new):

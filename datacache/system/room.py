@@ -1,4 +1,4 @@
-"""Free space for stores on disks and in memory, and its reservation."""
+"""Free space for stores on disks and in memory, its share for a store, and its reservation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ import os
 import shutil
 from pathlib import Path
 
-from datacache.from_tfposeidon import available_memory, is_memory
+from datacache.from_tfposeidon import available_memory, is_memory, parse_share, parse_size
+from datacache.system.descriptors import Descriptor
 
 STEP_BYTES = 2**26
 """Bytes that are reserved at a time. Large enough to be fast on a file system, and small enough to
 notice in time if other processes use up the memory."""
-
 SMALL_FILES_BYTES = 2**16
 """Bytes of a store besides its samples: a few pages for each of its small files."""
+
+
+def budget_bytes(budget: int | str, free: int) -> int:
+    """Returns the bytes of a budget, at most the free bytes."""
+    text = str(budget)
+    try:
+        share, size_bytes = (parse_share(text), 0.0) if "%" in text else (0.0, parse_size(text))
+    except ValueError:
+        share = size_bytes = 0.0
+    if not share and not size_bytes:
+        raise ValueError(
+            '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" '
+            f'(powers of two) or a share of the free space ("80%"). Received: budget={budget!r}'
+        )
+    # Rounded, because 0.29 * 100 is slightly less than 29.
+    return min(round(share * free + size_bytes), free)
 
 
 def free_bytes(path: Path) -> int:
@@ -25,13 +41,12 @@ def free_bytes(path: Path) -> int:
     return min(free, available_memory()) if is_memory(path.stat().st_dev) else free
 
 
-def reserve(handle: int, offset: int, size: int) -> None:
-    """Reserves space for a part of a file.
-
-    A process that writes into a hole of a sparse file through a mapping is killed if the disk is
-    full (SIGBUS). For a file in memory that exceeds the available memory, the kernel kills
-    processes, so available memory is checked before each step.
-    """
+def reserve(file: Descriptor, offset: int, size: int) -> None:
+    """Reserves space for a part of a file, or raises `OSError` if it is full."""
+    # A process that writes into a hole of a sparse file through a mapping is killed if the disk is
+    # full (SIGBUS). For a file in memory that exceeds the available memory, the kernel kills
+    # processes, so available memory is checked before each step.
+    handle = file.fileno()
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
     # If a file system does not support allocation, the C library writes zeros until it is full.
@@ -39,21 +54,12 @@ def reserve(handle: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for begin in range(offset, offset + size, STEP_BYTES):
         step = min(STEP_BYTES, offset + size - begin)
-        if in_memory and not _is_allocated(handle, begin, step) and step > available_memory():
+        is_allocated = in_memory and os.lseek(handle, begin, os.SEEK_HOLE) >= begin + step
+        if in_memory and not is_allocated and step > available_memory():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(handle, begin, step)
 
 
 def means_full(error: OSError) -> bool:
-    """Returns whether an error means that the file system or its owner's quota is full.
-
-    Example:
-      >>> means_full(OSError(errno.ENOSPC, "")), means_full(OSError(errno.EACCES, ""))
-      (True, False)
-    """
+    """Returns whether an error means that the file system or its owner's quota is full."""
     return error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
-
-
-def _is_allocated(handle: int, offset: int, size: int) -> bool:
-    """Returns whether a file in memory has all these pages."""
-    return os.lseek(handle, offset, os.SEEK_HOLE) >= offset + size

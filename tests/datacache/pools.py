@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from datacache.pool.layout import Layout
 from datacache.pool.pool import Pool
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 
 SAMPLES = 40
 

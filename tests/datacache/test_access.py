@@ -1,7 +1,6 @@
 """Pools and other users of the node: nothing of theirs is used, and nothing of ours is given."""
 
 import contextlib
-import grp
 import json
 import logging
 import os
@@ -18,13 +17,10 @@ import pytest
 from datacache.errors import CacheError
 from datacache.pool import folder as folders
 from datacache.pool.folder import own_memory, remove
-from datacache.pool.index import ENTRY_BYTES, Index
 from datacache.pool.inspection import find_pools, inspect_pool
-from datacache.pool.layout import Layout
-from datacache.pool.pool import Pool, open_existing
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
-from datacache.system.access import PRIVATE, Access, Directory
+from datacache.pool.pool import Pool
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
+from datacache.sources.tfrecord_format import ENTRY_BYTES, Index
 from tests.launch import ROOT
 
 SAMPLES = 5
@@ -36,7 +32,7 @@ import numpy.testing
 from pathlib import Path
 from tests.datacache.test_access import *
 os.setgroups([])
-os.setgid({group})
+os.setgid({user})
 os.setuid({user})
 os.umask(0)
 shared = Path({shared!r})
@@ -44,13 +40,12 @@ shared = Path({shared!r})
 another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
 
 
-def pool(path, access=PRIVATE):
+def pool(path):
     return Pool(
         path,
         lambda: PoolSpec(
             layout=LAYOUT, shard=SampleShard(samples=SAMPLES, slots=SAMPLES), heap_bytes=1000
         ),
-        access,
     )
 
 
@@ -58,12 +53,12 @@ def sample(number):
     return [np.full(3, number, "uint8"), np.array(b"x" * number, object)]
 
 
-def nobody(shared, script, group=NOBODY):
+def nobody(shared, script):
     """Runs a script as another user, who makes files that are open to all.
 
     Returns the JSON that it prints, if any.
     """
-    whole = AS_NOBODY.format(user=NOBODY, group=group, shared=str(shared)) + script
+    whole = AS_NOBODY.format(user=NOBODY, shared=str(shared)) + script
     done = subprocess.run(
         [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -81,8 +76,8 @@ def shared(monkeypatch):
     shutil.rmtree(path)
 
 
-def filled(path, access=PRIVATE):
-    made = pool(path, access)
+def filled(path):
+    made = pool(path)
     for number in range(SAMPLES):
         made.put(number, sample(number))
     return made
@@ -131,7 +126,7 @@ def test_what_another_user_made_is_refused(shared):
     before = {path: path.stat().st_mtime_ns for path in shared.rglob("*")}
     with pytest.raises(
         CacheError,
-        match=rf"owned by its users. Received: .*{ours}, owned by user {NOBODY}, expected user 0",
+        match=rf"owned by its user. Received: .*{ours}, owned by user {NOBODY}, expected user 0",
     ):
         own_memory()
     for name in ("theirs", "free"):
@@ -143,7 +138,7 @@ def test_what_another_user_made_is_refused(shared):
         with pytest.raises(CacheError, match=rf"owned by user {NOBODY}"):
             remove(shared / name)
     with pytest.raises(CacheError, match=rf"owned by user {NOBODY}"):
-        open_existing(shared / "theirs")
+        Pool(shared / "theirs")
     assert shared / "theirs" in find_pools(shared)
     assert f"owned by user {NOBODY}" in inspect_pool(shared / "theirs").trouble
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*")} == before
@@ -154,7 +149,7 @@ def test_links_are_not_followed(shared):
     victim.write_text("mine")
     elsewhere = filled(shared / "elsewhere").folder
     (shared / "link").symlink_to(elsewhere)
-    for opened in (pool, open_existing, remove):
+    for opened in (pool, Pool, remove):
         with pytest.raises(
             CacheError,
             match=r"must not be or contain a link. Received: .*link, a link to .*elsewhere. Check",
@@ -192,7 +187,7 @@ def test_folders_and_files_that_others_can_write_to(shared):
         path.chmod(mode)
         with pytest.raises(
             CacheError,
-            match=rf"accessible to user \d+ only. Received: {path} with mode {mode:o} .*"
+            match=rf"accessible to user \d+ only. Received: {path} with mode {mode:o}, "
             rf"expected mode {before:o}. If no ",
         ) as refused:
             pool(made.folder)
@@ -220,7 +215,7 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
         path.chmod(mode)
     assert "must be accessible to" in inspect_pool(made.folder).trouble
     with pytest.raises(CacheError, match=r"accessible to user \d+ only"):
-        open_existing(made.folder)
+        Pool(made.folder)
     assert {path: path.stat().st_mode & 0o7777 for path in paths} == paths
     with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
@@ -229,43 +224,6 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     remaining = own_memory()
     remaining.chmod(0o755)
     assert own_memory().stat().st_mode & 0o7777 == 0o700
-
-
-def test_a_groups_folder_is_corrected_by_what_its_error_says(shared):
-    access = Access(group=os.getegid())
-    made = filled(shared / "own")
-    made.folder.chmod(0o2772)
-    with pytest.raises(CacheError, match=r"correct it") as refused:
-        pool(made.folder, access)
-    subprocess.run(
-        re.findall(r"correct it: (.*); otherwise", str(refused.value))[0], shell=True, check=True
-    )
-    check_all(pool(made.folder, access))
-
-
-def test_a_groups_folder_is_there_once_it_is_the_groups(shared, monkeypatch):
-    """Another rank would refuse it, and a kill in between would leave it so."""
-    access, path, given = Access(group=os.getegid()), shared / "root", []
-
-    def give(self, handle, mode):
-        given.append(path.exists())
-        before(self, handle, mode)
-
-    before = Access.give
-    monkeypatch.setattr(Access, "give", give)
-    Directory.create(path, access).close()
-    assert given == [False]
-    # Whoever comes second takes what is there, empty or not.
-    was = path.stat().st_ino
-    monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    Directory.create(path, access).close()
-    assert path.stat().st_ino == was
-    assert list(shared.iterdir()) == [path]
-    # Where the file system cannot do it.
-    monkeypatch.setattr("datacache.system.access.rename_new", lambda *_: False)
-    Directory.create(shared / "other", access).close()
-    assert sorted(shared.iterdir()) == [shared / "other", path]
-    assert {one.stat().st_mode & 0o7777 for one in shared.iterdir()} == {0o2770}
 
 
 def test_an_index_outlives_its_pool(shared):
@@ -302,62 +260,3 @@ def test_an_index_is_opened_as_its_pool(shared):
     with pytest.raises(CacheError, match=r"a link to .*victim"):
         Index(folder, SAMPLES)
     assert victim.read_text() == "mine"
-
-
-@another_user
-def test_groups_share_where_asked(shared):
-    access = Access.of(NOBODY)
-    assert Access.of(grp.getgrgid(NOBODY).gr_name) == access
-    root = own_memory(access)
-    assert root == shared / f"datacache-group-{NOBODY}"
-    made, index = filled(root / "ours", access), Index(root / "ours", SAMPLES, access)
-    modes = {path.stat().st_mode & 0o7777 for path in [root, *root.rglob("*")]}
-    assert modes == {0o2770, 0o660}
-    assert {path.stat().st_gid for path in root.rglob("*")} == {NOBODY}
-    script = """
-import json
-access = Access.of(65534)
-theirs = pool(own_memory(access) / 'ours', access)
-check_all(theirs)
-theirs._words.array[2] = 0
-theirs.put(2, sample(2))
-index = Index(own_memory(access) / 'ours', SAMPLES, access)
-with index.locked_part(2):
-    index.entries[2] = 7
-filled(own_memory(access) / 'theirs', access)
-found = find_pools(own_memory(access))
-print(json.dumps([path.name for path in found if not inspect_pool(path).trouble]))
-"""
-    begin = (
-        f"from datacache.pool import folder as folders\nfolders.SHARED_MEMORY = {str(shared)!r}\n"
-    )
-    assert nobody(shared, begin + script) == ["ours", "theirs"]
-    check_all(made)
-    assert index.entries[:, 1].tolist() == [0, 0, 7, 0, 0]
-    check_all(pool(root / "theirs", access))
-    check_all(open_existing(root / "theirs"))
-    for opened, asked in ((root / "ours", PRIVATE), (filled(shared / "own").folder, access)):
-        with pytest.raises(
-            CacheError,
-            match=r"must be accessible to .* only. Received: .*To share with a group, pass `group`",
-        ):
-            pool(opened, asked)
-    # One that the group may use, made by somebody who is not in it.
-    (root / "ours").chmod(0o2770)
-    os.chown(root / "ours", 1, NOBODY)
-    with pytest.raises(CacheError, match=r"ours, owned by user 1, expected members of group 65534"):
-        pool(root / "ours", access)
-
-
-def test_groups_that_are_none(monkeypatch):
-    with pytest.raises(
-        ValueError,
-        match=r"`group` must be the name or number of a group. Received: group='no such'",
-    ):
-        Access.of("no such")
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(os, "getgroups", lambda: [])
-    with pytest.raises(
-        ValueError, match=r"`group` must be a group of this user. Received: group=65534. List"
-    ):
-        Access.of(65534)

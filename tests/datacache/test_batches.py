@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from datacache.batches import BUFFERS, LARGE_PAGE, Buffers
-from datacache.pool.layout import Layout
+from datacache.pool.spec import Layout
 from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 

@@ -13,7 +13,7 @@ from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 def test_corrupt_samples_heal(images, opened, verify, caplog):
     opened(images).warm(progress=False)
     cache = opened(images, verify=verify)
-    pool = cache._levels.memory
+    pool = cache._tiers.pool
     pool._columns.arrays[0][7, 0, 0, 0] ^= 1
     data = cache.dataset(BATCH)
     assert sorted(sample_numbers(data)) == list(range(SAMPLES))
@@ -44,7 +44,7 @@ class Flaky:
 
 
 def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
-    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     cache = opened(Flaky(source, 2))
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import datacache
-from datacache.levels.fingerprint import trace
+from datacache.tiers.preprocessing import Preprocessing
 from tests import drawn
 from tests.datacache.caches import BATCH
 
@@ -106,7 +106,7 @@ def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         opened(images, random)
         opened(images, python)
-        trace(datacache.from_folder(images), reads)
+        Preprocessing(datacache.from_folder(images), reads)
     assert "uses random ops (RandomUniform" in caplog.text
     assert "calls Python code" in caplog.text
     assert "reads files (ReadFile), which" in caplog.text
@@ -152,7 +152,7 @@ def _box(image):
 )
 def test_what_draws_is_said_once(draws, op, images, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
-        trace(datacache.from_folder(images), lambda *stored: draws(_as_float(*stored)))
+        Preprocessing(datacache.from_folder(images), lambda *stored: draws(_as_float(*stored)))
     assert caplog.text.count("uses random ops") == 1
     assert op in caplog.text
 
@@ -171,7 +171,7 @@ def test_what_draws_is_said_once(draws, op, images, caplog):
 )
 def test_what_draws_nothing_is_not_said_to(steady, images, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
-        trace(datacache.from_folder(images), lambda *stored: steady(_as_float(*stored)))
+        Preprocessing(datacache.from_folder(images), lambda *stored: steady(_as_float(*stored)))
     assert "uses random ops" not in caplog.text
 
 

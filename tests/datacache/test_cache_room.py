@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_read_through(images, tmp_path, opened, memory):
     kept = 5 if memory else 0
     assert cache.stats().memory_hits in (2 * kept, 2 * kept + 1)
     # The first one is read once more if there is no room for it.
-    first = cache._levels.memory is None or not cache._levels.memory.has_room(np.array([0]))[0]
+    first = cache._tiers.pool is None or not cache._tiers.pool.has_room(np.array([0]))[0]
     assert cache.stats().source_reads == 3 * SAMPLES - 2 * kept + first
     assert cache.stats().unkept == 3 * (SAMPLES - kept)
 
@@ -74,7 +74,7 @@ def test_cleared_again_and_again_with_many_sizes(images, opened):
     cache = opened(images, preprocess, variable_shapes=True, budget=room)
     for _ in range(4):
         cache.warm(progress=False)
-        assert cache._levels.memory.filled == SAMPLES
+        assert cache._tiers.pool.filled == SAMPLES
         cache.clear()
     assert cache.stats().unkept == 0
 
@@ -86,7 +86,7 @@ def test_what_has_no_room_is_said(images, opened, caplog):
         cache.warm(progress=False)
     assert (
         caplog.text.count(
-            f"the store {cache._levels.memory.folder} is full, so other samples are read from"
+            f"the store {cache._tiers.pool.folder} is full, so other samples are read from"
         )
         == 1
     )
@@ -104,7 +104,7 @@ def test_a_pool_whose_names_go_while_it_is_used(images, tmp_path, opened, sizes,
     cache = opened(images, preprocess, variable_shapes=sizes == "many")
     batches = iter(cache.dataset(BATCH, shuffle=False))
     read = [next(batches)]
-    for file in cache._levels.memory.folder.iterdir():
+    for file in cache._tiers.pool.folder.iterdir():
         if what == "all" or file.name in ("users", "claims", "end"):
             file.unlink()
     read += batches
@@ -171,23 +171,23 @@ def test_pools_that_nobody_has_open_go_where_room_is_needed(
     def taken():
         return sum(512 * path.stat().st_blocks for path in root.rglob("*") if path.is_file())
 
-    for module in ("system.room", "pool.idle"):
+    for module in ("system.room", "pool.inspection"):
         monkeypatch.setattr(f"datacache.{module}.is_memory", lambda device: True)
     caches = [opened(images, version=version) for version in range(2)]
     total = taken() + 3000
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: total - taken())
     with caplog.at_level(logging.WARNING, "datacache"):
         few = opened(images, version=2)
-        assert few._levels.memory is None or few._levels.memory.slots < SAMPLES
+        assert few._tiers.pool is None or few._tiers.pool.slots < SAMPLES
         few.close()
         assert "removed" not in caplog.text
-        folders = [cache._levels.memory.folder for cache in caches]
+        folders = [cache._tiers.pool.folder for cache in caches]
         for cache in caches:
             cache.warm(progress=False)
             cache.close()
         os.utime(folders[1] / "users", (0, 0))
         again = opened(images, version=3)
-    assert again._levels.memory.slots == SAMPLES
+    assert again._tiers.pool.slots == SAMPLES
     assert " to free " in caplog.text
     assert "it was last opened at 1970" in caplog.text
     kept = opened(images, version=0)

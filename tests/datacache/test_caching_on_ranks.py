@@ -13,7 +13,7 @@ import datacache
 import keras_callbacks
 import tfposeidon as tp
 from datacache.nodes.sample_exchange import SampleExchange
-from datacache.pool.layout import Layout
+from datacache.pool.spec import Layout
 from tests import drawn
 from tests.helpers.caching import BATCH, SAMPLES, make_folder
 from tests.helpers.checks import Raises
@@ -58,12 +58,12 @@ def test_epochs_are_exact_and_the_source_is_read_once(wire):
         # pool.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
-        assert cache._levels.memory.slots == SAMPLES
+        assert cache._tiers.pool.slots == SAMPLES
         cache.close()
         again = _open(wire, folder)
         again.warm(progress=False)
         assert (
-            _over_ranks(wire, len(again._levels.missing(np.arange(SAMPLES))))
+            _over_ranks(wire, len(again._tiers.missing(np.arange(SAMPLES))))
             == [0] * wire.topology.size
         )
         _check_epochs(wire, again)
@@ -88,7 +88,7 @@ def test_each_node_keeps_its_part(wire):
         return
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
-        memory = cache._levels.memory
+        memory = cache._tiers.pool
         assert (
             memory.slots
             == memory.spec.shard.assigned_samples

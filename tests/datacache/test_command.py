@@ -13,12 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache.command.main import main
+from datacache.__main__ import main
 from datacache.pool import inspection
-from datacache.pool.layout import Layout
-from datacache.pool.pool import Pool, open_existing
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.pool import Pool
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 
 SAMPLES = 12
 ROOT = Path(__file__).parents[2]
@@ -70,7 +68,7 @@ def _listed(capsys, *folders):
 def test_ls(pools, capsys):
     (pools / "notes.txt").write_text("no pool")
     (pools / "thesis").mkdir()
-    user = open_existing(pools / "b")
+    user = Pool(pools / "b")
     before = _state(pools)
     assert main(["ls", str(pools)]) == 0
     heading, *rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -101,18 +99,15 @@ def test_ls_for_machines(pools, capsys):
         "",
     )
     assert one["layout"]["components"][0] == {"dtype": "string", "shape": []}
-    assert one["heap_capacity"] == 10**4
-    assert 0 < one["heap_used"] <= one["bytes"]
+    assert one["bytes"] > 0
     assert (found["c"]["node"], found["c"]["nodes"], found["c"]["slots"]) == (1, 2, 6)
     assert found["a"]["opened"].startswith(("1970", "1969"))
-    open_existing(pools / "a").close()
-    assert (
-        found["a"]["made"][:4] == _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
-    )
+    Pool(pools / "a").close()
+    assert _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
 
 
 def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.command.main.default_memory", lambda: str(tmp_path / "shm"))
+    monkeypatch.setattr("datacache.__main__.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
     assert capsys.readouterr().out == f"No stores in {tmp_path}/shm.\n"
     _filled(tmp_path / "shm" / "one")
@@ -121,7 +116,7 @@ def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     # What the error of a folder that others can write to says.
     (tmp_path / "shm").chmod(0o777)
     assert main(["ls"]) == 2
-    assert f"remove it: python -m datacache rm --all {tmp_path}/shm. To" in capsys.readouterr().err
+    assert f"remove it: python -m datacache rm --all {tmp_path}/shm\n" in capsys.readouterr().err
     _filled(tmp_path / "shm" / "two")
     (tmp_path / "shm" / "two").chmod(0o777)
     assert main(["rm", "--all", f"{tmp_path}/shm/two"]) == 0
@@ -183,10 +178,8 @@ def test_broken_pools_are_said_and_removed(pools, capsys, damage):
     said = capsys.readouterr().out
     assert "unusable, idle" in said
     assert f"{pools}/a cannot be used. {found['a']['trouble']}\n" in said
-    for command in ("stats", "verify"):
-        assert main([command, str(pools / "a")]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err) == ("", f"datacache: {found['a']['trouble']}\n")
+    assert main(["verify", str(pools / "a")]) == 2
+    assert capsys.readouterr() == ("", f"datacache: {found['a']['trouble']}\n")
     assert main(["rm", str(pools / "a")]) == 0
     assert not (pools / "a").exists()
 
@@ -206,12 +199,10 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
     for name in (
         "_looks_like_a_pool",
         "_report",
-        "_allocated_bytes",
-        "_changed",
+        "_local_time",
         "_in_use",
-        "_contents",
         "read_checked_header",
-        "_read",
+        "_count_ready",
     ):
         monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
     while True:
@@ -220,29 +211,7 @@ def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
         if (pools / "b").exists():
             break
         _filled(pools / "b", layout=VARYING)
-    assert steps > 20
-
-
-def test_stats(pools, capsys):
-    user = open_existing(pools / "b")
-    assert main(["stats", str(pools / "b")]) == 0
-    facts = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert facts["source"] == "images in /data"
-    assert facts["samples"] == "5 ready, capacity 5, 12 in the source"
-    assert facts["shard"] == "whole source: 5 samples that fit, selected with seed 0"
-    assert facts["sample"] == "string[], float32[]"
-    assert facts["columns"] == "20 B per sample, 192 B in total"
-    assert facts["heap"].endswith("used of at most 10.00 kB")
-    assert facts["opened"].endswith("in use")
-    user.close()
-    assert main(["stats", str(pools / "c")]) == 0
-    said = capsys.readouterr().out
-    assert "node 1 of 2 nodes: all samples" in said
-    assert "none, because all samples have the same size" in said
-    assert main(["stats", str(pools)]) == 2
-    assert capsys.readouterr().err.startswith(
-        "datacache: A store must have a header.json. Received: "
-    )
+    assert steps > 12
 
 
 def test_corrupt_samples_are_found_and_made_again(pools, capsys):
@@ -253,7 +222,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
             for name, whole in zip("abc", (12, 5, 2), strict=True)
         )
     )
-    user = open_existing(pools / "a")
+    user = Pool(pools / "a")
     user._columns.arrays[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
@@ -269,7 +238,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
 
 
 def test_rm_leaves_what_is_in_use(pools, capsys):
-    user = open_existing(pools / "b")
+    user = Pool(pools / "b")
     assert main(["rm", "--all", str(pools)]) == 2
     out, err = capsys.readouterr()
     assert [line.partition(": freed ")[0] for line in out.splitlines()] == [
@@ -372,7 +341,7 @@ def test_who_opens_a_pool_while_ls_looks_has_it_alone(pools, monkeypatch):
 
 
 def _run(*arguments):
-    script = "import sys; from datacache.command.main import main; status = main(sys.argv[1:]); "
+    script = "import sys; from datacache.__main__ import main; status = main(sys.argv[1:]); "
     script += "print('tensorflow' in sys.modules, 'keras' in sys.modules, file=sys.stderr); "
     script += "sys.exit(status)"
     return subprocess.run(
@@ -387,7 +356,6 @@ def _run(*arguments):
 def test_tensorflow_stays_away(pools):
     for command, status in (
         (["ls", pools], 0),
-        (["stats", pools / "a"], 0),
         (["verify", pools], 0),
         (["rm", pools / "c"], 0),
         (["rm", pools / "c"], 2),

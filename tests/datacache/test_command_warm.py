@@ -1,12 +1,10 @@
 """`python -m datacache warm` fills pools."""
 
-import os
-
 import pytest
 
 import datacache
-from datacache.command.main import main
-from datacache.pool.pool import open_existing
+from datacache.__main__ import main
+from datacache.pool.pool import Pool
 from tests import drawn
 from tests.datacache.test_command import SAMPLES
 
@@ -31,23 +29,11 @@ def test_warm_disks(images, tmp_path, capsys):
     assert sorted(drawn.numbers(cache.dataset(5), SAMPLES)) == list(range(SAMPLES))
     assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
     cache.close()
-    pool = open_existing(folder)
+    pool = Pool(folder)
     pool._words.array[[2, 5]] = 0
     pool.close()
     assert main(["warm", str(images), "--disk", str(disk)]) == 0
     assert f": 2 files read ({size / SAMPLES * 2 / 1e3:.0f}"[:14] in capsys.readouterr().out
-
-
-def test_warm_disks_of_a_group(images, tmp_path, capsys):
-    command = ["warm", str(images), "--disk", str(tmp_path / "disk"), "--group"]
-    assert main([*command, str(os.getegid())]) == 0
-    (folder,) = (tmp_path / "disk").iterdir()
-    assert folder.stat().st_mode & 0o7777 == 0o2770
-    assert main([*command, "no such"]) == 2
-    assert (
-        "`group` must be the name or number of a group. Received: group='no such'"
-        in capsys.readouterr().err
-    )
 
 
 def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
@@ -64,24 +50,24 @@ def test_warm_takes_what_the_source_takes(images, tmp_path, capsys):
 
 
 def test_warm_without_success(images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     disk = ["--disk", str(tmp_path / "disk")]
     assert main(["warm", str(tmp_path / "nowhere"), *disk]) == 2
     assert "datacache: The folder of a source must exist. Received: " in capsys.readouterr().err
-    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "1800B")
+    monkeypatch.setattr("datacache.tiers.opening.DISK_BUDGET", "1800B")
     assert main(["warm", str(images), *disk]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(
         " files do not fit on the disk. Free space and remove the store, or pass another disk.\n"
     )
     assert 0 < int(out.split()[-2]) < SAMPLES
-    monkeypatch.setattr("datacache.levels.opening.DISK_BUDGET", "9B")
+    monkeypatch.setattr("datacache.tiers.opening.DISK_BUDGET", "9B")
     assert main(["warm", str(images), "--disk", str(tmp_path / "other")]) == 2
     assert (
         "A store needs space for at least one sample. Received: 9 bytes" in capsys.readouterr().err
     )
     monkeypatch.undo()
-    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     monkeypatch.setattr("datacache.sources.image_folder.from_folder", lambda *_, **__: source)
     (images / "class0" / "00003.png").unlink()

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache.loading.crop_and_mirror import CropAndMirror
 from datacache.loading.loader_process import Requests
-from datacache.loading.parallel_loader import LoaderError, ParallelLoader
+from datacache.loading.parallel_loader import CropAndMirror, LoaderError, ParallelLoader
 
 LIMIT_S = 300
 MODES = {"train": 1, "validate": -1}

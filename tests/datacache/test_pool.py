@@ -1,17 +1,15 @@
 """Samples in shared memory: what one process writes, all read; and what a pool keeps."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from datacache.errors import CacheError, NoRoomError
 from datacache.pool.folder import remove
-from datacache.pool.layout import Component, Layout
 from datacache.pool.pool import Pool
-from datacache.pool.records import pack_samples, unpack_sample
-from datacache.pool.shard import SampleShard, owner_nodes
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import Component, Layout, PoolSpec, SampleShard, owner_nodes
 from tests.datacache.pools import (
     LAYOUT,
     SAMPLES,
@@ -24,8 +22,17 @@ from tests.datacache.pools import (
 def test_other_byte_orders_are_kept_as_this_machines():
     array = np.array([1, 2], ">i4")
     layout = Layout.of([array])
-    content, _ = pack_samples([[array]], layout)
-    assert unpack_sample(content, layout)[0].tolist() == [1, 2]
+    content, _ = layout.pack([[array]])
+    assert layout.unpack(content)[0].tolist() == [1, 2]
+
+
+def test_samples_are_unpacked_as_they_were_packed():
+    layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
+    samples = [[np.array([n, 2], "uint8"), np.array(b"text" * n, object)] for n in range(3)]
+    content, lengths = layout.pack(samples)
+    for part, sample in zip(np.split(content, np.cumsum(lengths)[:-1]), samples, strict=True):
+        for got, expected in zip(layout.unpack(part), sample, strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 def test_what_one_writes_another_reads(tmp_path):
@@ -141,4 +148,4 @@ def test_dates_are_not_for_pools():
 
 
 def test_layouts_survive_json():
-    assert Layout.from_dict(json.loads(json.dumps(LAYOUT.to_dict()))) == LAYOUT
+    assert Layout.from_dict(json.loads(json.dumps(asdict(LAYOUT)))) == LAYOUT

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from datacache.pool import pool as pool_module
-from datacache.pool import words
-from datacache.pool.layout import Layout
+from datacache.pool import samples as words
 from datacache.pool.pool import Pool
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from tests.datacache.pools import (
     SAMPLES,
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from datacache import native
-from datacache.pool import columns, words
+from datacache.pool import samples as stored
 from tests.datacache.pools import (
     SAMPLES,
     check_samples,
@@ -83,7 +83,7 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
     looked_at = []
     gather = native.gather
     monkeypatch.setattr(
-        columns, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c)
+        stored, "gather", lambda r, p, i, c=None: looked_at.append(c) or gather(r, p, i, c)
     )
 
     def looks(pool, **again):
@@ -102,7 +102,7 @@ def test_checksums_are_looked_at_once_per_boot_and_not_by_who_wrote(
     assert looks(writer, recheck=True)
     writer.put(3, drawn_sample(3))
     assert looks(new_pool(tmp_path))
-    monkeypatch.setattr(words, "boot_number", lambda: np.uint64(5))
+    monkeypatch.setattr(stored, "boot_number", lambda: np.uint64(5))
     assert [looks(new_pool(tmp_path)) for _ in range(2)] == [True, not compiled]
 
 
@@ -151,7 +151,7 @@ def test_what_changes_while_it_is_looked_at_is_not_corrupt(
                 writer.put(3, drawn_sample(4))
         native.gather(records, places, into, checksums)
 
-    monkeypatch.setattr(columns, "gather", meanwhile)
+    monkeypatch.setattr(stored, "gather", meanwhile)
     found = getattr(reader, look)(everything, recheck=True)
     if look == "gather_verified":
         assert found[0] is None
@@ -165,7 +165,7 @@ def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypa
     pool, other, everything = new_pool(tmp_path), new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         pool.put(index, drawn_sample(index))
-    monkeypatch.setattr(columns, "gather", lambda *given: (native.gather(*given), other.clear()))
+    monkeypatch.setattr(stored, "gather", lambda *given: (native.gather(*given), other.clear()))
     arrays, corrupt = pool.gather_verified(everything)
     assert arrays is None
     assert not corrupt.size
@@ -189,4 +189,4 @@ def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
 
 def test_words_are_shifted_by_numbers_of_their_own_type():
     """NumPy 1 makes no integer of an unsigned one and Python's."""
-    assert type(words.BOOT_SHIFT) is type(words.CONTENT) is np.uint64
+    assert type(stored.BOOT_SHIFT) is type(stored.CONTENT) is np.uint64

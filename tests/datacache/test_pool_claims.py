@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from datacache.errors import CacheError
-from datacache.pool import heap
+from datacache.pool import samples as heap
 from datacache.pool.pool import Pool
 from tests.datacache.pools import (
     LAYOUT,

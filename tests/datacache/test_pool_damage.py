@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from datacache.errors import CacheError
-from datacache.pool.pool import open_existing
+from datacache.pool.pool import Pool
 from tests.datacache.pools import (
     SAMPLES,
     new_pool,
@@ -110,7 +110,7 @@ def test_folders_that_are_no_cache(tmp_path):
     with pytest.raises(
         CacheError, match=r"A store must have a header.json. Received: .*without one"
     ):
-        open_existing(tmp_path)
+        Pool(tmp_path)
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(
         CacheError, match=r"The format of a store must be at most 2. Received: format 99 in .*newer"
@@ -130,7 +130,7 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
     with pytest.raises(
         CacheError, match=rf"{text}.* Remove the store: python -m datacache rm {folder}$"
     ):
-        open_existing(folder)
+        Pool(folder)
     users = os.open(folder / "users", os.O_RDONLY)
     fcntl.flock(users, fcntl.LOCK_SH)
     with pytest.raises(
@@ -147,6 +147,6 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
         assert pool.filled == 0
         for index in range(SAMPLES):
             assert pool.put(index, varying_sample(index))
-    with contextlib.closing(open_existing(folder)) as pool:
+    with contextlib.closing(Pool(folder)) as pool:
         assert pool.filled == SAMPLES
         assert pool.find_corrupt(np.arange(SAMPLES)).size == 0

@@ -3,18 +3,16 @@
 import contextlib
 import json
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from datacache.levels.pool_level import PoolLevel
-from datacache.pool import heap, spec
-from datacache.pool.heap import find_gaps
-from datacache.pool.layout import Layout
-from datacache.pool.pool import Pool, open_existing
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.pool import Pool
+from datacache.pool.samples import find_gaps
+from datacache.pool.spec import Layout, PoolSpec, SampleShard, stack_samples
 from datacache.statistics import Counts
+from datacache.tiers.tier import StoreTier
 from tests.datacache.pools import (
     SAMPLES,
     VARYING,
@@ -47,7 +45,8 @@ def test_samples_of_many_sizes(tmp_path):
     for index in order:
         for array, expected in zip(other.read_sample(index), varying_sample(index), strict=True):
             np.testing.assert_array_equal(array, expected)
-    numbers, texts, floats, many = other.gather(order[:9])
+    read = list(map(other.read_sample, order[:9]))
+    numbers, texts, floats, many = stack_samples(read, other.layout)
     longest = max(len(varying_sample(index)[0]) for index in order[:9])
     assert numbers.shape == (9, longest, 3)
     assert numbers.dtype == np.int32
@@ -58,7 +57,7 @@ def test_samples_of_many_sizes(tmp_path):
         assert texts[place] == expected[1]
         assert floats[place] == index
         assert all(text == b"" for text in many[place, len(expected[3]) :].reshape(-1))
-    assert other.layout == Layout.from_dict(json.loads(json.dumps(other.layout.to_dict())))
+    assert other.layout == Layout.from_dict(json.loads(json.dumps(asdict(other.layout))))
 
 
 def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
@@ -89,7 +88,7 @@ def test_what_is_cleared_leaves_room(tmp_path):
     for seed in range(4):
         order = np.random.default_rng(seed).permutation(SAMPLES)
         assert fill_all(other if seed % 2 else pool, order)
-        assert pool._heap.used_bytes == pool._heap.capacity_bytes
+        assert pool._extents()[:, 1].sum() == pool._heap.capacity_bytes
         check_varying(other, everything)
         (pool if seed % 2 else other).clear()
         assert (pool.filled, other.filled) == (0, 0)
@@ -171,30 +170,6 @@ def test_a_heap_after_a_loss_of_power(tmp_path, end):
         check_varying(pool, np.arange(SAMPLES))
 
 
-def test_a_heap_after_a_loss_of_power_that_others_have_open(tmp_path):
-    """Whoever adds first in this boot is told so by the heap, and not by who has the pool open."""
-    with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
-        assert fill_all(pool, range(SAMPLES - 1))
-        pool._heap._state[:3] = 0, 10**9, 10**9
-        pool._heap._state[heap.BOOT] += 1
-        with contextlib.closing(fitting_pool(tmp_path)) as other:
-            assert not other._folder.is_only_user
-            assert other.put(SAMPLES - 1, varying_sample(SAMPLES - 1))
-            check_varying(other, np.arange(SAMPLES))
-
-
-def test_pools_from_before_heaps_knew_their_boot(tmp_path, monkeypatch):
-    monkeypatch.setattr(spec, "STATE_BYTES", 8 * heap.BOOT)
-    with contextlib.closing(fitting_pool(tmp_path)) as pool:
-        assert fill_all(pool, range(SAMPLES))
-    monkeypatch.undo()
-    with contextlib.closing(fitting_pool(tmp_path)) as pool:
-        pool.clear()
-        assert fill_all(pool, range(SAMPLES))
-    with contextlib.closing(open_existing(tmp_path)) as pool:
-        check_varying(pool, np.arange(SAMPLES))
-
-
 def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
     pool = varying_pool(tmp_path)
     everything = np.arange(4)
@@ -209,11 +184,10 @@ def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
 
     assert fill_all(pool, everything)
     pool._words.array[2:4] = 0
-    assert pool.gather(everything) is None
+    assert pool.read_sample(2) is None
     put = pool.put
     pool.put = lambda sample, arrays: sample != 3 and put(sample, arrays)
-    level = PoolLevel(pool, Below(), "first", Counts())
-    found = level.collect(everything, {0: varying_sample(0)})
+    found = StoreTier(pool, Below(), Counts()).collect(everything, {0: varying_sample(0)})
     assert made == [[2, 3]]
     for index in everything:
         np.testing.assert_array_equal(found[index][0], varying_sample(index)[0])

@@ -120,7 +120,7 @@ def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, compiled, at):
     """In its content, or in the checksum of its length or of its content."""
     if not compiled:
         monkeypatch.setattr(native, "_compiled", lambda: None)
-    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     path = tmp_path / "train-00002-of-00003"
     *_, record = tf.data.TFRecordDataset([str(path)])
     content = bytearray(path.read_bytes())

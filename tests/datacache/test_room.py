@@ -13,14 +13,11 @@ import numpy as np  # noqa: F401 - for scripts that import all from here
 import pytest
 
 from datacache.errors import CacheError, NoRoomError
-from datacache.pool.budget import budget_bytes
 from datacache.pool.folder import remove
-from datacache.pool.idle import make_room
-from datacache.pool.layout import Component, Layout
+from datacache.pool.inspection import make_room
 from datacache.pool.pool import Pool
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
-from datacache.system.room import free_bytes
+from datacache.pool.spec import Component, Layout, PoolSpec, SampleShard
+from datacache.system.room import budget_bytes, free_bytes
 from tests.launch import ROOT
 from tfposeidon.memory import available_memory, is_memory
 
@@ -153,7 +150,7 @@ def _idle_pool(folder, days, samples=1):
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A folder that counts as memory."""
-    monkeypatch.setattr("datacache.pool.idle.is_memory", lambda device: True)
+    monkeypatch.setattr("datacache.pool.inspection.is_memory", lambda device: True)
     return tmp_path / "memory"
 
 
@@ -214,13 +211,13 @@ def test_what_cannot_be_removed_is_kept(memory, monkeypatch):
             raise PermissionError("no")
         remove(folder)
 
-    monkeypatch.setattr("datacache.pool.idle.remove", fails)
+    monkeypatch.setattr("datacache.pool.inspection.remove", fails)
     make_room(memory, memory / "new", _room(memory), 10**9)
     assert sorted(path.name for path in memory.iterdir()) == ["one"]
 
 
 def test_pools_on_disks_are_not_removed_for_room(tmp_path, monkeypatch):
-    monkeypatch.setattr("datacache.pool.idle.is_memory", lambda device: False)
+    monkeypatch.setattr("datacache.pool.inspection.is_memory", lambda device: False)
     pool = _idle_pool(tmp_path / "pool", 1)
     make_room(tmp_path, tmp_path / "new", _room(tmp_path), 10**9)
     assert pool.exists()
@@ -243,11 +240,11 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
     """Nodes ask before they make it, and would keep parts otherwise."""
     # With it comes TensorFlow, which has no room in the container of another test.
-    from datacache.levels import opening
+    from datacache.tiers import opening
 
     left = _idle_pool(memory / "left", 1)
     (left / "header.json").unlink()
-    monkeypatch.setattr("datacache.levels.opening.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("datacache.tiers.opening.free_bytes", lambda path: 1000)
     assert opening.reclaimable_bytes(left, "100%") >= 2**20 + 1000
 
 

@@ -82,7 +82,7 @@ def test_an_order_that_python_draws_is_refused(opened):
     cache = opened(datacache.from_dataset(data, key="drawn by Python"), None)
     with pytest.raises(Exception, match=r"Received: a different element \d than in the first"):
         list(cache.dataset(5, shuffle=False))
-    assert cache._levels.memory.filled <= 4
+    assert cache._tiers.pool.filled <= 4
 
 
 def test_an_order_that_python_draws_after_an_interruption(opened):
@@ -103,7 +103,7 @@ def test_an_order_that_python_draws_after_an_interruption(opened):
     cache = opened(source, None)
     with pytest.raises(Exception, match="the job ends"):
         cache.warm(progress=False)
-    assert cache._levels.memory.filled > 4
+    assert cache._tiers.pool.filled > 4
     cache.close()
     cache = opened(source, None)
     read = [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch]

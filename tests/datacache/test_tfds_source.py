@@ -209,7 +209,7 @@ def _shard(builder, number=1):
 @pytest.mark.parametrize("left", ["half", "a little", "nothing", "all but the last bytes"])
 @pytest.mark.parametrize("listed", ["before", "after"])
 def test_truncated_shards(own, tmp_path, monkeypatch, left, listed):
-    monkeypatch.setattr("datacache.levels.source_level.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     source, path = datacache.from_tfds(own, "train"), _shard(own)
     expected = _expected(own, "train")
     first = sum(part.take for part in own.info.splits["train"].file_instructions[:1])

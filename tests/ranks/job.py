@@ -81,7 +81,7 @@ class Job:
                 world.command(*program),
                 # What tests leave in the folder for temporary files goes with the job.
                 {
-                    **world.all_variables,
+                    **dict(world.environment),
                     FOLDER: str(self._folder),
                     "TMPDIR": str(self._folder),
                     "PYTEST_ADDOPTS": "",

@@ -16,8 +16,6 @@ INIT = {"stall_timeout_s": 2 * LIMIT_S, "network": "unknown"}
 The session ends a test that hangs, with the stacks of all ranks, before ranks end themselves. Tests
 that are not about `auto` exchange by the scheme that they name, or by all-reduce.
 """
-ENVIRONMENT = {"HOROVOD_CYCLE_TIME": "5"}
-"""Variables that a mark may replace, or take away with `None`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +28,7 @@ class World:
       launcher: "horovodrun" or "mpirun".
       own_network: True for a loopback of its own, which carries the bytes of no other job.
       processors: Number of CPU cores that each rank may use; by default all.
-      environment: Variables of the job, beside `ENVIRONMENT`.
+      environment: Variables of the job, beside those of all jobs; `None` takes one away.
       init: Arguments of `tp.init`, beside `INIT`.
       job: Name of a job of its own, where one for all tests would take too long: jobs run side by
         side.
@@ -72,11 +70,6 @@ class World:
     @property
     def size(self):
         return sum(self.nodes)
-
-    @property
-    def all_variables(self):
-        merged = {**ENVIRONMENT, **dict(self.environment)}
-        return {name: value for name, value in merged.items() if value is not None}
 
     @property
     def arguments_of_init(self):

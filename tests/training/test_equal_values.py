@@ -27,7 +27,7 @@ class AtEpoch(keras.callbacks.Callback):
     def __init__(self, hook, do):
         super().__init__()
         self.epochs = []
-        setattr(self, hook, lambda *arguments: self._do(hook, do, *arguments))
+        setattr(self, hook, lambda *arguments, **logs: self._do(hook, do, *arguments))
 
     def _do(self, hook, do, epoch=None, logs=None):
         self.epochs.append(epoch)

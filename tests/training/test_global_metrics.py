@@ -103,7 +103,12 @@ def test_every_metric_of_keras_equals_one_process(wire):
     model.layers[1].kernel_regularizer = keras.regularizers.L2(0.1)
     model.compile(
         tp.DistributedOptimizer(keras.optimizers.SGD(0.0)),
-        {"binary": "bce", "classes": "cce", "sparse": "scce", "number": "mse"},
+        {
+            "binary": "binary_crossentropy",
+            "classes": "categorical_crossentropy",
+            "sparse": "sparse_categorical_crossentropy",
+            "number": "mse",
+        },
         metrics={"binary": BINARY, "classes": CLASSES, "sparse": SPARSE, "number": NUMBERS},
         weighted_metrics={"binary": [metrics.AUC(num_thresholds=20, name="weighted_auc")]},
     )
@@ -183,7 +188,9 @@ def test_other_values_are_averaged_by_samples(wire):
 
 def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
     model = models.normalized()
-    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, ["accuracy"])
+    model.compile(
+        tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, metrics=["accuracy"]
+    )
     x, y = models.normalized.data(8)
     seen = []
     watching = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: seen.append(dict(logs)))
@@ -206,7 +213,9 @@ def test_callbacks_change_nothing(wire):
     def run(*callbacks):
         keras.utils.set_random_seed(1)
         model = models.normalized()
-        model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, ["accuracy"])
+        model.compile(
+            tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS, metrics=["accuracy"]
+        )
         x, y = models.normalized.data(8)
         mine = slice(wire.topology.rank, None, 2)
         history = model.fit(

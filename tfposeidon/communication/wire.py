@@ -24,6 +24,8 @@ from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
 """Size of a tensor that `tf.function` captures as an input; TensorFlow's limit is 128 elements."""
+_LENGTH_BYTES = 8
+"""Bytes of the length that precedes an object."""
 
 # Suffix of the names of all collectives that are called or traced within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
@@ -216,16 +218,13 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     # In eager mode Horovod matches collectives by their order and not by name, so the message
     # includes the name, which reveals ranks that call from different places.
     text = json.dumps([name, value]).encode()
-    world = wire.topology.world
-    lengths = wire.all_gather(tf.constant([len(text)], tf.int64), world, f"{name}.lengths").numpy()
-    joined = (
-        wire.all_gather(tf.constant(list(text), tf.uint8), world, f"{name}.texts").numpy().tobytes()
-    )
-    # The texts are concatenated; their lengths give the ends.
-    ends = lengths.cumsum()
-    pairs = [
-        json.loads(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)
-    ]
+    own = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "big") + text, np.uint8)
+    joined = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
+    pairs = []
+    while joined:
+        end = _LENGTH_BYTES + int.from_bytes(joined[:_LENGTH_BYTES], "big")
+        pairs.append(json.loads(joined[_LENGTH_BYTES:end]))
+        joined = joined[end:]
     agreement.require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",

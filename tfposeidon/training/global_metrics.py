@@ -97,12 +97,16 @@ def _results(metrics: list[Any], values: list[list[np.ndarray]]) -> dict[str, np
     """Returns the numeric results of metrics by name; `values` replaces those of variables."""
     variables = [variable for metric in metrics for variable in metric.variables]
     state = list(zip(variables, itertools.chain.from_iterable(values), strict=False))
-    found: dict[str, Any] = {}
     with keras.StatelessScope(state_mapping=state):
-        for metric in metrics:
-            result = metric.result()
-            found.update(result if isinstance(result, dict) else {metric.name: result})
-    return _numbers(found)
+        return _numbers(_flat({metric.name: metric.result() for metric in metrics}))
+
+
+def _flat(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs without nesting, as Keras does; the names of dictionaries are not used."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        found.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return found
 
 
 def _with_results_of_all(

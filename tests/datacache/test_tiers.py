@@ -1,4 +1,4 @@
-"""Levels under faults: every sample is f(its index), and nobody has to clean up."""
+"""Tiers under faults: every sample is f(its index), and nobody has to clean up."""
 
 import functools
 import itertools
@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from datacache.levels.level import Opener
-from datacache.levels.levels import Levels
-from datacache.levels.pool_level import PoolLevel
-from datacache.levels.preprocessed_level import PreprocessedLevel
-from datacache.levels.source_level import SourceLevel
-from datacache.nodes.reader import LocalReader
-from datacache.pool.layout import Layout
+from datacache.nodes.reader import Reader
 from datacache.pool.pool import Pool
-from datacache.pool.shard import SampleShard
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from datacache.statistics import Counts
+from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
@@ -61,7 +55,7 @@ class Source:
         return f"number {sample}"
 
     def decode(self, *stored):
-        raise NotImplementedError("These levels have a function in NumPy.")
+        raise NotImplementedError("These tiers have a function in NumPy.")
 
     def read(self, sample):
         os.write(self._log, np.array((os.getpid(), sample), READ).tobytes())
@@ -80,21 +74,21 @@ def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True
     layout = Layout.of(f(0))
     text = Layout.of([np.array(b"", object)])
     whole = SampleShard(samples=SAMPLES, slots=SAMPLES)
-    source, counts, opener = source or Source(folder / "log"), Counts(), Opener()
+    source, counts = source or Source(folder / "log"), Counts()
 
     def level(name, below, layout, shard=whole, heap_bytes=10**6, hits=None):
         spec = PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes)
         pool = Pool(folder / name, lambda: spec)
-        return PoolLevel(pool, below, "first", counts, hits, opener)
+        return StoreTier(pool, below, counts, hits=hits)
 
-    below = SourceLevel(source, counts)
+    below = SourceTier(source, counts)
     if lower:
         below = level("stored", below, text, hits="disk_hits")
-    below = PreprocessedLevel(below, make, layout, source.name, opener)
+    below = PreprocessingTier(below, make, layout, source.name)
     if lower:
         below = level("decoded", below, layout, hits="decoded_hits")
     memory = level("memory", below, layout, shard, heap_bytes)
-    return LocalReader(Levels(memory, below, layout, counts, opener))
+    return Reader(memory)
 
 
 def check_epoch(reader, seed):
@@ -182,7 +176,7 @@ def test_kills_at_any_moment(tmp_path):
     steady.join()
     reader = open_reader(tmp_path)
     check_epoch(reader, 99)
-    assert reader.levels.counts.now().healed == 0
+    assert reader.tiers.counts.now().healed == 0
     assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
     _check_what_was_read_again(tmp_path)
     reader.close()
@@ -238,9 +232,9 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
             stream.write(bytes([byte[0] ^ 255]))
     reader = open_reader(tmp_path)
     check_epoch(reader, 1)
-    assert reader.levels.counts.now().healed in (1, 2)
+    assert reader.tiers.counts.now().healed in (1, 2)
     assert _reads(tmp_path) == SAMPLES + (
-        reader.levels.counts.now().healed if level == "stored" else 0
+        reader.tiers.counts.now().healed if level == "stored" else 0
     )
     reader.close()
 
@@ -256,7 +250,7 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
     reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
     for epoch in range(3):
         check_epoch(reader, epoch)
-    stats = reader.levels.counts.now()
+    stats = reader.tiers.counts.now()
     assert stats.unkept > 0
     assert stats.memory_hits == 2 * (3 * SAMPLES - stats.unkept) // 3
     assert _reads(tmp_path) == SAMPLES
@@ -273,7 +267,7 @@ def test_who_clears_disturbs_no_other(tmp_path):
 
     def clear():
         while not ends.wait(0.003):
-            reader.levels.memory.clear()
+            reader.tiers.pool.clear()
 
     clearing = threading.Thread(target=clear)
     clearing.start()
@@ -282,8 +276,8 @@ def test_who_clears_disturbs_no_other(tmp_path):
     ends.set()
     clearing.join()
     check_epoch(other, 0)
-    assert other.levels.memory.filled == SAMPLES
-    assert other.levels.counts.now().healed == 0
+    assert other.tiers.pool.filled == SAMPLES
+    assert other.tiers.counts.now().healed == 0
     assert _reads(tmp_path) == SAMPLES
     for opened in (reader, other):
         opened.close()
@@ -292,12 +286,12 @@ def test_who_clears_disturbs_no_other(tmp_path):
 FULL = """
 import sys, pathlib, logging
 sys.path.insert(0, {root!r})
-from tests.datacache.test_levels import *
+from tests.datacache.test_tiers import *
 folder = pathlib.Path({folder!r})
 reader = open_reader(folder, Source({log!r}), heap_bytes=10**9, lower=False)
 for epoch in range(3):
     check_epoch(reader, epoch)
-print(reader.levels.counts.now().unkept, reader.levels.memory.filled)
+print(reader.tiers.counts.now().unkept, reader.tiers.pool.filled)
 """
 
 

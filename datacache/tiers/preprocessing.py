@@ -1,73 +1,118 @@
-"""Fingerprint of all inputs of a cached sample; a changed fingerprint selects a different cache."""
+"""The function that computes a cached sample from a stored one: its graph, fingerprint and calls.
+
+The fingerprint covers all inputs of a cached sample; a changed one selects a different cache.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import graphlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from datacache.from_tfposeidon import PYTHON_OPS, drawing_ops, file_ops, ops
+from datacache.from_tfposeidon import graphs
 from datacache.graphs import warn_of_draws
-from datacache.sources.source import Source, array_digest, digest
+from datacache.pool.spec import Arrays
+from datacache.sources.source import Source, SourceError, array_digest, digest
 
 log = logging.getLogger("datacache")
+PARALLEL_ITERATIONS = 8
+"""Samples that one call decodes in parallel; several windows are decoded at the same time."""
 
 
-@dataclass(frozen=True)
-class TracedPreprocess:
-    """Graph that computes a cached sample from a stored one.
+class Preprocessing:
+    """Function from stored samples to cached ones, traced as `tf.data.Dataset.map` would.
 
-    `function` maps the components of a stored sample to a list of those of the cached one.
     `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
-    the graph and all captured constants, in hexadecimal.
+    the graph and all captured constants.
     """
 
-    function: Callable[..., list[tf.Tensor]]
-    structure: Any
-    fingerprint: str
-    # The traced Python function, which keeps its variables alive: a graph does not.
-    preprocess: Any
+    def __init__(
+        self,
+        source: Source,
+        preprocess: Callable[..., Any] | None,
+        variable_shapes: bool = False,
+    ) -> None:
+        self._name, self.variable_shapes = source.name, variable_shapes
+        self.structure: Any = None
+        # Keeps its variables alive: a graph does not.
+        self._preprocess = preprocess
+
+        def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
+            made = self._structured(source.decode(*stored))
+            self.structure = tf.nest.map_structure(_component_spec, made)
+            return [tf.convert_to_tensor(part) for part in tf.nest.flatten(made)]
+
+        with tf.device("CPU:0"):
+            traced = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
+        _warn_of_unseen(traced.graph)
+        self._function, self.fingerprint = traced, _graph_fingerprint(traced)
+        # Samples of different shapes do not fit in one tensor.
+        same_shapes = all(spec.shape.is_fully_defined() for spec in source.signature)
+        self._batched: Any = None
+        if same_shapes and not variable_shapes:
+            self._batched = self._trace_batched(source.signature)
 
     @property
     def shapes(self) -> list[tf.TensorShape]:
         """Shapes of a cached sample's components, as far as the graph knows them."""
         return [spec.shape for spec in tf.nest.flatten(self.structure)]
 
+    def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
+        """Returns the cached samples of stored ones."""
+        if self._batched is not None and len(stored) > 1:
+            # After a failure, retry one by one: the error of a batch does not identify the sample.
+            with contextlib.suppress(tf.errors.OpError):
+                columns = [np.stack(column) for column in zip(*stored, strict=True)]
+                made = [part.numpy() for part in self._batched(*columns)]
+                return [list(parts) for parts in zip(*made, strict=True)]
+        pairs = zip(stored, indices.tolist(), strict=True)
+        return [self._one(components, sample) for components, sample in pairs]
 
-def trace(source: Source, preprocess: Callable[..., Any] | None) -> TracedPreprocess:
-    """Traces a preprocessing function as `tf.data.Dataset.map` would.
+    def _one(self, components: Arrays, sample: int) -> Arrays:
+        try:
+            return [part.numpy() for part in self._function(*components)]
+        except tf.errors.OpError as error:
+            # The last paragraph has the cause; those before locate each op's trace in the script.
+            cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
+            raise SourceError(
+                "`preprocess` must accept every sample. Received: "
+                f"{cause} for {self._name(sample)}. Correct `preprocess`, or remove the sample."
+            ) from error
 
-    Warnings name inputs that the cache cannot track: Python code, random numbers, lookup tables.
-    """
-    structure: Any = None
-
-    def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
-        nonlocal structure
-        decoded = source.decode(*stored)
-        if preprocess is not None:
-            decoded = preprocess(*decoded) if isinstance(decoded, tuple) else preprocess(decoded)
-        decoded = _without_lists(decoded)
-        if not tf.nest.flatten(decoded):
+    def _structured(self, decoded: Any) -> Any:
+        if self._preprocess is not None:
+            decoded = decoded if isinstance(decoded, tuple) else (decoded,)
+            decoded = self._preprocess(*decoded)
+        made = _without_lists(decoded)
+        if not tf.nest.flatten(made):
             raise ValueError(
-                f"A sample must have at least one tensor. Received: {decoded!r} from `preprocess`."
+                f"A sample must have at least one tensor. Received: {made!r} from `preprocess`."
             )
-        structure = tf.nest.map_structure(_component_spec, decoded)
-        return [tf.convert_to_tensor(part) for part in tf.nest.flatten(decoded)]
+        return made
 
-    with tf.device("CPU:0"):
-        concrete = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
-    _warn_of_unseen(concrete.graph)
-    return TracedPreprocess(concrete, structure, _graph_fingerprint(concrete), preprocess)
+    def _trace_batched(self, signature: Sequence[Any]) -> Any:
+        def preprocess_batch(*columns: tf.Tensor) -> Any:
+            return tf.map_fn(
+                lambda components: self._function(*components),
+                columns,
+                fn_output_signature=tf.nest.flatten(self.structure),
+                parallel_iterations=PARALLEL_ITERATIONS,
+            )
+
+        columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in signature]
+        with tf.device("CPU:0"):
+            # Trace now: several threads that call it first would each trace it.
+            return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
 
 
-def fingerprint(source: Source, traced: TracedPreprocess, version: Any) -> str:
+def fingerprint(source: Source, traced: Preprocessing, version: Any) -> str:
     """Returns the fingerprint of a cache, 64 hexadecimal digits."""
     # Other releases of TensorFlow may decode images to different pixels.
     return digest(
@@ -126,11 +171,8 @@ def _outputs_digest(
     bodies: dict[str, Any],
     within: tuple[str, ...],
 ) -> str:
-    """Returns a digest of the computation of outputs.
-
-    Each node is described by its op, its attributes and the digests of its inputs, because the
-    order of nodes and the names of nodes and functions differ between processes.
-    """
+    # Each node is described by its op, its attributes and the digests of its inputs, because the
+    # order of nodes and the names of nodes and functions differ between processes.
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
 
     def tensor_key(name: str) -> list[str]:
@@ -144,7 +186,8 @@ def _outputs_digest(
             attributes = {
                 name: _attribute_digest(value, bodies, within)
                 for name, value in node.attr.items()
-                if not name.startswith("_") and not (node.op in PYTHON_OPS and name == "token")
+                if not name.startswith("_")
+                and not (node.op in graphs.PYTHON_OPS and name == "token")
             }
             controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
             inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
@@ -204,16 +247,16 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    used = ops(graph)
-    if used & PYTHON_OPS:
+    used = graphs.ops(graph)
+    if used & graphs.PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
             "change `version` when the code changes"
         )
-    if files := file_ops(used):
+    if files := graphs.file_ops(used):
         log.warning(
             "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
             "change `version` when the files change",
             ", ".join(sorted(files)),
         )
-    warn_of_draws("`preprocess`", drawing_ops(used))
+    warn_of_draws("`preprocess`", graphs.drawing_ops(used))

@@ -1,1 +1,0 @@
-"""Command `python -m datacache`."""

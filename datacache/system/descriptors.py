@@ -1,0 +1,115 @@
+"""Descriptors of files and folders, each with one owner that closes it, and locks on them.
+
+A lock of `flock`, or of an open file description, is held until all copies of the description are
+closed. A forked child has a copy, and would hold its parent's locks after the parent was killed. A
+child therefore closes descriptors for locks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from typing_extensions import override
+
+# Held during a fork, so that no file is open but not yet registered. Reentrant, because a signal
+# handler may fork while this thread is opening a file.
+_guard = threading.RLock()
+_for_locks: set[Descriptor] = set()
+
+
+class Owner(ABC):
+    """Object with descriptors, mappings or threads, which it has until `close` or a `with` ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Descriptor(Owner):
+    """Open file or folder; only the first `close` has an effect."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fileno(self) -> int:
+        """Returns the number of the descriptor, -1 once it is closed."""
+        return self._number
+
+    @override
+    def close(self) -> None:
+        number, self._number = self._number, -1
+        if number >= 0:
+            os.close(number)
+
+
+@contextlib.contextmanager
+def closed_on_fork(open_file: Callable[[], Descriptor]) -> Iterator[Descriptor]:
+    """Opens a file for locks; closes it at the end of the context and in forked children."""
+    _register()
+    with _guard:
+        _for_locks.add(handle := open_file())
+    try:
+        yield handle
+    finally:
+        with _guard:
+            _for_locks.discard(handle)
+            handle.close()
+
+
+def opened_again(handle: Descriptor) -> contextlib.AbstractContextManager[Descriptor]:
+    """Opens an open file again, for locks of its own; the file may have been unlinked."""
+    path, flags = f"/proc/self/fd/{handle.fileno()}", os.O_RDWR | os.O_CLOEXEC
+    return closed_on_fork(lambda: Descriptor(os.open(path, flags)))
+
+
+def lock_file(handle: Descriptor, wait: bool) -> bool:
+    """Locks a file or folder exclusively; returns whether it is locked."""
+    try:
+        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_byte(handle: Descriptor, index: int, wait: bool = False) -> bool:
+    """Locks one byte of a file for an open file description; returns whether it is locked."""
+    # The locked byte need not exist, so one empty file has a lock for each sample.
+    # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+    try:
+        fcntl.fcntl(handle.fileno(), fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+@functools.cache
+def _register() -> None:
+    # At the first use, because imports have no side effects.
+    os.register_at_fork(
+        before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_all
+    )
+
+
+def _close_all() -> None:
+    for handle in _for_locks:
+        handle.close()
+    _for_locks.clear()
+    _guard.release()

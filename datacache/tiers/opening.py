@@ -1,0 +1,237 @@
+"""Opens the tiers of a cache, with stores sized to the available space."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from datacache.errors import NoRoomError
+from datacache.pool.folder import is_pool
+from datacache.pool.inspection import find_idle_pools, make_room
+from datacache.pool.pool import Pool
+from datacache.pool.spec import Arrays, Layout, PoolSpec, SampleShard
+from datacache.sources.source import Source, SourceError, digest
+from datacache.sources.tfrecord_format import Index
+from datacache.statistics import Counts
+from datacache.system.room import budget_bytes, free_bytes, means_full
+from datacache.tiers.preprocessing import Preprocessing
+from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier, Tier, Verify
+
+log = logging.getLogger("datacache")
+DISK_BUDGET = "95%"
+"""Share of a disk's free bytes that a new store may take."""
+UNLIMITED = 2**62
+"""More bytes than any machine has."""
+WORD_BYTES = 8
+"""Metadata bytes of each sample, in addition to its columns."""
+FOLDER_DIGITS = 20
+"""Hexadecimal digits of a fingerprint in a folder's name: 80 bits."""
+Root = str | os.PathLike[str] | None
+ChooseShard = Callable[[Callable[[int, int], bool]], tuple[int, int]]
+
+
+def open_tiers(
+    source: Source,
+    make: Preprocessing,
+    fingerprint: str,
+    *,
+    memory: Root,
+    disk: Root,
+    decoded: Root,
+    budget: int | str,
+    verify: Verify,
+    counts: Counts,
+    choose_shard: ChooseShard,
+) -> StoreTier:
+    """Opens the tiers of a cache, and creates stores if they have space; returns the first tier."""
+    with contextlib.ExitStack() as on_error:
+
+        def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
+            if root is not None:
+                with _warned_without_room("the cache skips a tier"):
+                    return on_error.enter_context(open_pool(Path(root).expanduser()))
+            return None
+
+        last = on_error.enter_context(SourceTier(source, counts))
+        on_disk = opened(disk, lambda root: open_stored_pool(source, root))
+        stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
+        new = _NewStores(source, make, lambda: _first_stored(stored, last))
+        name = fingerprint[:FOLDER_DIGITS]
+        new.decoded = in_decoded = opened(
+            decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
+        )
+        whole = Path(memory or "").expanduser() / name
+
+        def fits(node: int, nodes: int) -> bool:
+            return _fits(whole, _shard_folder(whole, node, nodes), new, budget)
+
+        node, nodes = (0, 1) if memory is None else choose_shard(fits)
+        folder = _shard_folder(whole, node, nodes)
+        in_memory = opened(
+            memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
+        )
+        if in_memory:
+            in_memory.prepare(verify=verify == "first")
+        _forget_interrupted(last, [on_disk, in_decoded, in_memory])
+        _keep_index(source, [on_disk, in_memory, in_decoded])
+        cached = in_memory.layout if in_memory else new.layout
+        preprocessed = PreprocessingTier(stored, make, cached, source.name)
+        below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
+        top = StoreTier(in_memory, below, counts, verify)
+        if "first" in vars(new):
+            top.put(0, new.first)
+        on_error.pop_all()
+        return top
+
+
+class _NewStores:
+    """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
+
+    def __init__(
+        self, source: Source, make: Preprocessing, first_stored: Callable[[], Arrays]
+    ) -> None:
+        self._source, self._make, self._first_stored = source, make, first_stored
+        self.decoded: Pool | None = None
+
+    @functools.cached_property
+    def first(self) -> Arrays:
+        """First cached sample."""
+        return self._make([self._first_stored()], np.array([0]))[0]
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of cached samples."""
+        if self.decoded:
+            return self.decoded.layout
+        if not self._make.variable_shapes:
+            return Layout.of(self.first)
+        # An unknown rank is replaced by that of the first sample.
+        return Layout.of(
+            self.first,
+            [
+                range(np.ndim(array))
+                if shape.rank is None
+                else [axis for axis, size in enumerate(shape) if size is None]
+                for array, shape in zip(self.first, self._make.shapes, strict=True)
+            ],
+        )
+
+    def needed_bytes(self) -> int:
+        """Returns the bytes of all samples, without a store if each is as large as the first."""
+        if self.decoded:
+            return self.decoded.size_bytes
+        return len(self._source) * (len(self.layout.pack([self.first])[0]) + WORD_BYTES)
+
+    def spec(self, room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:
+        """Returns the description of a store for as many samples as fit into the bytes."""
+        return _pool_spec(self.layout, self._source, room_bytes, node, nodes)
+
+    def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
+        """Returns the description of a store in memory; removes idle stores if it needs space."""
+
+        def room() -> int:
+            return budget_bytes(budget, free_bytes(folder))
+
+        needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
+        make_room(folder.parent, folder, room, needed_bytes)
+        return self.spec(room(), node, nodes)
+
+
+def _first_stored(stored: Tier, last: SourceTier) -> Arrays:
+    # Not from a store above a stream, which would read the whole stream first.
+    return next(last.stream({0}))[1] if last.stream else stored.samples(np.array([0]))[0]
+
+
+def open_stored_pool(source: Source, root: Path) -> Pool:
+    """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
+    if any(spec.shape.rank is None for spec in source.signature):
+        raise SourceError(
+            "Samples on a disk must have a known rank. Received: "
+            f"{source} with {source.signature}. Set the rank with dataset.map(lambda x: "
+            "tf.ensure_shape(x, [None])), or omit `disk`."
+        )
+    samples = [
+        np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
+        for spec in source.signature
+    ]
+    layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
+    folder = root / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
+    return Pool(folder, lambda: _pool_spec(layout, source, _disk_room_bytes(folder)))
+
+
+def _disk_room_bytes(folder: Path) -> int:
+    return budget_bytes(DISK_BUDGET, free_bytes(folder))
+
+
+def reclaimable_bytes(folder: Path, budget: int | str) -> int:
+    """Returns the bytes of a budget after the removal of all stores that no process has open."""
+    # This counts remains of a killed process in the folder itself, which are removed on creation.
+    idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
+    return budget_bytes(budget, free_bytes(folder) + idle_bytes)
+
+
+def _fits(whole: Path, shard: Path, new: _NewStores, budget: int | str) -> bool:
+    # Existing stores are used with their size, without reading a sample.
+    if is_pool(whole) or is_pool(shard):
+        return is_pool(whole)
+    return new.needed_bytes() <= reclaimable_bytes(whole, budget)
+
+
+def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
+    return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
+
+
+def _forget_interrupted(last: SourceTier, pools: list[Pool | None]) -> None:
+    """Clears stores, lowest first, if filling the lowest from a stream was interrupted."""
+    # The stream is read again from its start in any case, and its order may have changed.
+    lowest = next(filter(None, pools), None)
+    if last.stream is None or lowest is None or not lowest.is_only_user:
+        return
+    if 0 < lowest.filled < lowest.slots:
+        for pool in filter(None, pools):
+            pool.clear()
+
+
+def _keep_index(source: Source, pools: list[Pool | None]) -> None:
+    """Stores the index of a source's records next to the first existing store."""
+    pool = next(filter(None, pools), None)
+    if pool is not None and hasattr(source, "keep_index"):
+        with _warned_without_room("each process searches the files for records"):
+            source.keep_index(Index(pool.folder, len(source)))
+
+
+def _pool_spec(
+    layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
+) -> PoolSpec:
+    """Returns the description of a store for as many samples as fit into the bytes."""
+    sample_bytes = layout.bytes + WORD_BYTES
+    slots = min(len(source), room_bytes // sample_bytes)
+    if slots == 0:
+        raise NoRoomError(
+            f"A store needs space for at least one sample. Received: {room_bytes} bytes, for "
+            f"samples of {sample_bytes} bytes. Free space, or increase `budget`."
+        )
+    shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
+    return PoolSpec(
+        layout=layout,
+        shard=shard,
+        heap_bytes=room_bytes - shard.kept_samples * sample_bytes,
+        source=str(source),
+    )
+
+
+@contextlib.contextmanager
+def _warned_without_room(consequence: str) -> Iterator[None]:
+    """Logs a warning if the context runs out of space, and suppresses the error."""
+    try:
+        yield
+    except (NoRoomError, OSError) as error:
+        if isinstance(error, OSError) and not means_full(error):
+            raise
+        log.warning("datacache: %s. %s", consequence, error)

@@ -1,0 +1,101 @@
+"""Descriptors of stores have one owner: none stays open after an error or a `close`."""
+
+import contextlib
+import os
+
+import numpy as np
+import pytest
+
+import datacache
+from datacache.errors import CacheError
+from datacache.pool.folder import remove
+from datacache.pool.pool import Pool
+from datacache.system.access import Directory
+from datacache.system.descriptors import Descriptor
+from tests import drawn
+from tests.datacache.caches import BATCH
+from tests.datacache.pools import fill_all, varying_pool
+
+
+def _open_files(folder):
+    """Returns the paths below a folder that this process has open."""
+    paths = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in paths if path.startswith(str(folder))]
+
+
+def test_a_closed_store_has_nothing_open(tmp_path):
+    with varying_pool(tmp_path / "pool") as pool:
+        assert fill_all(pool, range(5))
+        with pool.claim(np.arange(5, 8)):
+            assert _open_files(tmp_path)
+    pool.close()
+    assert _open_files(tmp_path) == []
+    remove(tmp_path / "pool")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "system.access.os.fchmod",
+        "pool.pool.Columns",
+        "pool.pool.SampleWords",
+        "pool.samples.os.fstat",
+    ],
+)
+def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    if step != "system.access.os.fchmod":
+        varying_pool(tmp_path / "pool").close()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"datacache.{step}", fails)
+        with pytest.raises((OSError, CacheError), match="Input/output error"):
+            varying_pool(tmp_path / "pool")
+        assert _open_files(tmp_path) == []
+    varying_pool(tmp_path / "pool").close()
+    remove(tmp_path / "pool")
+
+
+def test_files_that_are_refused_are_closed(tmp_path):
+    varying_pool(tmp_path / "pool").close()
+    (tmp_path / "pool" / "words").chmod(0o666)
+    for opened in (varying_pool, Pool):
+        with pytest.raises(CacheError, match="accessible to user"):
+            opened(tmp_path / "pool")
+    (tmp_path / "pool").chmod(0o777)
+    with pytest.raises(CacheError, match="accessible to user"):
+        Directory(tmp_path / "pool")
+    assert _open_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["tiers.opening.PreprocessingTier", "nodes.reader.open_reader"])
+def test_a_cache_that_cannot_be_opened_closes_its_stores(tmp_path, monkeypatch, images, step):
+    def fails(*_):
+        raise RuntimeError("no more")
+
+    folders = {name: tmp_path / name for name in ("memory", "decoded", "disk")}
+    source = datacache.from_folder(images)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"datacache.{step}", fails)
+        with pytest.raises(RuntimeError, match="no more"):
+            datacache.Cache(source, drawn.decode, **folders)
+    assert _open_files(tmp_path) == []
+    with datacache.Cache(source, drawn.decode, **folders) as cache:
+        assert len(next(iter(cache.dataset(BATCH)))[0]) == BATCH
+    assert _open_files(tmp_path) == []
+
+
+def test_only_the_first_close_counts(tmp_path):
+    """Another file may have the number by then."""
+    handle = Descriptor(os.open(tmp_path, os.O_RDONLY))
+    number = handle.fileno()
+    handle.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    assert other == number
+    handle.close()
+    assert os.fstat(other)
+    os.close(other)
