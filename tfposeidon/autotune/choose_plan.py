@@ -33,8 +33,8 @@ CLOCKS_S = 1e-4
 LEAST_TRACE_S = 0.5
 """Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
 
-
 Gradients = Sequence[Any]
+"""Gradients of one step, some by their structure, in the order of their variables."""
 
 
 class Measured(NamedTuple):
@@ -231,21 +231,21 @@ class ChoosePlan(keras.callbacks.Callback):
             self._end = 0
             return
         own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
-        mine = [own if self._steps >= self._end else None, self._trace_s]
+        mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
-        ranks = [found for found, _ in everybody]
+        # Ranks may have done different numbers of steps, and must decide alike.
+        ranks, traces_s, lefts, lefts_later = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        self._end, saved_s = 0, 0.0
-        least_s = LEAST_GAIN * max(trace_s for _, trace_s in everybody)
+        self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
+        # A difference of plans that are close must repay a trace, too.
+        shortest_s = least_s / RACED_WITHIN / max(1.0, min(lefts))
         for plans, *found in zip(undecided, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
-            # A difference of plans that are close must repay a trace, too.
-            shortest_s = least_s / RACED_WITHIN / max(1.0, self._updates_left())
             saved_s += plans.planner.propose(plans, measured, shortest_s)
         waits = self._session.watches_absence and not self._has_flushed
-        self._is_changing = (saved_s + CLOCKS_S) * self._updates_left(waits) > least_s
+        self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
         if not self._is_changing:
             for plans in self._plans:
                 plans.planner.proposed.clear()
@@ -271,8 +271,9 @@ class ChoosePlan(keras.callbacks.Callback):
     def _has_flushed(self) -> bool:
         return all(states.has_flushed for states in self._changing)
 
-    def _updates_left(self, waits: bool = False) -> float:
-        """Returns the remaining updates, as many as are done if the length of epochs is unknown."""
+    def _updates_left(self) -> list[float]:
+        """Returns the remaining updates, and those after an epoch as long as the previous one."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
+        # As many as are done if the length of epochs is unknown.
         left = self._steps if steps is None else steps * (epochs - self._epoch) - self._batches
-        return max(0, left - waits * self._batches_before) / self._calls
+        return [max(0, left - later) / self._calls for later in (0, self._batches_before)]

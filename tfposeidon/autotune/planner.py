@@ -195,30 +195,22 @@ class AutoPlanner(PredictingPlanner):
         Close plans are timed if steps take longer than `shortest_s`. Returns the predicted seconds
         that `proposed` saves per step.
         """
-        self.has_decided = True
+        self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
-        return sum(self._propose(one, measured, shortest_s) for one, measured in pairs if measured)
-
-    def _propose(self, exchanger: Exchanger, measured: Measured, shortest_s: float) -> float:
-        descriptions = measured.sized(exchanger.plan.descriptions)
-        races = measured.step_s > shortest_s
-        best = self._choose(descriptions, measured.timeline, races)
-        for forecast in forecasts_of(best):
-            before = forecast.of_plan(exchanger.plan)
-            if abs(measured.step_s - before.step_s) > WRONG_BY * before.step_s:
-                runtime.say(
-                    "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms.",
-                    1e3 * measured.step_s,
-                    1e3 * before.step_s,
-                )
-            if best.buckets != exchanger.plan.buckets:
-                self.proposed[frozenset(best.paths)] = Decision.of(best, self.bucket_bytes)
+        for exchanger, one in ((e, measured) for e, measured in pairs if measured):
+            plan, races = exchanger.plan, one.step_s > shortest_s
+            best = self._choose(one.sized(plan.descriptions), one.timeline, races)
+            for forecast in forecasts_of(best):
+                before = forecast.of_plan(plan)
+                _log_if_wrong(before.step_s, one.step_s)
+                if best.buckets == plan.buckets:
+                    exchanger.plan = best
+                    continue
+                self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
                 # Until the proposal applies, if it does.
-                retained = (forecast.kept(before),)
-                exchanger.plan = replace(exchanger.plan, forecasts=retained)
-                return before.step_s - forecast.chosen.step_s
-            exchanger.plan = best
-        return 0.0
+                exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
+                saved_s += before.step_s - forecast.chosen.step_s
+        return saved_s
 
     def changing(self, plans: AgreedPlans) -> list[Exchanger]:
         """Returns the exchangers whose plans change."""
@@ -275,6 +267,12 @@ class AutoPlanner(PredictingPlanner):
         )
         self.has_decided = saved["has_decided"]
         return True
+
+
+def _log_if_wrong(predicted_s: float, step_s: float) -> None:
+    if abs(step_s - predicted_s) > WRONG_BY * predicted_s:
+        took = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
+        runtime.say(took, 1e3 * step_s, 1e3 * predicted_s)
 
 
 def is_deterministic() -> bool:

@@ -77,10 +77,8 @@ class Auto(Tunable):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        reason = (
-            "auto: the network profile is unknown" if topology.size > 1 else "auto: a single rank"
-        )
-        return Choice(AllReduce(), reason)
+        why = "the network profile is unknown" if topology.size > 1 else "a single rank"
+        return Choice(AllReduce(), f"auto: {why}")
 
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
