@@ -5,8 +5,8 @@ import statistics
 
 from benchmarks import exchange
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
-from tfposeidon.autotune import estimate
-from tfposeidon.autotune.probes import LONG_ENOUGH_S, large_probes, small_probes
+from tfposeidon.autotune import measurement
+from tfposeidon.autotune.measurement import LONG_ENOUGH_S, large_probes, small_probes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.units import parse_rate
 
@@ -64,7 +64,7 @@ def links_of(rows, layout, rate):
         length, seconds = found
         probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [seconds - overhead_s(rows, layout)]
-    links = estimate.estimate_links(probes, samples, topology, rates_of(rows, layout))
+    links = measurement.estimate_links(probes, samples, topology, rates_of(rows, layout))
     # Each time is the median of many.
     links = dataclasses.replace(links, uncertainty=0.0)
     if near == rate:
@@ -126,7 +126,7 @@ def rates_of(rows, layout):
         - overhead_s(rows, layout)
         for kind in ("sum", "encode", "select", "select_many", "multiply")
     }
-    rates = estimate.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
+    rates = measurement.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
     # Replaced where an all-reduce of halves was measured.
     return dataclasses.replace(rates, half_s=HALF_PER_SUM * rates.sum_s)
 

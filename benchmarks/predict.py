@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import figures, grid, harness, predict_steps
 from benchmarks.baselines import one_bit
 from benchmarks.exchanges import factors_named, scheme_named
-from tfposeidon.autotune import seconds
+from tfposeidon.autotune import simulation
 from tfposeidon.autotune.search import RACED_WITHIN
 from tfposeidon.lab.cluster import BURST_S
 from tfposeidon.policies import Auto
@@ -90,11 +90,11 @@ def predicted(system, size, topology, links, burst_s=0.0):
         length, factors = shape.left * shape.right, (shape,)
     else:
         scheme, length = scheme_named(system), int(size)
-    times = seconds.stage_times(scheme, length, 4, factors, topology, links)
+    times = simulation.stage_times(scheme, length, 4, factors, topology, links)
     if not scheme.loads_evenly:
         times = [alone_in_the_lab(time, topology.size) for time in times]
     free_s = sum(min(burst_s, time.load_s) for time in times if time.crosses_nodes)
-    return seconds.alone_seconds(times, links) - free_s
+    return simulation.simulate([times], [0.0], 0.0, links.collective_s).step_s - free_s
 
 
 def alone_in_the_lab(time, ranks):
@@ -168,8 +168,8 @@ def show(rows, some, holds):
 
 CONSTANTS = {
     # The module that it stands in, and a value with which it says nothing.
-    "EXPOSED": (seconds, 0.0),
-    "SUMS_PER_PAIR": (seconds, 1.0),
+    "EXPOSED": (simulation, 0.0),
+    "SUMS_PER_PAIR": (simulation, 1.0),
     "CODED_PER_SELECTED": (one_bit, 1),
     "HALF_PER_SUM": (grid, 1.0),
 }
@@ -183,11 +183,11 @@ def changed(name, value):
     before = getattr(module, name)
     try:
         setattr(module, name, value)
-        seconds._stage_times.cache_clear()
+        simulation.stage_times.cache_clear()
         yield
     finally:
         setattr(module, name, before)
-        seconds._stage_times.cache_clear()
+        simulation.stage_times.cache_clear()
 
 
 def show_constants(rows):

@@ -36,7 +36,7 @@ from tfposeidon.state.snapshots import (
 from tfposeidon.training import layer_state, session
 from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
 
-FORMAT = 7
+FORMAT = 8
 """Format number of a snapshot's contents; every change increments it."""
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """State that each rank saves separately."""

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from tfposeidon.autotune import estimate
-from tfposeidon.autotune.probes import large_probes, small_probes
-from tfposeidon.autotune.seconds import EXPOSED, float16_sums
+from tfposeidon.autotune import measurement
+from tfposeidon.autotune.measurement import large_probes, small_probes
+from tfposeidon.autotune.simulation import EXPOSED, float16_sums
 from tfposeidon.communication.network_profile import CPU
 from tfposeidon.communication.topology import Topology
 
@@ -73,7 +73,7 @@ def test_what_is_there_is_found(layout, load):
 
     probes = _probes(topology)
     times = {one.name: samples(_seconds(one, topology)) for one in probes}
-    links = estimate.estimate_links(probes, times, topology, CPU)
+    links = measurement.estimate_links(probes, times, topology, CPU)
     rates, latencies = {}, {}
     if len(topology.nodes) > 1:
         rates["across"] = (links.across.bytes_per_s, ACROSS)
@@ -99,7 +99,7 @@ def test_sums_behind_a_slow_link_are_found_too():
     for rate in (1e7, 1e8, 1e9, 1e10):
         link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(half.transfers[0])
         load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
-        assert estimate.half_seconds(half, load_s, rate, topology) == pytest.approx(
+        assert measurement.half_seconds(half, load_s, rate, topology) == pytest.approx(
             HALF_S, rel=0.01
         )
 
@@ -108,11 +108,11 @@ def test_a_connection_as_fast_as_its_link_is_no_limit():
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     times = {one.name: [_seconds(one, topology)] * 3 for one in probes}
-    limited = estimate.estimate_links(probes, times, topology, CPU).across
+    limited = measurement.estimate_links(probes, times, topology, CPU).across
     assert limited.flow_bytes_per_s == pytest.approx(FLOW, rel=0.01)
     (flow,) = (p for p in probes if p.name == "rate.flow")
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 3
-    assert estimate.estimate_links(probes, times, topology, CPU).across.flow_bytes_per_s is None
+    assert measurement.estimate_links(probes, times, topology, CPU).across.flow_bytes_per_s is None
 
 
 @pytest.mark.parametrize("name", ["rate.across", "rate.flow"])
@@ -124,7 +124,7 @@ def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
     times = {one.name: [_seconds(one, topology)] * 4 for one in probes}
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 4
     times[name] = [times[name][0] + 0.2, *times[name][1:]]
-    links = estimate.estimate_links(probes, times, topology, CPU)
+    links = measurement.estimate_links(probes, times, topology, CPU)
     assert links.across.bytes_per_s == pytest.approx(ACROSS, rel=0.01)
     assert links.uncertainty < 0.25
 
@@ -137,7 +137,7 @@ def test_uncertainty_is_that_of_the_rate_which_counts():
     times = {one.name: [_seconds(one, topology)] * 2 for one in probes}
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 2
     times["rate.across"] = [times["rate.across"][0], 5 * times["rate.across"][0]]
-    assert estimate.estimate_links(probes, times, topology, CPU).uncertainty < 0.25
+    assert measurement.estimate_links(probes, times, topology, CPU).uncertainty < 0.25
     # A connection with a limit counts, and so do both.
     times["rate.flow"] = [_seconds(flow, topology) * 8] * 2
-    assert estimate.estimate_links(probes, times, topology, CPU).uncertainty > 0.25
+    assert measurement.estimate_links(probes, times, topology, CPU).uncertainty > 0.25

@@ -11,6 +11,7 @@ import pytest
 
 from tests.launch import ROOT
 from tfposeidon import policies, schemes
+from tfposeidon.autotune.planner import Decision
 from tfposeidon.autotune.search import choose_plan, predict
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.network_profile import Link, NetworkProfile
@@ -130,9 +131,14 @@ def test_large_variables_may_go_another_way():
     plan = choose(
         links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline
     )
-    by_path = {d.path: str(bucket.scheme) for bucket in plan.buckets for d in bucket.descriptions}
-    assert "factors" in by_path["large/kernel"]
-    assert "factors" not in by_path["second/kernel"]
+    buckets = {d.path: bucket for bucket in plan.buckets for d in bucket.descriptions}
+    # Each step decides by its rows.
+    large, second = (
+        buckets[layer.path].sized(8.0, policies.Auto(), CLUSTER) for layer in layers[-2:]
+    )
+    assert "factors" in str(large.scheme)
+    many = buckets["second/kernel"].sized(32 * 4e4, policies.Auto(), CLUSTER)
+    assert (str(second.scheme), str(many.scheme)) == ("factors", "torus2d")
 
 
 def test_a_bucket_size_that_is_asked_for_is_kept():
@@ -316,6 +322,16 @@ def test_policies_are_saved_without_links():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         policies.Auto(**arguments)
+
+
+def test_a_decision_is_restored():
+    """From a snapshot: schemes, bucket size and forecast, and the same plan."""
+    plan = choose()
+    saved = json.loads(json.dumps(Decision.of(plan, 1).to_dict()))
+    restored = Decision.from_dict(saved)
+    again = make_plan(LAYERS, restored, CLUSTER, restored.bucket_bytes)
+    assert again.buckets == plan.buckets
+    assert restored.forecasts == plan.forecasts
 
 
 PLAN_OF_A_RANK = """

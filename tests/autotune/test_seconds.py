@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.baselines import FactorServer
 from tests import contract
+from tests.helpers.automatic import exchange_seconds
 from tfposeidon import schemes
-from tfposeidon.autotune.seconds import EXPOSED, exchange_seconds, load_of, stage_times
+from tfposeidon.autotune.simulation import EXPOSED, load_of, stage_times
 from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from tfposeidon.autotune.seconds import StageTime
 from tfposeidon.autotune.simulation import (
     FUSION_BYTES,
     FUSION_THRESHOLD,
+    StageTime,
     Timeline,
     fusion_bytes_of,
     simulate,
@@ -35,6 +35,10 @@ def _work(load_s):
     return StageTime(operation=None, load_s=load_s)
 
 
+def _seconds(stages):
+    return sum(stage.latency_s + stage.load_s for stage in stages)
+
+
 def _random_chains(seed):
     rng = random.Random(seed)
     make = (_ring, _scatter, _work)
@@ -56,9 +60,9 @@ def test_bounds(seed):
     assert found.step_s >= compute
     assert found.step_s >= sum(s.load_s for s in transfers)
     assert found.step_s >= sum(s.load_s for s in stages if s.operation is None)
-    whole = sum(s.seconds for s in stages) + CYCLE_S * len(transfers)
+    whole = _seconds(stages) + CYCLE_S * len(transfers)
     assert found.step_s <= compute + whole + 1e-9
-    assert found.busy_s <= sum(s.seconds for s in transfers) + 1e-9
+    assert found.busy_s <= _seconds(transfers) + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,7 +77,7 @@ def test_a_late_exchange_is_the_sum():
     """One chain that begins when the computation ends."""
     chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
     found = simulate([chain], [1.0], 1.0, CYCLE_S)
-    assert found.step_s == pytest.approx(1.0 + sum(s.seconds for s in chain) + 2 * CYCLE_S)
+    assert found.step_s == pytest.approx(1.0 + _seconds(chain) + 2 * CYCLE_S)
 
 
 def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
@@ -113,7 +117,3 @@ def test_timelines():
     line = Timeline.even(variables=4, first_s=1.0, compute_s=2.5)
     assert line.ready_s == (2.5, 2.0, 1.5, 1.0)
     assert Timeline.even(variables=1, first_s=1.0, compute_s=2.0).ready_s == (1.0,)
-    with pytest.raises(ValueError, match="ends with the last gradient or later"):
-        Timeline(ready_s=(2.0,), compute_s=1.0)
-    with pytest.raises(ValueError, match="`ready_s` must be a finite number >= 0"):
-        Timeline(ready_s=(-2.0,), compute_s=1.0)

@@ -6,8 +6,8 @@ import itertools
 import pytest
 
 from benchmarks import grid, predict, predict_steps
-from tfposeidon.autotune import seconds
-from tfposeidon.autotune.probes import large_probes, small_probes
+from tfposeidon.autotune import simulation
+from tfposeidon.autotune.measurement import large_probes, small_probes
 from tfposeidon.communication.network_profile import HEADERS, Link, NetworkProfile, Rates
 from tfposeidon.units import parse_rate
 
@@ -56,8 +56,8 @@ def rows():
             latency_s = links.collective_s + one.steps * link.latency_s
             link_s = sent / link.bytes_per_s
             timed = dataclasses.replace(one, length=length).transfers[0]
-            sums_s = RATES.half_s * seconds.float16_sums(timed)
-            load_s = max(link_s, sums_s) + seconds.EXPOSED * min(link_s, sums_s)
+            sums_s = RATES.half_s * simulation.float16_sums(timed)
+            load_s = max(link_s, sums_s) + simulation.EXPOSED * min(link_s, sums_s)
             found[key] = _row(latency_s + load_s)
         burst_s = 0.0 if rate == "unshaped" else predict.BURST_S
         for system, size in itertools.product(SYSTEMS, ("65536", "4194304")):

@@ -12,6 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.training import BATCH
 from tfposeidon.autotune import choose_plan
+from tfposeidon.autotune.simulation import simulate, stage_times
 from tfposeidon.communication import runtime
 
 WIDTH, LAYERS = 400, 4
@@ -42,6 +43,12 @@ def planning(**constants):
         yield
     finally:
         vars(choose_plan).update(before)
+
+
+def exchange_seconds(scheme, length, itemsize, structures, topology, links):
+    """Predicts the seconds of one exchange alone, from its start to its end on the last rank."""
+    times = stage_times(scheme, length, itemsize, tuple(structures), topology, links)
+    return simulate([times], [0.0], 0.0, links.collective_s).step_s
 
 
 def given(wire, rate, **options):

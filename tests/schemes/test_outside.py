@@ -10,10 +10,10 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
+from tests.helpers.automatic import exchange_seconds
 from tests.helpers.checks import Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, STEPS, check_equal, sgd, train_alone, train_together
-from tfposeidon.autotune.seconds import exchange_seconds
 
 MOST = 2**20
 RING = tp.schemes.AllReduce()

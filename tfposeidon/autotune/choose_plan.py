@@ -1,25 +1,27 @@
 """Choice of communication plans from the times of the first training steps.
 
-Think of `ChoosePlan` as a callback that times a few steps on all ranks and then fixes the plans
-that the `auto` policy left tunable. It retraces the step only if the predicted gain repays the time
-for tracing.
+A few steps are timed on all ranks, and then retraced if the predicted gain repays it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.autotune.step_times import Measured, StepTimes
+from tfposeidon.autotune.search import RACED_WITHIN
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.observer import Done, clock_variable, time_after
+from tfposeidon.exchange.plan import Plan
+from tfposeidon.exchange.scheme_states import SchemeStates
+from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
@@ -31,252 +33,247 @@ CLOCKS_S = 1e-4
 LEAST_TRACE_S = 0.5
 """Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
 
-Found = dict[str, list[Any]]
-"""Measurements of one rank as JSON, keyed by the indices of the optimizer and of its exchanger.
+Gradients = Sequence[Any]
+"""Gradients of one step, some by their structure, in the order of their variables."""
 
-Variable paths may differ between ranks and cannot be keys. A value holds the times of the first
-gradient, of the last gradient and of a whole step, and the size of each gradient's structure.
-"""
+
+class Measured(NamedTuple):
+    """Mean times and sizes of some steps, for one list of variables.
+
+    Times are in seconds from the end of one exchange, to the first and last gradient and the end of
+    the next. `sizes` has the size of each gradient's structure on a rank; 0 without one.
+    """
+
+    first_s: float
+    compute_s: float
+    step_s: float
+    sizes: Sequence[float]
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[Any]) -> Measured | None:
+        """Joins the measurements of all ranks, if they have any: maximum times and mean sizes."""
+        if not all(ranks):
+            return None
+        first_s, compute_s, step_s, sizes = zip(*ranks, strict=True)
+        return cls(max(first_s), max(compute_s), max(step_s), np.mean(sizes, axis=0).tolist())
+
+    @property
+    def timeline(self) -> Timeline:
+        """Times of the gradients of a step."""
+        # The clock may have been set back during a step.
+        first_s, compute_s = max(0.0, min(self.first_s, self.compute_s)), max(0.0, self.compute_s)
+        return Timeline.even(variables=len(self.sizes), first_s=first_s, compute_s=compute_s)
+
+    def sized(self, descriptions: Sequence[Description]) -> list[Description]:
+        """Returns descriptions whose structures have the measured sizes."""
+        pairs = zip(descriptions, self.sizes, strict=True)
+        return [description.sized(size) if size else description for description, size in pairs]
+
+
+class StepTimes:
+    """Observer that sums this rank's times of steps, each from the end of the previous exchange."""
+
+    def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
+        self._reader = reader
+        with tf.init_scope():
+            self._end_s = clock_variable([], "end_of_exchange")
+            self._sums = clock_variable([4], "step_times")
+            with tf.device("/CPU:0"):
+                self._sizes = tf.Variable(tf.zeros([variables]), trainable=False, name="sizes")
+
+    def ready(
+        self, plan: Plan, gradients: Gradients, sent: Gradients, replicated: Collection[Any]
+    ) -> Done:
+        """Reads the clock after the first and the last gradient, and later after the last mean."""
+        if self._reader is not None:
+            self._sizes.assign(self._reader.sizes(gradients, plan.descriptions, replicated))
+        # The gradient of the last variable is the first to be ready.
+        present = [gradient for gradient in sent if gradient is not None]
+        first_s, ready_s = time_after(present[-1:]), time_after(sent)
+        return lambda means: self._record(first_s, ready_s, time_after(means))
+
+    def _record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
+        begin_s = self._end_s.read_value()
+        own = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)])
+        # Exclude the first step, which would include the time before training.
+        self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
+        self._end_s.assign(end_s)
+
+    def reset(self) -> None:
+        """Discards all steps so far."""
+        self._sums.assign(tf.zeros_like(self._sums))
+
+    def pause(self) -> None:
+        """Excludes the time until the end of the next step, such as an evaluation."""
+        self._end_s.assign(tf.zeros_like(self._end_s))
+
+    @property
+    def measured(self) -> Measured | None:
+        """Means over the steps since `reset`, with the last sizes; `None` if there were none."""
+        *sums, steps = self._sums.numpy().tolist()
+        if not steps:
+            return None
+        first_s, compute_s, step_s = (value / steps for value in sums)
+        return Measured(first_s, compute_s, step_s, self._sizes.numpy().tolist())
 
 
 class ChoosePlan(keras.callbacks.Callback):
-    """Keras callback that chooses tunable plans once, from measured forward and backward times.
+    """Keras callback that decides tunable plans once, from measured forward and backward times.
 
-    All ranks choose at the same batch, and a choice stays until a schedule changes the policy. The
-    preceding step flushes error-feedback state, so where epochs may end early, a plan changes
-    between epochs only, after a flush in the last step of an epoch as long as the previous one. On
-    GPUs, ops are queued and their times cannot be measured, so the first plan stays.
+    All ranks decide at the same batch. A step before the change sends residuals. Where epochs may
+    end early, plans change between them, after a flush in the last step of an epoch as long as the
+    previous one. On GPUs, ops are queued and cannot be timed, so the first plan stays.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._is_watching = False
-        self._steps = self._epoch = self._batches = self._batches_before = 0
-        # The step after which timing starts, and the last timed step.
-        self._begin = self._end = 0
+        self._is_skipping = self._is_changing = False
+        self._epoch = self._batches = self._batches_before = 0
+        # Steps since timing began, the last timed one (0 while none are), and steps per exchange.
+        self._steps, self._end, self._calls = 0, 0, 1
         self._trace_s = LEAST_TRACE_S
-        self._on_gpu: bool | None = None
-        self._optimizers: dict[str, Any] = {}
-        self._found: Found | None = None
+        self._optimizers: list[Any] = []
 
     @property
     def _session(self) -> session.Session:
         return session.of(self.model)
 
     @property
-    def _open(self) -> dict[str, Any]:
-        """The plans that are tunable now, by index of the optimizer."""
+    def _plans(self) -> list[Any]:
+        """Plans that are tunable."""
         # A schedule may have changed the planner of an optimizer.
-        every = {number: one.exchange.plans for number, one in self._optimizers.items()}
-        return {
-            number: plans
-            for number, plans in every.items()
-            if plans.planner.callback is type(self) and plans.planner.is_tunable
-        }
-
-    def _watch(self) -> None:
-        """Starts to time steps if any optimizer has a tunable plan."""
-        undecided = [plans for plans in self._open.values() if plans.planner.is_undecided]
-        if not undecided or self._is_changing:
-            return
-        if self._on_gpu is None:
-            own = bool(tf.config.list_physical_devices("GPU"))
-            # All ranks must take the same branch, even if one of them lacks its GPU.
-            self._on_gpu = any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu"))
-        if self._on_gpu:
-            for plans in undecided:
-                plans.planner.retain()
-            return
-        self._is_watching = True
-        if not all(plans.planner.is_watching for plans in undecided):
-            for plans in undecided:
-                plans.planner.is_watching = True
-            # Adds the clock ops. In a first `fit`, the step has not been traced yet.
-            self._session.retrace()
-        # With gradient accumulation, an exchange takes place once in several steps.
-        self._begin = self._steps + UNTIMED_STEPS * self._calls
-        self._end = self._begin + TIMED_STEPS * self._calls
-        self._found = None
+        plans = [optimizer.exchange.plans for optimizer in self._optimizers]
+        return [one for one in plans if getattr(one.planner, "is_tunable", False)]
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
-        self._optimizers = {str(n): one for n, one in enumerate(self._session.optimizers)}
+        self._optimizers = self._session.optimizers
         # Exclude time between epochs from step timing.
-        for optimizer in self._optimizers.values():
-            for _, times in _step_times(optimizer.exchange.exchangers):
-                times.pause()
+        for times in self._step_times():
+            times.pause()
+        # A change of an earlier `fit` or run may still wait.
+        self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
-        if not self._is_watching:
+        if not self._end and not self._is_changing:
             self._watch()
-        if self._steps and self._session.watches_absence:
+        elif self._batches_before and self._session.watches_absence:
             self._continue()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._is_skipping = self._session.is_skipping
-        self._begin_s = time.perf_counter() - self._spent_s
+        if self._end and not self._steps:
+            self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
-        is_idle = not self._is_watching and not self._is_changing
-        if is_idle or self._is_skipping:
+        if self._is_skipping or not (self._end or self._is_changing):
             return
-        self._time_step()
-        # Where epochs end early, a rank that joins after its last batch knows only the traced
-        # exchange.
-        if not self._session.watches_absence:
-            self._continue()
-        elif self._is_changing and not self._has_flushed and self._is_time_to_flush:
-            self._flush()
-
-    def _time_step(self) -> None:
         self._steps += 1
-        if self._steps == 1:
-            # Exclude network measurements from the tracing time.
-            traced_s = time.perf_counter() - self._spent_s - self._begin_s
-            self._trace_s = max(LEAST_TRACE_S, traced_s)
-        if self._steps == self._begin:
-            for plans in self._open.values():
-                for _, times in _step_times(plans.agreed_exchangers):
-                    times.reset()
-        elif self._steps == self._end:
-            self._found = self._measured()
+        if self._steps == 1 and self._end:
+            self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
+        if self._steps == UNTIMED_STEPS * self._calls:
+            for times in self._step_times():
+                times.reset()
+        if self._is_changing or (self._steps == self._end and not self._session.watches_absence):
+            self._continue()
 
-    @property
-    def _spent_s(self) -> float:
-        """Seconds spent on network measurements and timed trials."""
-        return sum(plans.planner.spent_s for plans in self._open.values())
+    def _watch(self) -> None:
+        """Starts to time steps if any plan is undecided."""
+        undecided = [one for one in self._plans if not one.planner.has_decided]
+        if not undecided:
+            return
+        own = bool(tf.config.list_physical_devices("GPU"))
+        # All ranks must take the same branch, even if one of them lacks its GPU.
+        if any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu")):
+            self._apply()
+            return
+        if not all(plans.planner.is_watching for plans in undecided):
+            for plans in undecided:
+                # Before the first step, whose time is that of tracing.
+                plans.planner.measure_network()
+                plans.planner.is_watching = True
+            # Adds the clock ops. In a first `fit`, the step has not been traced yet.
+            self._session.retrace()
+        # With gradient accumulation, an exchange takes place once in several steps.
+        self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
+        self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
-    @property
-    def _calls(self) -> int:
-        """Largest number of steps per exchange."""
-        return max((self._calls_of(number) for number in self._open), default=1)
-
-    @property
-    def _is_time_to_flush(self) -> bool:
-        """True if one exchange is left in this epoch, assuming the length of the previous epoch."""
-        return 0 < self._batches_before - self._batches <= self._until_exchange
-
-    @property
-    def _until_exchange(self) -> int:
-        return self._session.steps_until_exchange(self._optimizers[n] for n in self._open)
-
-    def _calls_of(self, number: str) -> int:
-        return self._optimizers[number].gradient_accumulation_steps or 1
-
-    def _measured(self) -> Found:
-        found: Found = {}
-        for number, plans in self._open.items():
-            for place, times in _step_times(plans.agreed_exchangers):
-                if (means := times.means) is not None:
-                    seconds = [means.first_s, means.compute_s, means.step_s]
-                    found[f"{number} {place}"] = [*seconds, times.sizes]
-        return found
+    def _step_times(self) -> Iterator[StepTimes]:
+        for optimizer in self._optimizers:
+            for exchanger in optimizer.exchange.exchangers:
+                if isinstance(exchanger.observer, StepTimes):
+                    yield exchanger.observer
 
     def _continue(self) -> None:
-        """Chooses plans once all ranks have timed steps; applies them once schemes are flushed."""
-        if self._is_changing:
-            self._change_or_flush()
-        # Where epochs may end early, ranks check at each epoch whether all have timed enough steps.
-        elif self._is_watching and (self._session.watches_absence or self._steps == self._end):
-            self._choose()
+        """Decides once steps are timed, and applies a decision once schemes have no residuals."""
+        if self._end:
+            self._decide()
+        if not self._is_changing:
+            return
+        watches = self._session.watches_absence
+        left = self._batches_before - self._batches
+        # Where epochs end early, a rank that joins after its last batch knows only the traced
+        # exchange.
+        if not (watches and self._batches) and self._has_flushed:
+            self._apply()
+            self._session.retrace()
+        elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
+            for states in self._changing:
+                states.flush()
 
-    def _choose(self) -> None:
-        everybody = exchange_objects([self._found, self._trace_s], runtime.wire(), "tp.choose_plan")
-        ranks = [found for found, _ in everybody]
+    def _decide(self) -> None:
+        undecided = [one for one in self._plans if not one.planner.has_decided]
+        if not undecided:
+            # A schedule has changed the policy meanwhile.
+            self._end = 0
+            return
+        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
+        mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
+        everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
+        # Ranks may have done different numbers of steps, and must decide alike.
+        ranks, traces_s, lefts, lefts_later = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        self._is_watching = False
-        joined = _joined(ranks)
-        if not joined:
-            # A schedule has changed the policy meanwhile; timing starts again with the next epoch.
-            return
-        saved_s = self._update(joined)
-        waits_for_epoch = self._session.watches_absence and not self._has_flushed
-        steps_left = self._steps_left - (self._batches_before if waits_for_epoch else 0)
-        trace_s = max(trace_s for _, trace_s in everybody)
-        if (saved_s + CLOCKS_S) * steps_left / self._calls <= LEAST_GAIN * trace_s:
-            self._stay()
-            return
-        if self._is_changing:
+        self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
+        # A difference of plans that are close must repay a trace, too.
+        shortest_s = least_s / RACED_WITHIN / max(1.0, min(lefts))
+        for plans, *found in zip(undecided, *ranks, strict=True):
+            measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
+            saved_s += plans.planner.propose(plans, measured, shortest_s)
+        waits = self._session.watches_absence and not self._has_flushed
+        self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
+        if not self._is_changing:
+            for plans in self._plans:
+                plans.planner.proposed.clear()
+            self._apply()
+        elif self._changing:
             runtime.say(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
                 1e3 * saved_s,
             )
-        self._change_or_flush()
 
-    def _update(self, joined: dict[str, Measured]) -> float:
-        """Plans with all ranks' measurements; returns the predicted seconds saved per step."""
-        saved_s = 0.0
-        for number, plans in self._open.items():
-            if plans.planner.is_undecided:
-                found = {
-                    exchanger.plan.paths: joined[f"{number} {place}"]
-                    for place, exchanger in enumerate(plans.agreed_exchangers)
-                    if f"{number} {place}" in joined
-                }
-                saved_s += plans.planner.update(plans, found)
-        return saved_s
-
-    def _stay(self) -> None:
-        for plans in self._open.values():
-            if plans.planner.are_changing:
-                plans.planner.retain()
-            elif plans.planner.is_undecided:
-                plans.planner.apply(plans)
+    def _apply(self) -> None:
+        self._is_changing = False
+        for plans in self._plans:
+            plans.planner.apply(plans)
 
     @property
-    def _is_changing(self) -> bool:
-        """True while a changed plan, also of an earlier `fit` or run, waits to be applied."""
-        return any(plans.planner.are_changing for plans in self._open.values())
+    def _changing(self) -> list[SchemeStates]:
+        """States of schemes whose plans change."""
+        return [one.states for plans in self._plans for one in plans.planner.changing(plans)]
 
     @property
     def _has_flushed(self) -> bool:
-        """True if the schemes of all changing plans hold no error-feedback state."""
-        return all(plans.planner.has_flushed(plans) for plans in self._open.values())
+        return all(states.has_flushed for states in self._changing)
 
-    def _change_or_flush(self) -> None:
-        if self._has_flushed:
-            for plans in self._open.values():
-                plans.planner.apply(plans)
-            self._session.retrace()
-            return
-        # An epoch with a single exchange has no earlier step for the flush.
-        is_last = 0 < self._batches_before <= self._until_exchange
-        if is_last or not self._session.watches_absence:
-            self._flush()
-
-    def _flush(self) -> None:
-        for plans in self._open.values():
-            plans.planner.flush(plans)
-
-    @property
-    def _steps_left(self) -> int:
-        """Remaining steps; as many as are done if the length of epochs is unknown."""
+    def _updates_left(self) -> list[float]:
+        """Returns the remaining updates, and those after an epoch as long as the previous one."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
-        if steps is None:
-            return self._steps
-        return max(0, steps * (epochs - self._epoch) - self._batches)
-
-
-def _step_times(exchangers: Iterable[Exchanger]) -> Iterator[tuple[int, StepTimes]]:
-    """Yields what times the steps of exchangers, with their place."""
-    for place, exchanger in enumerate(exchangers):
-        if isinstance(exchanger.observer, StepTimes):
-            yield place, exchanger.observer
-
-
-def _joined(ranks: list[Found]) -> dict[str, Measured]:
-    """Combines the measurements of all ranks: maximum times and mean sizes."""
-    joined = {}
-    for key in ranks[0]:
-        same = [found[key] for found in ranks if key in found]
-        if len(same) == len(ranks):
-            first_s, compute_s, step_s, sizes = zip(*same, strict=True)
-            mean_sizes = tuple(np.mean(sizes, axis=0).tolist())
-            joined[key] = Measured(max(first_s), max(compute_s), max(step_s), mean_sizes)
-    return joined
+        # As many as are done if the length of epochs is unknown.
+        left = self._steps if steps is None else steps * (epochs - self._epoch) - self._batches
+        return [max(0, left - later) / self._calls for later in (0, self._batches_before)]

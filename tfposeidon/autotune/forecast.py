@@ -1,14 +1,9 @@
-"""Predicted step times: of the chosen plan, and of the plans that it was compared with.
-
-A `Prediction` belongs to one plan. A `Forecast` holds all of them, and formats them for the printed
-plan.
-"""
+"""Predicted step times: of the chosen plan, and of the plans that it was compared with."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tfposeidon.autotune.simulation import Simulated
@@ -49,15 +44,6 @@ class Prediction:
         return f"{self.name} in buckets of {readable_size(self.bucket_bytes)}"
 
 
-def decide(predictions: Sequence[Prediction], margin: float) -> int:
-    """Returns the index of the fastest plan, or of the default if the gain is below `margin`."""
-    best = min(range(len(predictions)), key=lambda index: predictions[index].step_s)
-    for index, one in enumerate(predictions):
-        if one.is_default and predictions[best].step_s > (1 - margin) * one.step_s:
-            return index
-    return best
-
-
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     """Predicted step of a plan, with the alternatives and the data behind the prediction.
@@ -82,24 +68,44 @@ class Forecast:
     measured_s: float | None = None
     is_kept: bool = False
 
+    def of_plan(self, plan: Plan) -> Prediction:
+        """Returns the prediction for a plan of the same candidates; the default if it has none."""
+        names = [str(one.chosen) for one in forecasts_of(plan)]
+        every = sorted((self.chosen, *self.others), key=lambda one: not one.is_default)
+        return next((one for one in every if str(one) in names), every[0])
+
     def kept(self, chosen: Prediction) -> Forecast:
         """Returns the forecast with `chosen`, the plan in use, retained in place of the fastest."""
-        others = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
-        return dataclasses.replace(
-            self,
-            chosen=chosen,
-            others=tuple(one for one in others if str(one) != str(chosen)),
-            is_kept=True,
-        )
+        every = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
+        others = tuple(one for one in every if one != chosen)
+        return replace(self, chosen=chosen, others=others, is_kept=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns predictions and network profile as a dictionary for JSON."""
+        pairs = [(one, one.simulated) for one in (self.chosen, *self.others)]
         return {
-            "links": dataclasses.asdict(self.links),
+            "links": asdict(self.links),
             "knows_computation": self.knows_computation,
             "measured_s": self.measured_s,
-            "predictions": [_to_dict(one) for one in (self.chosen, *self.others)],
+            "predictions": [
+                asdict(one) | asdict(times) | {"exposed_s": times.exposed_s} for one, times in pairs
+            ],
         }
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields as a dictionary for JSON, from which `from_fields` restores the forecast."""
+        return asdict(self) | {"links": self.links.to_json()}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Forecast:
+        """Restores a forecast from its `fields`."""
+        chosen, *others = (
+            Prediction(**one | {"simulated": Simulated(**one["simulated"])})
+            for one in (fields["chosen"], *fields["others"])
+        )
+        links = NetworkProfile.from_json(fields["links"], "the snapshot")
+        return cls(**fields | {"chosen": chosen, "others": tuple(others), "links": links})
 
     def lines(self) -> Iterator[str]:
         """Formats the forecast for the printed plan.
@@ -107,18 +113,14 @@ class Forecast:
         Yields:
           Lines of text.
         """
-        simulated = self.chosen.simulated
+        simulated, step_ms = self.chosen.simulated, 1e3 * self.chosen.step_s
         if self.knows_computation:
             yield (
-                f"predicted step: {1e3 * simulated.step_s:.4g} ms, of which "
-                f"{1e3 * simulated.exposed_s:.3g} ms wait for communication (efficiency "
-                f"{simulated.efficiency:.0%})"
+                f"predicted step: {step_ms:.4g} ms, of which {1e3 * simulated.exposed_s:.3g} ms "
+                f"wait for communication (efficiency {simulated.efficiency:.0%})"
             )
         else:
-            yield (
-                f"predicted exchange: {1e3 * simulated.step_s:.3g} ms, without overlap with "
-                "computation"
-            )
+            yield f"predicted exchange: {step_ms:.3g} ms, without overlap with computation"
         if self.measured_s is not None:
             yield f"measured step: {1e3 * self.measured_s:.4g} ms, on this rank"
         yield f"network: {self.links}"
@@ -132,35 +134,21 @@ class Forecast:
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
         if found:
             yield f"timed exchanges, relative to the predicted ones: {', '.join(found)}"
-        why = self._why_not_validated()
-        if why:
+        if why := self._why_not_validated():
             yield f"not validated: {why}"
 
     def _why_not_validated(self) -> str:
+        compared = "predictions have been compared with steps of up to"
+        per_core = self.links.ranks_per_core
         if self.links.device != "cpu":
             return f"predictions have not been compared with steps on {self.links.device}"
         if self.ranks > MOST_RANKS:
-            return f"predictions have been compared with steps of up to {MOST_RANKS} ranks"
-        if self.links.ranks_per_core > MOST_RANKS_PER_CORE:
-            return (
-                f"{self.links.ranks_per_core:.3g} ranks share a core; predictions have been "
-                f"compared with steps of up to {MOST_RANKS_PER_CORE}"
-            )
+            return f"{compared} {MOST_RANKS} ranks"
+        if per_core > MOST_RANKS_PER_CORE:
+            return f"{per_core:.3g} ranks share a core; {compared} {MOST_RANKS_PER_CORE}"
         return ""
 
 
 def forecasts_of(plan: Plan) -> list[Forecast]:
     """Returns the forecasts of a plan, one for each list of variables."""
     return [one for one in plan.forecasts if isinstance(one, Forecast)]
-
-
-def _to_dict(prediction: Prediction) -> dict[str, Any]:
-    simulated = prediction.simulated
-    return {
-        "name": prediction.name,
-        "bucket_bytes": prediction.bucket_bytes,
-        "step_s": simulated.step_s,
-        "compute_s": simulated.compute_s,
-        "exposed_s": simulated.exposed_s,
-        "slowdown": prediction.slowdown,
-    }

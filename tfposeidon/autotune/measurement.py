@@ -1,66 +1,136 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
-Rounds of collectives and of local work run until a time budget is spent. `estimate` fits a profile
-to their times.
+Rounds of collectives and of local work run until a time budget is spent. Short probes determine
+latencies by least squares. Subtracting these from long probes yields bandwidths, and the speed of
+sums in float16.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import gc
 import os
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tensorflow as tf
 
 from tfposeidon import ops
-from tfposeidon.autotune.estimate import (
-    FEWEST_ROUNDS,
-    LEAST_S,
-    estimate_links,
-    quantile,
-    rates_of,
-    rounded,
-)
-from tfposeidon.autotune.probes import (
-    FEW_ELEMENTS,
-    LONG_ENOUGH_S,
-    MOST_ELEMENTS,
-    Probe,
-    large_probes,
-    small_probes,
-)
-from tfposeidon.communication.network_profile import NetworkProfile, Rates
+from tfposeidon.autotune.simulation import EXPOSED, float16_sums, load_of
+from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
+from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.schemes.cost import Operation, Transfer
 
+MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
+"""Number of rounds, of those that may enlarge vectors, and of those that tell a variation."""
 BUDGET_S, LATEST_S = 1.2, 3.0
 """Seconds after the first round beyond which no round starts; the second limit is for slow machines
 on which a probe was timed fewer than `FEWEST_ROUNDS` times by then."""
-MOST_ROUNDS, GROWING_ROUNDS = 15, 3
 SHORT_ROUNDS = 4
 """Number of times that short messages are sent per round: they vary more, and take less time."""
-ELEMENTS, PAIRS = 2**20, (2**13, 2**17)
-"""Elements, and pairs of two selections, of the timed local work."""
-SIDE, ROWS = 2048, 128
-"""Side of the timed product, and rows of the matrices that are multiplied."""
+FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
+"""Length of vectors for latencies; initial and largest length of those for bandwidths, which grow
+until they take long enough."""
+LONG_ENOUGH_S = 0.03
+"""Seconds above which the time of a vector determines a bandwidth."""
+ELEMENTS, PAIRS, SIDE, ROWS = 2**20, (2**13, 2**17), 2048, 128
+"""Timed local work: elements, pairs of two selections, side of a product, rows of its factors."""
+QUANTILE = 25
+"""Percentile that represents a probe: load of other processes only prolongs a round, but a single
+fast round may be a burst that the network lets through."""
+LEAST_S = 1e-7
+"""Minimum of an estimate in seconds, for differences that noise makes negative."""
+FLOW_MARGIN = 0.8
+"""Share of the network's bandwidth above which a single connection counts as equally fast."""
+
+Work = Callable[[tf.Tensor], tf.Tensor]
+Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Collective to time, of `length` elements per rank; "rate." begins names of long ones.
+
+    `groups` has the group of each rank, without ranks that do not take part.
+    """
+
+    name: str
+    operation: Operation
+    groups: Mapping[int, Group]
+    length: int
+    dtype: str = "float32"
+
+    @property
+    def tells_rate(self) -> bool:
+        """True if its time determines a bandwidth or throughput instead of latencies."""
+        return self.name.startswith("rate.")
+
+    @property
+    def transfers(self) -> dict[int, Transfer]:
+        """Transfer of each rank, by rank."""
+        size, length = tf.as_dtype(self.dtype).size, self.length
+        return {
+            rank: Transfer.of_vector(self.operation, group, length, itemsize=size)
+            for rank, group in self.groups.items()
+        }
+
+    @property
+    def steps(self) -> int:
+        """Number of sequential messages."""
+        return max(transfer.steps for transfer in self.transfers.values())
+
+    def bytes_on(self, topology: Topology) -> tuple[float, bool]:
+        """Returns the bytes on the busiest node (else rank), and whether all stay within nodes."""
+        load = load_of(self.transfers, topology)
+        return load.cross_bytes or load.node_bytes, not load.cross_bytes
+
+
+def small_probes(topology: Topology) -> list[Probe]:
+    """Returns the latency probes, which are more than there are unknowns."""
+    operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
+    found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
+    if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
+        found.append(_probe("all_gather.node", "all_gather", "node", topology, FEW_ELEMENTS))
+    return found
+
+
+def large_probes(topology: Topology) -> list[Probe]:
+    """Returns the probes for bandwidths, of a node and a connection, and for sums in float16."""
+    sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
+    found = [replace(sums, dtype="float16")]
+    if max(map(len, topology.nodes)) > 1:
+        found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
+    if len(topology.nodes) > 1:
+        # An all-to-all uses all connections; a ring over one position per node uses one.
+        found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
+        if topology.size > 2:
+            ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
+            alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
+            found.append(replace(ring, groups=alone))
+    return found
+
+
+def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
+    """Returns a probe in which each rank uses its own group of a kind, if it has one."""
+    groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
+    groups = {rank: group for rank, group in groups.items() if group is not None}
+    return Probe(name=name, operation=operation, groups=groups, length=length)
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Disables Python's garbage collector: a collection on one rank would count as network time.
 
-    With large graphs in memory, a collection may take a second.
-
     >>> with without_collections():
     ...     gc.isenabled()
     False
-    >>> gc.isenabled()
-    True
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -75,29 +145,24 @@ def without_collections() -> Iterator[None]:
 def measure(wire: Wire) -> NetworkProfile:
     """Measures the network profile of a job; all ranks call it together, and get the same result.
 
-    Rounds of all probes alternate, so that temporary load does not affect only one of them. The
-    slowest rank determines the time of a round, and the lower quartile represents the rounds.
+    The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
     topology = wire.topology
     short = _Round(wire, small_probes(topology), {}, "short")
     long = _Round(wire, large_probes(topology), WORK, "long")
-    lengths = [probe.length for probe in long.probes]
-    samples: dict[str, list[float]] = defaultdict(list)
+    samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
         # The first round traces and connects. It may change lengths, but its times do not count.
         if number < 2:
             begin_s = time.perf_counter()
-        often = [
-            short([FEW_ELEMENTS] * len(short.probes)) for _ in range(SHORT_ROUNDS if number else 1)
-        ]
-        once = long(lengths)
+        often = [short() for _ in range(SHORT_ROUNDS if number else 1)]
+        once = long()
         mine = [time.perf_counter() - begin_s, often, once]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
+        quick, slowest = (np.max([one[part] for one in everybody], axis=0) for part in (1, 2))
         if number:
-            for times in np.max([often for _, often, _ in everybody], axis=0):
+            for times in quick:
                 short.note(times, samples)
-        slowest = np.max([once for *_, once in everybody], axis=0)
-        if number:
             long.note(slowest, samples)
             # The variation of times is unknown after one round of a length.
             is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
@@ -105,19 +170,16 @@ def measure(wire: Wire) -> NetworkProfile:
             if everybody[0][0] > (BUDGET_S if is_known else LATEST_S):
                 break
         if number < GROWING_ROUNDS:
-            shortest = np.max([np.min(often, axis=0) for _, often, _ in everybody], axis=0)
-            bytes_s = _without_latency(long.probes, slowest, short.probes, shortest)
-            lengths = _grown(long.probes, lengths, bytes_s, samples)
-    probes = [
-        *short.probes,
-        *(replace(one, length=length) for one, length in zip(long.probes, lengths, strict=True)),
-    ]
-    hosts, ranks_per_core = _surroundings(wire)
-    links = replace(
-        estimate_links(probes, samples, topology, _rates(samples)),
-        hosts=hosts,
-        ranks_per_core=ranks_per_core,
-    )
+            # The latency of an operation is that of its first short probe.
+            operations = [probe.operation for probe in reversed(short.probes)]
+            latencies = dict(zip(operations, reversed(quick.min(axis=0)), strict=True))
+            long.enlarge(slowest, latencies, samples)
+    work = {kind: quantile(samples[kind]) for kind in WORK}
+    rates = rates_of(work, ELEMENTS, PAIRS, (ROWS, SIDE))
+    links = estimate_links([*short.probes, *long.probes], samples, topology, rates)
+    share = rounded(topology.node.size / len(os.sched_getaffinity(0)))
+    ranks_per_core = max(exchange_objects(share, wire, "tp.links.ranks_per_core"))
+    links = replace(links, hosts=hosts_of(wire), ranks_per_core=ranks_per_core)
     # All ranks need bit-equal figures to make equal plans, also if their processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return NetworkProfile.from_json(agreed, "rank 0")
@@ -129,62 +191,11 @@ def hosts_of(wire: Wire) -> tuple[str, ...]:
     return tuple(names[node[0]] for node in wire.topology.nodes)
 
 
-def _surroundings(wire: Wire) -> tuple[tuple[str, ...], float]:
-    """Returns the names of the nodes, and the maximum over nodes of ranks per core."""
-    mine = rounded(wire.topology.node.size / len(os.sched_getaffinity(0)))
-    return hosts_of(wire), max(exchange_objects(mine, wire, "tp.links.ranks_per_core"))
-
-
-def _without_latency(
-    probes: Sequence[Probe],
-    times: Sequence[float],
-    short_probes: Sequence[Probe],
-    short_times: Sequence[float],
-) -> list[float]:
-    """Returns the times of probes minus those of short messages of the same kind."""
-    latencies: dict[str, float] = {}
-    for probe, time_s in zip(short_probes, short_times, strict=True):
-        latencies.setdefault(probe.operation, time_s)
-    # The times also include local work, after those of the probes.
-    pairs = zip(probes, times, strict=False)
-    return [max(LEAST_S, time_s - latencies.get(p.operation, 0.0)) for p, time_s in pairs]
-
-
-def _grown(
-    probes: Sequence[Probe],
-    lengths: Sequence[int],
-    times: Sequence[float],
-    samples: dict[str, list[float]],
-) -> list[int]:
-    """Returns lengths with which probes take long enough; drops samples of other lengths."""
-    larger = [_enlarged(length, time_s) for length, time_s in zip(lengths, times, strict=True)]
-    for probe, before, after in zip(probes, lengths, larger, strict=True):
-        if after != before:
-            samples.pop(probe.name, None)
-    return larger
-
-
-def _enlarged(length: int, seconds: float) -> int:
-    """Returns a length with which a bandwidth probe takes long enough, or at least longer."""
-    if seconds >= LONG_ENOUGH_S:
-        return length
-    # Do not jump to the length that this time predicts: short messages may be a burst.
-    factor = min(8.0, max(2.0, LONG_ENOUGH_S / seconds))
-    return min(MOST_ELEMENTS, round(factor * length))
-
-
 class _Round:
-    """One round of some probes and of local work, in one graph.
-
-    Eager calls would take longer than the messages to measure.
-    """
+    """One round in one graph: eager calls would take longer than the messages to measure."""
 
     def __init__(
-        self,
-        wire: Wire,
-        probes: Sequence[Probe],
-        work: Mapping[str, Callable[[tf.Tensor], tf.Tensor]],
-        name: str,
+        self, wire: Wire, probes: list[Probe], work: Mapping[str, Work], name: str
     ) -> None:
         self.probes = probes
         self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
@@ -192,35 +203,44 @@ class _Round:
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
 
-    def __call__(self, lengths: Sequence[int]) -> list[float]:
+    def __call__(self) -> list[float]:
         """Returns this rank's seconds of each probe and kind of work; ranks start together."""
-        times, _ = self._function(tf.constant(lengths, tf.int32), self._vector)
+        lengths = tf.constant([probe.length for probe in self.probes], tf.int32)
+        times, _ = self._function(lengths, self._vector)
         return [float(seconds) for seconds in times.numpy()]
 
-    def note(self, times: Iterable[float], samples: dict[str, list[float]]) -> None:
+    def note(self, times: Iterable[float], samples: Samples) -> None:
         """Adds the slowest rank's times of one round to the samples."""
         names = [*(probe.name for probe in self.probes), *self._work]
         for name, seconds in zip(names, times, strict=True):
             samples[name].append(float(seconds))
 
+    def enlarge(
+        self, times: Sequence[float], latencies: Mapping[Operation, float], samples: Samples
+    ) -> None:
+        """Enlarges probes that take too short a time; drops samples of other lengths."""
+        for index, probe in enumerate(self.probes):
+            bytes_s = max(LEAST_S, times[index] - latencies[probe.operation])
+            if bytes_s < LONG_ENOUGH_S and probe.length < MOST_ELEMENTS:
+                # Do not jump to the length that this time predicts: short messages may be a burst.
+                factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
+                length = min(MOST_ELEMENTS, round(factor * probe.length))
+                self.probes[index] = replace(probe, length=length)
+                samples.pop(probe.name, None)
+
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         # Return the results, because TensorFlow prunes ops that only control dependencies use.
         times: list[tf.Tensor] = []
         used: list[tf.Tensor] = []
+        runs = [
+            *(functools.partial(self._collective, *one, lengths) for one in enumerate(self.probes)),
+            *(functools.partial(work, vector) for work in self._work.values()),
+        ]
         end_s = tf.timestamp()
-        for number, probe in enumerate(self.probes):
+        for number, run in enumerate(runs):
             begin_s = self._time_of_all(end_s, number, used)
             with tf.control_dependencies([begin_s]):
-                used.append(self._collective(probe, lengths[number], number))
-            end_s = _time_after(used[-1])
-            times.append(end_s - begin_s)
-        if self._work:
-            # Start together, so that all ranks work at the same time.
-            end_s = self._time_of_all(end_s, len(times), used)
-        for work in self._work.values():
-            begin_s = end_s
-            with tf.control_dependencies([begin_s]):
-                used.append(work(vector))
+                used.append(run())
             end_s = _time_after(used[-1])
             times.append(end_s - begin_s)
         return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
@@ -233,8 +253,9 @@ class _Round:
         used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
         return _time_after(used[-1])
 
-    def _collective(self, probe: Probe, length: tf.Tensor, number: int) -> tf.Tensor:
+    def _collective(self, number: int, probe: Probe, lengths: tf.Tensor) -> tf.Tensor:
         name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
+        length = lengths[number]
         values = tf.ones(tf.reshape(length, [1]), probe.dtype)
         if group is None:
             return values[:1]
@@ -261,7 +282,7 @@ def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
     return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
 
 
-WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+WORK: dict[str, Work] = {
     # Four vectors, as in the sum of a shard owner.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": lambda vector: ops.encode(vector, "float16"),
@@ -272,6 +293,117 @@ WORK: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 """Local work to time, by kind."""
 
 
-def _rates(samples: Mapping[str, Sequence[float]]) -> Rates:
-    times = {name: quantile(samples[name]) for name in WORK}
-    return rates_of(times, ELEMENTS, PAIRS, (ROWS, SIDE))
+def estimate_links(
+    probes: Sequence[Probe],
+    samples: Mapping[str, Sequence[float]],
+    topology: Topology,
+    rates: Rates,
+) -> NetworkProfile:
+    """Fits a network profile to the seconds of the slowest rank in each round, by probe name."""
+    times = {probe.name: quantile(samples[probe.name]) for probe in probes}
+    large = {probe.name: probe for probe in probes if probe.tells_rate}
+    small = [probe for probe in probes if not probe.tells_rate]
+    collective_s, latency_s = _latencies(small, times, topology)
+    bytes_s: dict[str, float] = {}
+    found: dict[str, float] = {}
+    for name, probe in large.items():
+        sent_bytes, stays = probe.bytes_on(topology)
+        without_latency_s = times[name] - collective_s - probe.steps * latency_s[stays]
+        # If latency dominates, leave at least a tenth for the bytes.
+        bytes_s[name] = max(without_latency_s, times[name] / 10)
+        found[name] = rounded(sent_bytes / bytes_s[name])
+    across = node = None
+    # Probes whose uncertainty counts. Times within nodes vary more, and hardly matter compared with
+    # the network.
+    counts = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
+    if "rate.node" in found:
+        node = Link(latency_s=latency_s[True], bytes_per_s=found["rate.node"])
+    if "rate.across" in found:
+        rate, flow = found["rate.across"], found.get("rate.flow")
+        if flow is not None and flow > FLOW_MARGIN * rate:
+            # The network is at least as fast as one connection, also if many short messages
+            # interfere.
+            counts = [max(counts, key=found.__getitem__)]
+            rate, flow = found[counts[0]], None
+        across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
+    if half := large.get("rate.half"):
+        rate = found["rate.node"] if across is None else across.bytes_per_s
+        half_s = half_seconds(half, bytes_s["rate.half"], rate, topology)
+        rates = replace(rates, half_s=half_s)
+    return NetworkProfile(
+        rates=rates,
+        collective_s=collective_s,
+        ranks_per_node=max(len(node) for node in topology.nodes),
+        device="gpu" if tf.config.list_physical_devices("GPU") else "cpu",
+        node=node,
+        across=across,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        # Use the uncertainty of bandwidths: latencies vary more, but few choices depend on them.
+        uncertainty=rounded(max(_uncertainty(samples[name]) for name in counts)),
+    )
+
+
+def _latencies(
+    probes: Sequence[Probe], times: Mapping[str, float], topology: Topology
+) -> tuple[float, dict[bool, float]]:
+    """Returns the time of a cycle, and of a message step within nodes (`True`) and across."""
+    stays = [probe.bytes_on(topology)[1] for probe in probes]
+    kinds = sorted(set(stays))
+    rows = [
+        [1.0, *(probe.steps if kind == stay else 0.0 for kind in kinds)]
+        for probe, stay in zip(probes, stays, strict=True)
+    ]
+    # Minimizes the squares of relative errors.
+    seconds = np.array([times[probe.name] for probe in probes])
+    found, *_ = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(probes)), rcond=None)
+    collective_s, *latencies = (rounded(max(float(value), LEAST_S)) for value in found)
+    return collective_s, dict(zip(kinds, latencies, strict=True))
+
+
+def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
+    """Returns the seconds per element of Horovod's float16 sums, which run in software."""
+    link_s = probe.bytes_on(topology)[0] / bytes_per_s
+    # Transfers and local sums overlap: a fraction `EXPOSED` of the shorter one adds to the total.
+    sums_s = seconds - EXPOSED * link_s
+    if sums_s < link_s:
+        sums_s = max(0.0, seconds - link_s) / EXPOSED
+    return rounded(sums_s / float16_sums(next(iter(probe.transfers.values()))))
+
+
+def rates_of(
+    times: Mapping[str, float], elements: int, pairs: tuple[int, int], product: tuple[int, int]
+) -> Rates:
+    """Returns a rank's compute throughput from the seconds of each kind of local work."""
+    (few, many), (rows, columns) = pairs, product
+    encode_s = times["encode"] / elements
+    pair_s = max(times["select_many"] - times["select"], 0.0) / (many - few)
+    multiply_s = max(times["multiply"] - encode_s * columns**2, LEAST_S)
+    return Rates(
+        sum_s=rounded(times["sum"] / elements),
+        encode_s=rounded(encode_s),
+        select_s=rounded(max(times["select"] - pair_s * few, LEAST_S) / elements),
+        pair_s=rounded(pair_s),
+        # Only an all-reduce sums in float16; see `half_seconds`.
+        half_s=0.0,
+        operation_s=rounded(multiply_s / (2.0 * rows * columns**2)),
+    )
+
+
+def quantile(values: Sequence[float]) -> float:
+    """Returns the quantile of a probe's seconds that represents it."""
+    return float(np.percentile(values, QUANTILE))
+
+
+def _uncertainty(values: Sequence[float]) -> float:
+    """Returns the approximate standard error of the quartile over the median; 1 if unknown."""
+    if len(values) < FEWEST_ROUNDS:
+        return 1.0
+    # The slower half may include a packet that was lost and sent again after a fifth of a second,
+    # which does not affect the quartile.
+    low, middle = np.percentile(values, [QUANTILE, 50])
+    return float(2.0 * (middle - low) / middle / len(values) ** 0.5)
+
+
+def rounded(value: float) -> float:
+    """Returns a number rounded to three digits: further digits of a measurement are noise."""
+    return float(f"{value:.3g}")

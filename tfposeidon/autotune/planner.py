@@ -1,63 +1,147 @@
-"""Plans from the known network profile and step times: measured now, given, or from a snapshot.
+"""Plans with a predicted step, of any policy whose costs are known, over a known network.
 
-The first plan depends on the network profile alone. Once steps have been timed, the planner can
-plan again with their computation times.
+The first plan of a tunable policy depends on the network profile alone, which is measured, given,
+or from a snapshot. Once steps have been timed, the planner decides by their computation times.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import keras
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_determinism  # There is no public API.
 from typing_extensions import override
 
 from tfposeidon.autotune import measurement
-from tfposeidon.autotune.forecast import Forecast, Prediction, forecasts_of
-from tfposeidon.autotune.predicting import PredictingPlanner
-from tfposeidon.autotune.race import Race
-from tfposeidon.autotune.resumed import Resumed
-from tfposeidon.autotune.search import choose_plan, predict
-from tfposeidon.autotune.step_times import Measured, StepTimes
+from tfposeidon.autotune.choose_plan import ChoosePlan, Measured, StepTimes
+from tfposeidon.autotune.forecast import Forecast, forecasts_of
+from tfposeidon.autotune.search import choose_plan, timed_exchanges
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import runtime
 from tfposeidon.communication.network_profile import NetworkProfile
+from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.plan import Plan
+from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.plan import Plan, make_plan
+from tfposeidon.exchange.planner import Planner
 from tfposeidon.gradients.description import Description
-from tfposeidon.policies import Policy
+from tfposeidon.policies import Choice, Policy
 
-Paths = tuple[str, ...]
+WRONG_BY = 0.25
+"""Relative error above which a predicted step is logged: the 90th percentile of the errors of
+predicted exchanges is 24 % (docs/results/planning.md)."""
+
+Paths = frozenset[str]
 """Paths of a list of variables, which identify it in snapshots."""
+
+
+class PredictingPlanner(Planner):
+    """Predicts the step of each plan, and shows beside it the time of steps that are observed."""
+
+    callback: ClassVar[type[keras.callbacks.Callback]] = ChoosePlan
+
+    @property
+    def is_tunable(self) -> bool:
+        """True if predictions choose plans, and may choose others once steps have run."""
+        return False
+
+    @override
+    def plan(self, descriptions: Sequence[Description]) -> Plan:
+        return self._choose(descriptions)
+
+    def _choose(
+        self,
+        descriptions: Sequence[Description],
+        timeline: Timeline | None = None,
+        races: bool = False,
+    ) -> Plan:
+        """Makes a plan; all ranks call it together if it `races`, that is, may time exchanges."""
+        return choose_plan(
+            descriptions,
+            self.policy,
+            self._wire().topology,
+            runtime.links(),
+            bucket_bytes=self.bucket_bytes,
+            timeline=timeline,
+            notes=self._notes(),
+            race=functools.partial(timed_exchanges, wire=self._wire()) if races else None,
+        )
+
+    @override
+    def observer(self, descriptions: Sequence[Description]) -> StepTimes:
+        return StepTimes(len(descriptions), self.policy.reader if self.is_tunable else None)
+
+    @override
+    def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
+        measured = observer.measured if isinstance(observer, StepTimes) else None
+        step_s = None if measured is None else measured.step_s
+        found = tuple(replace(one, measured_s=step_s) for one in forecasts_of(plan))
+        return replace(plan, forecasts=found)
+
+
+@dataclass(frozen=True)
+class Decision(Policy):
+    """Schemes of a plan by the path of each variable, with the forecast that the plan was made by.
+
+    Snapshots store it. Bucket sizes, costs and remarks follow from it.
+    """
+
+    choices: Mapping[str, Choice]
+    bucket_bytes: int
+    forecasts: tuple[Forecast, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, bucket_bytes: int) -> Decision:
+        """Returns the decision of a plan; `bucket_bytes` is used if the plan has no forecast."""
+        choices = {
+            description.path: choice
+            for bucket in plan.buckets
+            for description, choice in zip(bucket.descriptions, bucket.choices, strict=True)
+        }
+        forecasts = tuple(forecasts_of(plan))
+        sizes = [*(one.chosen.bucket_bytes for one in forecasts), bucket_bytes]
+        return cls(choices, sizes[0], forecasts)
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        return self.choices[description.path]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a dictionary for JSON."""
+        serialize = keras.saving.serialize_keras_object
+        choices = {path: (serialize(one.scheme), one.reason) for path, one in self.choices.items()}
+        forecasts = [one.fields for one in self.forecasts]
+        return {"choices": choices, "bucket_bytes": self.bucket_bytes, "forecasts": forecasts}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Decision:
+        """Restores a decision from the dictionary of `to_dict`."""
+        deserialize = keras.saving.deserialize_keras_object
+        choices = {p: Choice(deserialize(one), why) for p, (one, why) in saved["choices"].items()}
+        forecasts = tuple(map(Forecast.from_fields, saved["forecasts"]))
+        return cls(choices, saved["bucket_bytes"], forecasts)
 
 
 class AutoPlanner(PredictingPlanner):
     """Makes the plans of one optimizer by predicted steps.
 
-    `spent_s` is the time spent on network measurements and timed trials so far. While `is_watching`
-    is true, traced steps record the times that plans depend on. `has_decided` is true once plans
-    were chosen by measured step times, or retained.
+    While `is_watching` is true, traced steps record the times that plans depend on. `has_decided`
+    is true once plans were chosen by them, or retained. `proposed` are decisions that apply once
+    the schemes in use have sent their residuals.
     """
 
     def __init__(
         self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire] = runtime.wire
     ) -> None:
         super().__init__(policy, bucket_bytes, wire)
-        self._measured: dict[Paths, Measured] = {}
-        self._race, self._raced_over = Race(), runtime.links()
-        self._resumed: dict[Paths, Resumed] = {}
-        # Times from which plans were updated. They replace `_measured` when the plans apply.
-        self._updated: dict[Paths, Measured] = {}
-        # Lists of variables whose plans change unless they are retained, and the forecasts of the
-        # current plans.
-        self._changing: set[Paths] = set()
-        self._retained: list[tuple[Exchanger, Forecast]] = []
-        self.spent_s = 0.0
+        self._decisions: dict[Paths, Decision] = {}
+        self.proposed: dict[Paths, Decision] = {}
         self.is_watching = self.has_decided = False
 
     @property
@@ -68,67 +152,34 @@ class AutoPlanner(PredictingPlanner):
         return knows_links and not is_deterministic()
 
     @property
-    def is_undecided(self) -> bool:
-        """True if plans depend on measured step times, and were not chosen by them yet."""
-        return self.is_tunable and not self.has_decided
-
-    # ------------------------------------------------------------------ plans
-
-    @property
     @override
     def plans_steps(self) -> bool:
         return super().plans_steps or self.is_tunable
 
     @override
     def plan(self, descriptions: Sequence[Description]) -> Plan:
-        resumed = self._resumed.get(paths_of(descriptions))
-        return resumed.plan(descriptions) if resumed else self._choose(descriptions)
+        decision = self._decisions.get(paths_of(descriptions))
+        if decision is None:
+            return self._choose(descriptions)
+        notes = [*self._notes(), *self.policy.notes(descriptions)]
+        topology, size = self._wire().topology, decision.bucket_bytes
+        plan = make_plan(descriptions, decision, topology, size, notes)
+        return replace(plan, forecasts=decision.forecasts)
+
+    def measure_network(self) -> None:
+        """Measures the network profile if it is needed and unknown; all ranks call it together."""
+        if self.is_tunable and runtime.links() is None:
+            with tf.init_scope():
+                runtime.keep_links(measurement.measure(runtime.wire()))
+            runtime.say("tfposeidon: network: %s.", runtime.links())
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
-        self._measure_links()
-        plan = self._choose(descriptions, together=True)
-        paths = paths_of(descriptions)
-        resumed, measured = self._resumed.get(paths), self._measured.get(paths)
-        if resumed is None:
-            return plan
-        # The earlier run may have retained a plan although another was predicted to be faster.
-        if measured is None:
-            return resumed.followed(plan, descriptions, None)
-        return resumed.followed(plan, measured.sized(descriptions), measured.timeline)
-
-    @override
-    def observer(self, descriptions: Sequence[Description]) -> StepTimes:
-        # Predictions also need the sizes of structures that the plan does not exchange.
-        return StepTimes(len(descriptions), self.policy.reader)
-
-    def _choose(
-        self,
-        descriptions: Sequence[Description],
-        measured: Measured | None = None,
-        *,
-        together: bool = False,
-    ) -> Plan:
-        """Makes a plan, from the times of `apply` by default.
-
-        `together` is true if all ranks call it together, so that it may time exchanges.
-        """
-        links = runtime.links()
-        measured = measured or self._measured.get(paths_of(descriptions))
-        if links != self._raced_over:
-            # A timed trial on another network does not apply to this one.
-            self._race, self._raced_over = Race(), links
-        wire = self._wire() if together and not is_deterministic() else None
-        return choose_plan(
-            descriptions if measured is None else measured.sized(descriptions),
-            self.policy,
-            self._wire().topology,
-            links,
-            bucket_bytes=self.bucket_bytes,
-            timeline=None if measured is None else measured.timeline,
-            notes=self._notes(),
-            race=lambda plans: self._raced(plans, wire),
-        )
+        self.measure_network()
+        if paths_of(descriptions) in self._decisions:
+            return self.plan(descriptions)
+        # While steps are timed, they decide whether exchanges are.
+        return self._choose(descriptions, races=self.is_tunable and not self.is_watching)
 
     @override
     def _notes(self) -> list[str]:
@@ -136,133 +187,61 @@ class AutoPlanner(PredictingPlanner):
             return ["deterministic ops: the plan does not depend on measured times"]
         return super()._notes()
 
-    def _raced(self, plans: Sequence[Plan], wire: Wire | None) -> Sequence[float]:
-        with self._spending():
-            return self._race.times(plans, wire)
+    def propose(
+        self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
+    ) -> float:
+        """Decides by the measured steps of each exchanger; all ranks call it together, and alike.
 
-    def _measure_links(self) -> None:
-        """Measures the network profile if it is needed and unknown."""
-        if self.is_tunable and runtime.links() is None:
-            with self._spending():
-                with tf.init_scope():
-                    runtime.keep_links(measurement.measure(runtime.wire()))
-                runtime.say("tfposeidon: network: %s.", runtime.links())
-
-    @contextlib.contextmanager
-    def _spending(self) -> Iterator[None]:
-        begin_s = time.perf_counter()
-        yield
-        self.spent_s += time.perf_counter() - begin_s
-
-    # ------------------------------------------------------------------ plans from measured steps
-
-    def update(self, plans: AgreedPlans, found: Mapping[Paths, Measured]) -> float:
-        """Plans from measured step times; the plans take effect in `apply`.
-
-        `found` is the same on all ranks. Returns the predicted seconds that new plans save per
-        step; 0 if plans are unchanged.
+        Close plans are timed if steps take longer than `shortest_s`. Returns the predicted seconds
+        that `proposed` saves per step.
         """
-        links = runtime.links()
-        self._updated, saved_s = dict(found), 0.0
-        self._changing.clear()
-        self._retained.clear()
-        if links is None or not self.is_tunable:
-            return saved_s
-        for exchanger in plans.agreed_exchangers:
-            paths = exchanger.plan.paths
-            measured = found.get(paths)
-            if measured is None:
-                continue
-            best = self._choose(exchanger.plan.descriptions, measured, together=True)
-            if best.buckets == exchanger.plan.buckets:
-                exchanger.plan = best
-            else:
-                self._changing.add(paths)
-                followed = plans.of_last_step(exchanger)
-                before, (after,) = self._prediction(followed, links, measured), forecasts_of(best)
-                self._retained.append((exchanger, after.kept(before)))
-                saved_s += before.step_s - after.chosen.step_s
+        self.has_decided, saved_s = True, 0.0
+        pairs = zip(plans.agreed_exchangers, found, strict=True)
+        for exchanger, one in ((e, measured) for e, measured in pairs if measured):
+            plan, races = exchanger.plan, one.step_s > shortest_s
+            best = self._choose(one.sized(plan.descriptions), one.timeline, races)
+            for forecast in forecasts_of(best):
+                before = forecast.of_plan(plan)
+                _log_if_wrong(before.step_s, one.step_s)
+                if best.buckets == plan.buckets:
+                    exchanger.plan = best
+                    continue
+                self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
+                # Until the proposal applies, if it does.
+                exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
+                saved_s += before.step_s - forecast.chosen.step_s
         return saved_s
 
-    def _prediction(self, plan: Plan, links: NetworkProfile, measured: Measured) -> Prediction:
-        """Predicts, from measured step times, the step of the current plan."""
-        # Without a forecast, the sizes of structures were not known yet.
-        name, bucket_bytes, slowdown = "the first plan", self.bucket_bytes, 1.0
-        for before in forecasts_of(plan):
-            name, bucket_bytes = before.chosen.name, before.chosen.bucket_bytes
-            # A timed trial on another network does not apply to this one.
-            slowdown = before.chosen.slowdown if before.links == links else 1.0
-        return Prediction(
-            name=name,
-            bucket_bytes=bucket_bytes,
-            simulated=predict(plan, links, measured.timeline, slowdown),
-            slowdown=slowdown,
-        )
-
-    def retain(self) -> None:
-        """Retains the current plans, although others are predicted to be faster."""
-        for exchanger, forecast in self._retained:
-            exchanger.plan = replace(exchanger.plan, forecasts=(forecast,))
-        self._retained.clear()
-        self._changing.clear()
-        self._decide()
+    def changing(self, plans: AgreedPlans) -> list[Exchanger]:
+        """Returns the exchangers whose plans change."""
+        return [
+            one for one in plans.agreed_exchangers if frozenset(one.plan.paths) in self.proposed
+        ]
 
     def apply(self, plans: AgreedPlans) -> None:
-        """Applies the plans of `update`, also in resumed runs.
-
-        Plans that change are discarded. The others stay, with the state of their schemes.
-        """
-        self._measured |= self._updated
-        self._resumed.clear()
-        self._decide()
-        plans.forget_some([one for one in plans.exchangers if self._changes(one)])
-        self._changing.clear()
-
-    def _decide(self) -> None:
+        """Applies the proposed plans. The others stay, with the state of their schemes."""
+        self._decisions |= self.proposed
+        changing = self.changing(plans)
+        self.proposed.clear()
+        plans.forget_some(changing)
         # Steps that are traced later record no times.
         self.is_watching, self.has_decided = False, True
 
-    @property
-    def are_changing(self) -> bool:
-        """True from `update` until `retain` or `apply`, if plans change."""
-        return bool(self._changing)
-
-    def flush(self, plans: AgreedPlans) -> None:
-        """Makes schemes whose plans change send everything, including residuals."""
-        for exchanger in plans.agreed_exchangers:
-            if self._changes(exchanger):
-                exchanger.states.flush()
-
-    def has_flushed(self, plans: AgreedPlans) -> bool:
-        """Returns whether schemes whose plans change have no residuals, on all ranks alike."""
-        changing = [one for one in plans.agreed_exchangers if self._changes(one)]
-        return all(exchanger.states.has_flushed for exchanger in changing)
-
-    def _changes(self, exchanger: Exchanger) -> bool:
-        return exchanger.plan.paths in self._changing
-
     @override
     def forget_steps(self) -> None:
-        self._measured.clear()
         self.has_decided = False
-
-    # ------------------------------------------------------------------ snapshots
 
     @override
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         links = runtime.links()
-        # If plans are about to change, the new ones have been computed from `_updated`.
-        measured = self._measured | (self._updated if self._changing else {})
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
             "nodes": self._wire().topology.nodes,
             "links": links and links.to_json(),
-            "measured": [{"paths": paths, **asdict(one)} for paths, one in measured.items()],
-            "raced": self._race.known,
-            "has_decided": self.has_decided or self.are_changing,
-            "plans": [Resumed.of(plan).to_dict() for plan in plans],
-            "changing": sorted(self._changing),
+            "has_decided": self.has_decided,
+            "plans": [Decision.of(plan, self.bucket_bytes).to_dict() for plan in plans],
+            "proposed": [decision.to_dict() for decision in self.proposed.values()],
         }
 
     @override
@@ -273,33 +252,27 @@ class AutoPlanner(PredictingPlanner):
         nodes = [list(node) for node in wire.topology.nodes]
         if not self.is_tunable or saved["links"] is None or saved["nodes"] != nodes:
             return False
-        if (saved["policy"], saved["bucket_bytes"]) != (repr(self.policy), self.bucket_bytes):
-            runtime.say(
-                "tfposeidon: `scheme` or `bucket_bytes` differs from the snapshot; the plans are "
-                "computed again."
-            )
+        differs = "`scheme` or `bucket_bytes` differs"
+        if (saved["policy"], saved["bucket_bytes"]) == (repr(self.policy), self.bucket_bytes):
+            links = NetworkProfile.from_json(saved["links"], "the snapshot")
+            if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
+                runtime.keep_links(links)
+            differs = "the network profile differs" if runtime.links() != links else ""
+        if differs:
+            runtime.say("tfposeidon: %s from the snapshot; the plans are computed again.", differs)
             return False
-        links = NetworkProfile.from_json(saved["links"], "the snapshot")
-        if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
-            runtime.keep_links(links)
-        if runtime.links() != links:
-            runtime.say(
-                "tfposeidon: the network profile differs from the snapshot; the plans are "
-                "computed again."
-            )
-            return False
-        self._measured = {
-            tuple(one["paths"]): Measured(
-                one["first_s"], one["compute_s"], one["step_s"], tuple(one["sizes"])
-            )
-            for one in saved["measured"]
-        }
-        self._race, self._raced_over = Race(saved["raced"]), links
+        self._decisions, self.proposed = (
+            {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
+            for key in ("plans", "proposed")
+        )
         self.has_decided = saved["has_decided"]
-        plans = [Resumed.from_dict(one) for one in saved["plans"]]
-        self._resumed = {plan.paths: plan for plan in plans}
-        self._changing = {tuple(paths) for paths in saved["changing"]}
         return True
+
+
+def _log_if_wrong(predicted_s: float, step_s: float) -> None:
+    if abs(step_s - predicted_s) > WRONG_BY * predicted_s:
+        took = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
+        runtime.say(took, 1e3 * step_s, 1e3 * predicted_s)
 
 
 def is_deterministic() -> bool:
@@ -309,4 +282,4 @@ def is_deterministic() -> bool:
 
 def paths_of(descriptions: Sequence[Description]) -> Paths:
     """Returns the paths of the described variables."""
-    return tuple(description.path for description in descriptions)
+    return frozenset(description.path for description in descriptions)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from typing_extensions import override
 
 from tfposeidon import ranges
 from tfposeidon.autotune.planner import AutoPlanner
-from tfposeidon.autotune.tunable import Tunable
+from tfposeidon.autotune.search import Tunable
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.policies.base import Choice, Policy
-from tfposeidon.schemes import REGISTRY, AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
+from tfposeidon.policies.rules import POLICIES
+from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
@@ -76,25 +77,24 @@ class Auto(Tunable):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        reason = (
-            "auto: the network profile is unknown" if topology.size > 1 else "auto: a single rank"
-        )
-        return Choice(AllReduce(), reason)
+        why = "the network profile is unknown" if topology.size > 1 else "a single rank"
+        return Choice(AllReduce(), f"auto: {why}")
 
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
-        found = [Considered(scheme) for scheme in self._schemes(topology)]
-        combined = [
-            Considered(one.scheme, structured)
-            for structured in _schemes_with_readers()
-            for one in found
+        by_rows = _by_rows()
+        found = [
+            Considered(scheme, structured)
+            for structured in ([None, by_rows] if by_rows else [None])
+            for scheme in self._schemes(topology)
         ]
-        return {str(one): one for one in (*found, *combined)}
+        return {str(one): one for one in found}
 
     @property
     @override
     def reader(self) -> GradientReader | None:
-        return next((scheme.reader for scheme in _schemes_with_readers()), None)
+        by_rows = _by_rows()
+        return None if by_rows is None else by_rows.reader
 
     @property
     @override
@@ -120,25 +120,30 @@ class Auto(Tunable):
         return schemes
 
 
-def _schemes_with_readers() -> Iterator[Scheme]:
-    """Yields the installed schemes that exchange the structure of gradients."""
-    yield from (scheme for make in REGISTRY.values() if (scheme := make()).reader is not None)
+def _by_rows() -> Policy | None:
+    """Returns the policy that sends sufficient factors where they are fewer bytes, if installed."""
+    return POLICIES["hybcomm"]() if "hybcomm" in POLICIES else None
 
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """One scheme for all variables, or another one for gradients that have a structure.
+    """One scheme for all variables, or factors for gradients that have few batch rows.
 
-    It is a candidate of `Auto`.
+    It is a candidate of `Auto`. `structured` chooses a scheme by the batch rows of each step.
     """
 
     scheme: Scheme
-    structured: Scheme | None = None
+    structured: Policy | None = None
 
     def __str__(self) -> str:
-        return " and ".join(str(one) for one in (self.structured, self.scheme) if one)
+        return f"factors and {self.scheme}" if self.structured else str(self.scheme)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        scheme = self.scheme if description.structure is None else self.structured or self.scheme
+        scheme = self.scheme
+        if self.structured is not None and description.structure is not None:
+            by_rows: Any = self.structured.choose(description.sized(None), topology).scheme
+            # Products have no state from step to step.
+            dense = AllReduce() if scheme.slots(description.length, topology) else scheme
+            scheme = replace(by_rows, many=dense).fitted(description.structure, topology)
         return Choice(scheme, "auto: shortest predicted step")

@@ -1,45 +1,96 @@
 """Searches for the plan with the shortest predicted step.
 
-The search tries each candidate of a policy with several bucket sizes, then other schemes for single
-large variables, and finally times the best candidates if their predictions are close.
+The search tries each candidate of a policy with several bucket sizes. If predictions are close, it
+times the exchanges of the best candidates alone, on artificial gradients.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import statistics
+import time
+from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from typing_extensions import override
+import numpy as np
+import tensorflow as tf
 
-from tfposeidon.autotune.forecast import Forecast, Prediction, decide
-from tfposeidon.autotune.seconds import StageTime, stage_times
-from tfposeidon.autotune.simulation import Simulated, Timeline, fusion_bytes_of, simulate
-from tfposeidon.autotune.tunable import candidates_of, margin_of, races
+from tfposeidon.autotune.forecast import Forecast, Prediction
+from tfposeidon.autotune.measurement import without_collections
+from tfposeidon.autotune.simulation import (
+    Simulated,
+    Timeline,
+    fusion_bytes_of,
+    simulate,
+    stage_times,
+)
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.topology import Topology
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Bucket, Plan, make_plan
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
+from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan, make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.policies import Choice, Policy
+from tfposeidon.policies import Policy, Rules
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
 """Bucket sizes to try, as multiples of the default; of equally good sizes, the first is used."""
-LARGEST_VARIABLES = 20
-"""Number of the largest variables, for each of which other schemes are tried."""
-LEAST_GAIN = 0.001
-"""Minimum share of the step that another scheme for one variable must save."""
-RACED_WITHIN = 0.10
-"""Relative difference of predicted steps within which plans are timed; larger if the uncertainty of
-the network profile is."""
-RUNNERS = 3
-"""Maximum number of plans to time, in addition to that of the default scheme."""
+RACED_WITHIN, RUNNERS = 0.10, 3
+"""Relative difference of predicted steps within which plans are timed, larger if the uncertainty of
+the network profile is, and most plans to time beside the default. Predicted exchanges have a median
+error of 7 % (docs/results/planning.md)."""
 RACE_S = 6.0
 """Predicted seconds of three exchanges of each plan above which plans are not timed."""
+ROUNDS, BUDGET_S = 7, 2.0
+"""Timed rounds after the first, and seconds after which none of them starts."""
 
 Race = Callable[[Sequence[Plan]], Sequence[float]]
-"""Times the exchanges of plans. Returns the seconds of each, the same on every rank, or an empty
-list if times are unknown and ranks do not call it together."""
+"""Times the exchanges of plans. Returns the seconds of each, the same on every rank."""
+
+_numbers = itertools.count()
+
+
+class Tunable(Policy):
+    """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
+
+    A step must be faster than with the first candidate by the share `margin`.
+    """
+
+    margin: float = 0.0
+
+    @property
+    def races(self) -> bool:
+        """True if the best of `candidates` are timed where predictions are close."""
+        return False
+
+    @abstractmethod
+    def candidates(self, topology: Topology) -> dict[str, Policy]:
+        """Returns fixed policies by name, the same on all ranks; the first is the default."""
+
+
+def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
+    """Returns the candidates of a policy or of rules that contain one; none if it is fixed."""
+    if isinstance(policy, Tunable):
+        return policy.candidates(topology)
+    if not isinstance(policy, Rules):
+        return {}
+    found = [candidates_of(part, topology) for _, part in policy.rules]
+    names = dict.fromkeys(itertools.chain(*found))
+
+    def rules(name: str) -> Rules:
+        pairs = zip(policy.rules, found, strict=True)
+        # A part without this candidate uses its first.
+        return Rules([(p, own.get(name, [*own.values(), part][0])) for (p, part), own in pairs])
+
+    return {name: rules(name) for name in names}
+
+
+def _tunable_parts(policy: Policy) -> list[Tunable]:
+    if isinstance(policy, Rules):
+        return [one for _, part in policy.rules for one in _tunable_parts(part)]
+    return [policy] if isinstance(policy, Tunable) else []
 
 
 def choose_plan(
@@ -55,69 +106,42 @@ def choose_plan(
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    It tries each candidate with five bucket sizes, if `bucket_bytes` is the default and `timeline`
-    is known; without a timeline, it compares exchanges alone. Then it tries other schemes for each
-    of the largest variables. If predictions are close or the profile is too uncertain, `race` times
-    the best plans and the default. A candidate, or a mixture of schemes, must gain the margin of
-    the policy to be used. The result is the same on every rank, except for `topology.rank`.
+    Bucket sizes are tried if `bucket_bytes` is the default and `timeline` is known; without it,
+    exchanges are compared alone. The result is the same on every rank but for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
-    margin = margin_of(policy)
-    search = _Search(descriptions, topology, links, timeline, tuple(notes), margin)
     open_to = candidates_of(policy, topology)
     candidates = open_to or {"as configured": policy}
+    search = _Search(descriptions, topology, links, timeline)
     options = search.known(candidates)
     if not options:
         # The cost of structures without a size is unknown.
-        return make_plan(descriptions, _first(candidates), topology, bucket_bytes, notes)
+        first = next(iter(candidates.values()))
+        return make_plan(descriptions, first, topology, bucket_bytes, notes)
     sizes = [bucket_bytes]
     if open_to and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
         sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
     attempts = search.attempts(options, sizes)
-    best = min(attempts, key=lambda attempt: attempt.step_s)
-    attempts.append(search.mixed(best, options))
-    # Plans of one scheme are easier to understand, so a mixture must be worth it.
-    if attempts[-1].step_s >= (1 - margin) * best.step_s:
-        attempts.pop()
-    if race is not None and races(policy):
+    parts = _tunable_parts(policy)
+    if race is not None and any(part.races for part in parts):
         attempts = search.raced(attempts, race)
-    # Mark it last, because a timed trial may change the best bucket size of the default scheme.
-    attempts = search.with_default(attempts)
-    chosen = attempts.pop(decide([attempt.prediction for attempt in attempts], margin))
-    ordered = [chosen, *sorted(attempts, key=lambda attempt: attempt.step_s)]
-    return search.with_forecast(ordered)
+    forecast, chosen = search.decided(attempts, max((part.margin for part in parts), default=0.0))
+    # Each step chooses by its actual sizes, so the plan has none.
+    unsized = [d.sized(None) for d in descriptions]
+    plan = make_plan(unsized, chosen, topology, forecast.chosen.bucket_bytes, notes)
+    return replace(plan, forecasts=(forecast,))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Attempt:
-    """A plan with its predicted step."""
-
     policy: Policy
     plan: Plan
     prediction: Prediction
 
-    @property
-    def name(self) -> str:
-        return self.prediction.name
 
-    @property
-    def bucket_bytes(self) -> int:
-        return self.prediction.bucket_bytes
-
-    @property
-    def step_s(self) -> float:
-        return self.prediction.step_s
-
-    def changed(self, **changes: Any) -> _Attempt:
-        """Returns the attempt with changed fields of its prediction."""
-        prediction = dataclasses.replace(self.prediction, **changes)
-        return dataclasses.replace(self, prediction=prediction)
-
-    @property
-    def key(self) -> Any:
-        """Schemes and members of all buckets, which identify a plan."""
-        return tuple((bucket.scheme, bucket.members) for bucket in self.plan.buckets)
+def _step_s(attempt: _Attempt) -> float:
+    return attempt.prediction.step_s
 
 
 @dataclass(frozen=True)
@@ -128,151 +152,72 @@ class _Search:
     topology: Topology
     links: NetworkProfile
     timeline: Timeline | None
-    notes: tuple[str, ...]
-    margin: float
-
-    def attempt(self, name: str, policy: Policy, bucket_bytes: int) -> _Attempt:
-        plan = make_plan(self.descriptions, policy, self.topology, bucket_bytes, self.notes)
-        simulated = predict(plan, self.links, self.timeline)
-        prediction = Prediction(name=name, bucket_bytes=bucket_bytes, simulated=simulated)
-        return _Attempt(policy=policy, plan=plan, prediction=prediction)
-
-    @staticmethod
-    def with_default(attempts: list[_Attempt]) -> list[_Attempt]:
-        """Returns the attempts, with the best of the first candidate marked as the default."""
-        first = [attempt for attempt in attempts if attempt.name == attempts[0].name]
-        best = min(first, key=lambda attempt: attempt.step_s)
-        return [one.changed(is_default=True) if one is best else one for one in attempts]
 
     def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates with known costs: those of structures require their size.
-
-        Structures of unknown size that all candidates send alike do not matter.
-        """
-        unknown = [
-            d
-            for d in self.descriptions
-            if d.structure and not d.structure.is_sized and self._differ(options, d)
-        ]
+        """Returns the candidates with known costs: those of structures require their size."""
+        unsized = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
+        rows = [[one.choose(d, self.topology).scheme for d in unsized] for one in options.values()]
+        # Structures of unknown size that all candidates send alike do not matter.
+        differ = [len(rows) == 1 or len(set(column)) > 1 for column in zip(*rows, strict=True)]
         return {
             name: policy
-            for name, policy in options.items()
-            if not any(policy.choose(d, self.topology).scheme.reader for d in unknown)
+            for (name, policy), row in zip(options.items(), rows, strict=True)
+            if not any(one.reader and matters for one, matters in zip(row, differ, strict=True))
         }
-
-    def _differ(self, options: Mapping[str, Policy], description: Description) -> bool:
-        schemes = {one.choose(description, self.topology).scheme for one in options.values()}
-        return len(options) == 1 or len(schemes) > 1
 
     def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
         """Returns an attempt for each distinct plan."""
-        different: dict[Any, tuple[str, Policy]] = {}
-        for name, policy in options.items():
-            schemes = tuple(policy.choose(d, self.topology).scheme for d in self.descriptions)
-            different.setdefault(schemes, (name, policy))
         found: dict[Any, _Attempt] = {}
-        for size in sizes:
-            for name, policy in different.values():
-                attempt = self.attempt(name, policy, size)
-                found.setdefault(attempt.key, attempt)
+        for size, (name, policy) in itertools.product(sizes, options.items()):
+            plan = make_plan(self.descriptions, policy, self.topology, size)
+            key = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
+            if key not in found:
+                simulated = predict(plan, self.links, self.timeline)
+                prediction = Prediction(name=name, bucket_bytes=size, simulated=simulated)
+                found[key] = _Attempt(policy, plan, prediction)
         return list(found.values())
 
-    def mixed(self, best: _Attempt, options: Mapping[str, Policy]) -> _Attempt:
-        """Returns the best attempt, with other schemes for large variables if they are faster."""
-        largest = sorted(self.descriptions, key=lambda d: -d.length)[:LARGEST_VARIABLES]
-        for description in largest:
-            # One policy for each scheme that is possible for this variable.
-            schemes = {
-                policy.choose(description, self.topology).scheme: policy
-                for policy in options.values()
-            }
-            schemes.pop(best.policy.choose(description, self.topology).scheme, None)
-            for scheme, policy in schemes.items():
-                assigned = _Assigned(best.policy, description.path, policy)
-                attempt = self.attempt(_mixed_name(best, str(scheme)), assigned, best.bucket_bytes)
-                if attempt.step_s < (1 - LEAST_GAIN) * best.step_s:
-                    best = attempt
-        return best
-
-    def raced(self, attempts: Sequence[_Attempt], race: Race) -> list[_Attempt]:
-        """Returns attempts corrected by timed trials of the best schemes, if some are close.
-
-        The slowdown of a scheme applies to all its bucket sizes.
-        """
-        found = list(attempts)
+    def raced(self, attempts: list[_Attempt], race: Race) -> list[_Attempt]:
+        """Returns attempts corrected by timed trials of the best schemes, if some are close."""
         best: dict[str, _Attempt] = {}
-        for attempt in sorted(found, key=lambda attempt: attempt.step_s):
-            best.setdefault(attempt.name, attempt)
-        fastest = next(iter(best.values()))
-        limit_s = (1 + max(RACED_WITHIN, self.links.uncertainty)) * fastest.step_s
-        close = [one for one in best.values() if one.step_s <= limit_s][:RUNNERS]
-        default = best[found[0].name]
-        runners = close if any(one is default for one in close) else [*close, default]
-        alone = [predict(attempt.plan, self.links).step_s for attempt in runners]
+        for attempt in sorted(attempts, key=_step_s):
+            best.setdefault(attempt.prediction.name, attempt)
+        limit_s = (1 + max(RACED_WITHIN, self.links.uncertainty)) * min(map(_step_s, attempts))
+        close = [name for name, one in best.items() if _step_s(one) <= limit_s][:RUNNERS]
+        runners = {name: best[name] for name in (*close, attempts[0].prediction.name)}
+        alone = [predict(one.plan, self.links).step_s for one in runners.values()]
         # Long exchanges are bandwidth-bound, where predictions are accurate.
         if len(close) == 1 or 3 * sum(alone) > RACE_S:
-            return found
-        times = race([attempt.plan for attempt in runners])
-        if not times:
-            return found
-        slowdowns = {
-            attempt.name: seconds / alone_s if alone_s else 1.0
-            for attempt, seconds, alone_s in zip(runners, times, alone, strict=True)
-        }
-        # Candidates without a trial must not win by a more optimistic prediction.
-        slowest = max(1.0, *slowdowns.values())
-        return [self.slowed(one, slowdowns.get(one.name, slowest)) for one in found]
+            return attempts
+        pairs = zip(race([one.plan for one in runners.values()]), alone, strict=True)
+        ratios = [took_s / alone_s if alone_s else 1.0 for took_s, alone_s in pairs]
+        # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must
+        # not win by a more optimistic prediction.
+        slowdowns = defaultdict(lambda: max(1.0, *ratios), zip(runners, ratios, strict=True))
+        return [self._slowed(one, slowdowns[one.prediction.name]) for one in attempts]
 
-    def slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
-        """Returns the attempt with the step predicted for a slowdown."""
+    def _slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
         simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
-        return attempt.changed(simulated=simulated, slowdown=slowdown)
+        prediction = replace(attempt.prediction, simulated=simulated, slowdown=slowdown)
+        return replace(attempt, prediction=prediction)
 
-    def with_forecast(self, attempts: Sequence[_Attempt]) -> Plan:
-        """Returns the plan of the first attempt, with the predictions of all."""
-        chosen, *others = (attempt.prediction for attempt in attempts)
-
+    def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:
+        """Returns the predictions of all attempts, and the policy of the chosen one."""
+        # The first candidate, in its best bucket size, is used unless another gains the margin.
+        name = attempts[0].prediction.name
+        default = min((one for one in attempts if one.prediction.name == name), key=_step_s)
+        best = min(attempts, key=_step_s)
+        chosen = best if _step_s(best) <= (1 - margin) * _step_s(default) else default
+        ordered = sorted(attempts, key=lambda one: (one is not chosen, _step_s(one)))
+        first, *others = (replace(one.prediction, is_default=one is default) for one in ordered)
         forecast = Forecast(
-            chosen=chosen,
+            chosen=first,
             others=tuple(others),
             links=self.links,
             ranks=self.topology.size,
             knows_computation=self.timeline is not None,
         )
-        # Each step chooses by its actual sizes, so the plan has none.
-        best = attempts[0]
-        plan = make_plan(
-            [d.sized(None) for d in self.descriptions],
-            best.policy,
-            self.topology,
-            best.bucket_bytes,
-            self.notes,
-        )
-        return dataclasses.replace(plan, forecasts=(forecast,))
-
-
-def _first(policies: Mapping[str, Policy]) -> Policy:
-    return next(iter(policies.values()))
-
-
-def _mixed_name(attempt: _Attempt, scheme: str) -> str:
-    begin, _, others = attempt.name.partition(", some by ")
-    names = dict.fromkeys([*filter(None, others.split(" and ")), scheme])
-    return f"{begin}, some by {' and '.join(names)}"
-
-
-@dataclass(frozen=True)
-class _Assigned(Policy):
-    """A policy with an exception for the variable of one path."""
-
-    base: Policy
-    path: str
-    other: Policy
-
-    @override
-    def choose(self, description: Description, topology: Topology) -> Choice:
-        policy = self.other if description.path == self.path else self.base
-        return policy.choose(description, topology)
+        return forecast, chosen.policy
 
 
 def predict(
@@ -280,23 +225,67 @@ def predict(
 ) -> Simulated:
     """Predicts the step of a plan, the same on all ranks; `slowdown` scales its exchanges."""
     if timeline is None:
-        members = [member for bucket in plan.buckets for member in bucket.members]
-        timeline = Timeline.without_computation(1 + max(members, default=0))
-    chains = [bucket_times(bucket, plan.topology, links) for bucket in plan.buckets]
-    if slowdown != 1.0:
-        chains = [tuple(stage.slowed(slowdown) for stage in chain) for chain in chains]
-    return simulate(
-        chains,
-        [max(timeline.ready_s[m] for m in bucket.members) for bucket in plan.buckets],
-        timeline.compute_s,
-        slowdown * links.collective_s,
-        fusion_bytes_of(),
-    )
+        # Without computation, all gradients are ready at once.
+        timeline = Timeline(ready_s=(0.0,) * len(plan.descriptions), compute_s=0.0)
+    chains, ready_s = [], []
+    for bucket in plan.buckets:
+        sizes = bucket.length, bucket.descriptions[0].itemsize, bucket.structures
+        times = stage_times(bucket.scheme, *sizes, plan.topology, links)
+        chains.append([time.slowed(slowdown) for time in times])
+        ready_s.append(max(timeline.ready_s[member] for member in bucket.members))
+    collective_s = slowdown * links.collective_s
+    return simulate(chains, ready_s, timeline.compute_s, collective_s, fusion_bytes_of())
 
 
-def bucket_times(
-    bucket: Bucket, topology: Topology, links: NetworkProfile
-) -> tuple[StageTime, ...]:
-    """Predicts the time of each stage of a bucket's exchange, the same on all ranks."""
-    itemsize = bucket.descriptions[0].itemsize
-    return stage_times(bucket.scheme, bucket.length, itemsize, bucket.structures, topology, links)
+@without_collections()
+def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
+    """Times the exchanges of plans for the same variables alone; all ranks call it together.
+
+    Returns the median over rounds of the slowest rank's seconds, the same on every rank.
+    """
+    with tf.init_scope():
+        prefix, zeros = f"tp.race_{next(_numbers)}", Zeros()
+        runs = [_exchange_of(plan, wire, zeros, f"{prefix}.{i}") for i, plan in enumerate(plans)]
+        values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
+        rounds = []
+        for turn in range(1 + ROUNDS):
+            # The first round traces.
+            if turn < 2:
+                begin_s = time.perf_counter()
+            mine = []
+            for index, run in enumerate(runs):
+                # Start together, because waiting for the last rank must not be timed.
+                exchange_objects(turn, wire, f"{prefix}.{index}.{turn}")
+                run_begin_s = time.perf_counter()
+                for tensor in run(values):
+                    tensor.numpy()
+                mine.append(time.perf_counter() - run_begin_s)
+            took = [time.perf_counter() - begin_s, mine]
+            everybody = exchange_objects(took, wire, f"{prefix}.{turn}")
+            rounds.append(np.max([own for _, own in everybody], axis=0).tolist())
+            # Use rank 0's clock, so that all ranks stop at the same round.
+            if turn and everybody[0][0] > BUDGET_S:
+                break
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def _exchange_of(
+    plan: Plan, wire: Wire, zeros: Zeros, prefix: str
+) -> Callable[[tf.Tensor], list[tf.Tensor]]:
+    """Returns a traced function that exchanges gradients made of a vector of values."""
+    exchanger, reader = Exchanger(plan, wire, zeros), plan.reader
+    exchanger.prefix = prefix
+
+    def exchange(values: tf.Tensor) -> list[tf.Tensor]:
+        gradients = [
+            reader.artificial(d, values)
+            if reader is not None and member in plan.structured
+            else tf.reshape(tf.cast(values[: d.length], d.dtype), d.shape)
+            for member, d in enumerate(plan.descriptions)
+        ]
+        means, states = exchanger.exchange(gradients, None)
+        # Fetch a value of each, because TensorFlow prunes unused tensors.
+        kept = [*means, *itertools.chain(*states)]
+        return [tf.reshape(tensor, [-1])[:1] for tensor in kept if tensor.shape.num_elements()]
+
+    return tf.function(exchange, autograph=False)

@@ -1,48 +1,179 @@
-"""Simulates one training step: computes when gradients are ready, and when their means are.
+"""Predicts one training step: the time of each stage of its exchanges, and how they overlap.
 
-Think of it as a discrete-event simulation with two resources, Horovod's thread and the rank's
-processor. Each bucket passes its stages in turn.
+Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
+processor. Each bucket passes its stages, which are collectives or local work, in turn.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from tfposeidon import ranges
-from tfposeidon.autotune.seconds import StageTime
+from tfposeidon.communication.network_profile import NetworkProfile, Rates
+from tfposeidon.communication.topology import Topology
+from tfposeidon.gradients.description import Structure
+from tfposeidon.schemes import Scheme
+from tfposeidon.schemes.cost import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""
+EXPOSED = 0.24
+"""Share that is not hidden of the shorter of two: bytes on the network, and the CPU's work on them;
+from a study of 94 exchanges. `benchmarks.predict --constants` evaluates both constants."""
+SUMS_PER_PAIR = 2.0
+"""Elements of a vector that are added in the time of one of the pairs of index and value, sorted by
+index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """Time of one stage of an exchange, on the rank or connection that takes longest.
+
+    `operation` is `None` for local work. Horovod fuses collectives with equal `fuses_with`, unless
+    it is `None`, up to a sum of `size_bytes`, the payload on one rank. A fused collective has the
+    latency of one, and the sum of the loads.
+    """
+
+    operation: Operation | None
+    size_bytes: float = 0.0
+    fuses_with: tuple[int, ...] | None = None
+    latency_s: float = 0.0
+    load_s: float = 0.0
+    crosses_nodes: bool = False
+
+    def slowed(self, factor: float) -> StageTime:
+        """Returns the stage with its times multiplied by a factor."""
+        return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
+
+
+class Load(NamedTuple):
+    """Payload bytes of the busiest node to or from others, connection across nodes, and rank."""
+
+    cross_bytes: float
+    flow_bytes: float
+    node_bytes: float
+
+
+@functools.lru_cache(maxsize=20_000)
+def stage_times(
+    scheme: Scheme,
+    length: int,
+    itemsize: int,
+    structures: tuple[Structure, ...],
+    topology: Topology,
+    links: NetworkProfile,
+) -> tuple[StageTime, ...]:
+    """Predicts the time of each stage of an exchange that takes any, the same on all ranks.
+
+    Source: latency and bytes (Hockney 1994), with concurrent CPU work of all ranks at once.
+    """
+    by_rank = {
+        rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
+        for rank in _ranks_that_tell(scheme, topology)
+    }
+    times = []
+    # Ranks that skip some stages have fewer, in the order of the complete list.
+    for name in (stage.name for stage in max(by_rank.values(), key=len)):
+        found = {
+            rank: stage for rank, own in by_rank.items() for stage in own if stage.name == name
+        }
+        transfers = {rank: s for rank, s in found.items() if isinstance(s, Transfer)}
+        if any(transfer.group.size > 1 for transfer in transfers.values()):
+            times.append(_transfer_time(transfers, topology, links))
+        elif not transfers:
+            works = [stage for stage in found.values() if isinstance(stage, Work)]
+            slowest_s = max(work_seconds(work, links.rates) for work in works)
+            times.append(StageTime(operation=None, load_s=slowest_s))
+    return tuple(times)
+
+
+def _ranks_that_tell(scheme: Scheme, topology: Topology) -> Sequence[int]:
+    """Returns ranks that include the busiest node: those of one node if all nodes are alike."""
+    regular = Topology.regular(0, topology.size, len(topology.nodes[0])).nodes
+    is_even = len({len(node) for node in topology.nodes}) == 1 and topology.nodes == regular
+    return topology.nodes[0] if is_even and scheme.loads_evenly else range(topology.size)
+
+
+def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
+    """Returns the load of a collective; groups that run it at once share their nodes' network."""
+    node_of = _node_by_rank(topology.nodes)
+    across: dict[Any, float] = defaultdict(float)
+    within: dict[Any, float] = defaultdict(float)
+    flow_bytes = 0.0
+    for rank, transfer in transfers.items():
+        for peer, size_bytes in transfer.messages(rank).items():
+            ends = node_of[rank], node_of[peer]
+            crosses = ends[0] != ends[1]
+            # Each direction counts by itself.
+            for end in enumerate(ends if crosses else (rank, peer)):
+                (across if crosses else within)[end] += size_bytes
+            flow_bytes = max(flow_bytes, size_bytes if crosses else 0.0)
+    return Load(max(across.values(), default=0.0), flow_bytes, max(within.values(), default=0.0))
+
+
+@functools.lru_cache(maxsize=64)
+def _node_by_rank(nodes: tuple[tuple[int, ...], ...]) -> dict[int, int]:
+    return {rank: index for index, node in enumerate(nodes) for rank in node}
+
+
+def _transfer_time(
+    transfers: Mapping[int, Transfer], topology: Topology, links: NetworkProfile
+) -> StageTime:
+    load = load_of(transfers, topology)
+    one = max(transfers.values(), key=lambda transfer: transfer.group.size)
+    # Use the ranks, not the bytes, which are 0 for structures without a size.
+    node_of = _node_by_rank(topology.nodes)
+    groups = [transfer.group.ranks for transfer in transfers.values()]
+    crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
+    link = links.across if crosses else links.node
+    assert link is not None, "NetworkProfile.check_fits ensures it"
+    link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
+    cpu_s = float16_sums(one) * links.rates.half_s
+    if load.node_bytes and links.node is not None:
+        cpu_s += links.node.seconds(load.node_bytes)
+    return StageTime(
+        operation=one.operation,
+        size_bytes=max(sum(transfer.parts_bytes) for transfer in transfers.values()),
+        fuses_with=(one.itemsize, *one.group.ranks) if one.operation == "all_reduce" else None,
+        latency_s=one.steps * link.latency_s,
+        load_s=max(link_s, cpu_s) + EXPOSED * min(link_s, cpu_s),
+        crosses_nodes=crosses,
+    )
+
+
+def float16_sums(transfer: Transfer) -> float:
+    """Returns the elements that a rank adds in float16, which only Horovod's all-reduce does."""
+    if transfer.operation != "all_reduce" or transfer.itemsize != 2:
+        return 0.0
+    p = transfer.group.size
+    return transfer.parts_bytes[0] / transfer.itemsize * (p - 1) / p
+
+
+def work_seconds(work: Work, rates: Rates) -> float:
+    """Returns the seconds of local work on one rank, while all ranks of its node work."""
+    # Zeros, and the elements of a product, are written as fast as values are converted.
+    per_element_s = {"sum": rates.sum_s, "select": rates.select_s}.get(work.kind, rates.encode_s)
+    per_pair_s = rates.pair_s if work.kind == "select" else SUMS_PER_PAIR * rates.sum_s
+    operations_s = rates.operation_s * work.operations if work.kind == "multiply" else 0.0
+    return per_element_s * work.elements + per_pair_s * work.pairs + operations_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Times of a step's computation on the slowest rank, in seconds from its start.
+    """Seconds from the start of a step to each variable's gradient, and to the end of computation.
 
-    `ready_s` has the time of each variable's gradient, in the order of the variables.
-
-    Example:
-      >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
-      (3.0, 2.0, 1.0)
+    >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
+    (3.0, 2.0, 1.0)
     """
 
     ready_s: tuple[float, ...]
     compute_s: float
-
-    def __post_init__(self) -> None:
-        ranges.check_number("compute_s", self.compute_s, ranges.NOT_NEGATIVE)
-        for ready_s in self.ready_s:
-            ranges.check_number("ready_s", ready_s, ranges.NOT_NEGATIVE)
-        if max(self.ready_s, default=0.0) > self.compute_s:
-            raise ValueError(
-                "`compute_s` must not be less than `ready_s`, because the backward pass ends "
-                f"with the last gradient or later. Received: ready_s up to {max(self.ready_s):g}, "
-                f"compute_s={self.compute_s:g}."
-            )
 
     @classmethod
     def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
@@ -51,11 +182,6 @@ class Timeline:
         ready_s = [first_s + between_s * index for index in reversed(range(variables))]
         # Rounding must not move the last gradient past the end.
         return cls(ready_s=tuple(min(s, compute_s) for s in ready_s), compute_s=compute_s)
-
-    @classmethod
-    def without_computation(cls, variables: int) -> Timeline:
-        """Returns the times of a step without computation: all gradients are ready at once."""
-        return cls(ready_s=(0.0,) * variables, compute_s=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,94 +228,79 @@ def simulate(
 
     Horovod's thread negotiates once per cycle for all ready collectives, which takes
     `collective_s`. It fuses compatible all-reduces, and executes collectives sequentially. Local
-    work of all buckets shares a rank's CPU or GPU, concurrently with the thread. Nothing overlaps
-    with the next step.
+    work of all buckets shares a rank's processor. Nothing overlaps with the next step.
     """
-    run = _Run(chains, fusion_bytes)
-    for bucket, ready in enumerate(ready_s):
-        run.reach(ready, bucket, 0)
-    while run.has_more:
-        run.carry_out_cycle(collective_s)
+    run = _Run(chains, ready_s, fusion_bytes)
+    while run.has_run_cycle(collective_s):
+        pass
     return Simulated(step_s=max(run.finish_s, compute_s), compute_s=compute_s, busy_s=run.busy_s)
 
 
-@dataclass
+_Event = tuple[float, int, int, int]
+"""Seconds at which a bucket reaches a stage, number that breaks ties, bucket, stage."""
+
+
 class _Run:
     """State of a simulation."""
 
-    chains: Sequence[Sequence[StageTime]]
-    fusion_bytes: int
-    finish_s: float = 0.0
-    busy_s: float = 0.0
-    _thread_free_s: float = 0.0
-    _processor_free_s: float = 0.0
-    # Time, sequence number (breaks ties by creation order), bucket, stage.
-    _events: list[tuple[float, int, int, int]] = field(default_factory=list)
-    _waiting: list[tuple[float, int, int, int]] = field(default_factory=list)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    def __init__(
+        self, chains: Sequence[Sequence[StageTime]], ready_s: Sequence[float], fusion_bytes: int
+    ) -> None:
+        self._chains, self._fusion_bytes = chains, fusion_bytes
+        self.finish_s = self.busy_s = self._thread_free_s = self._processor_free_s = 0.0
+        self._numbers = itertools.count()
+        self._events: list[_Event] = []
+        self._waiting: list[_Event] = []
+        for bucket, time_s in enumerate(ready_s):
+            self._reach(time_s, bucket, 0)
 
-    @property
-    def has_more(self) -> bool:
-        return bool(self._events or self._waiting)
-
-    def reach(self, time_s: float, bucket: int, stage: int) -> None:
-        """Schedules the time at which a bucket is ready for a stage."""
+    def _reach(self, time_s: float, bucket: int, stage: int) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), bucket, stage))
 
-    def carry_out_cycle(self, collective_s: float) -> None:
-        """Executes the collectives that are ready when the thread is idle."""
+    def has_run_cycle(self, collective_s: float) -> bool:
+        """Executes the collectives that are ready when the thread is idle, if any are left."""
         self._advance(self._thread_free_s)
-        while not self._waiting:
-            if not self._events:
-                return
+        while self._events and not self._waiting:
             self._advance(self._events[0][0])
+        if not self._waiting:
+            return False
         begin_s = max(self._thread_free_s, min(self._waiting)[0])
         self._advance(begin_s)
-        ready = sorted(entry for entry in self._waiting if entry[0] <= begin_s)
-        self._waiting = [entry for entry in self._waiting if entry[0] > begin_s]
-        now_s = begin_s + collective_s
+        ready = sorted(event for event in self._waiting if event[0] <= begin_s)
+        self._waiting = [event for event in self._waiting if event[0] > begin_s]
+        self._thread_free_s = begin_s + collective_s
         while ready:
             fused = self._fused_with_first(ready)
-            ready = [entry for entry in ready if entry not in fused]
-            stages = [self.chains[bucket][stage] for _, _, bucket, stage in fused]
-            latency_s = max(stage.latency_s for stage in stages)
-            took_s = latency_s + sum(stage.load_s for stage in stages)
-            now_s += took_s
+            ready = [event for event in ready if event not in fused]
+            stages = [self._chains[bucket][stage] for _, _, bucket, stage in fused]
+            took_s = max(s.latency_s for s in stages) + sum(s.load_s for s in stages)
+            self._thread_free_s += took_s
             self.busy_s += took_s
             for _, _, bucket, stage in fused:
-                self.reach(now_s, bucket, stage + 1)
-        self._thread_free_s = now_s
+                self._reach(self._thread_free_s, bucket, stage + 1)
+        return True
 
     def _advance(self, until_s: float) -> None:
         """Executes local work that starts by a time, and collects collectives ready by then."""
         while self._events and self._events[0][0] <= until_s:
-            entry = heapq.heappop(self._events)
-            time_s, _, bucket, index = entry
-            if index >= len(self.chains[bucket]):
+            event = heapq.heappop(self._events)
+            time_s, _, bucket, index = event
+            if index >= len(self._chains[bucket]):
                 self.finish_s = max(self.finish_s, time_s)
-                continue
-            stage = self.chains[bucket][index]
-            if stage.operation is None:
-                self._processor_free_s = max(time_s, self._processor_free_s) + stage.load_s
-                self.reach(self._processor_free_s, bucket, index + 1)
+            elif self._chains[bucket][index].operation is None:
+                begin_s = max(time_s, self._processor_free_s)
+                self._processor_free_s = begin_s + self._chains[bucket][index].load_s
+                self._reach(self._processor_free_s, bucket, index + 1)
             else:
-                self._waiting.append(entry)
+                self._waiting.append(event)
 
-    def _fused_with_first(
-        self, ready: list[tuple[float, int, int, int]]
-    ) -> list[tuple[float, int, int, int]]:
+    def _fused_with_first(self, ready: list[_Event]) -> list[_Event]:
         """Returns the first collective, and those that Horovod fuses with it."""
-        first, *others = ready
-        leading = self.chains[first[2]][first[3]]
-        fused, size_bytes = [first], leading.size_bytes
-        if leading.fuses_with is None:
-            return fused
-        for entry in others:
-            stage = self.chains[entry[2]][entry[3]]
-            if (
-                stage.fuses_with == leading.fuses_with
-                and size_bytes + stage.size_bytes <= self.fusion_bytes
-            ):
-                fused.append(entry)
+        leading, *others = [self._chains[bucket][stage] for _, _, bucket, stage in ready]
+        fused, size_bytes = ready[:1], leading.size_bytes
+        for event, stage in zip(ready[1:], others, strict=True):
+            fits = size_bytes + stage.size_bytes <= self._fusion_bytes
+            if fits and stage.fuses_with == leading.fuses_with is not None:
+                fused.append(event)
                 size_bytes += stage.size_bytes
         return fused
