@@ -22,7 +22,7 @@ class AverageBatchNorm(keras.callbacks.Callback):
     such as codebooks (`tp.state.register` changes this). Without it, ranks would evaluate and save
     different models. All ranks take part, and all of them hold the same means (in float32)
     afterwards; equal values are unchanged. For state registered as partial, rank 0 receives the sum
-    over ranks, and all others zeros.
+    over ranks at the end of the epoch, and all others zeros.
 
     Put it before `MetricAverage` and `Checkpoint`.
 
@@ -39,3 +39,4 @@ class AverageBatchNorm(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         layer_averages.average(self.model)
+        layer_averages.collect(self.model)

@@ -65,8 +65,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         custom function with Keras.
       synchronize_model: True (default) if `fit` starts all ranks with the weights and state of rank
         0, computes metrics over the samples of all ranks, averages the moving statistics of layers
-        before validation and at the end of each epoch, and compares replicas after the first step
-        and at each epoch's end. False if the script does it.
+        before validation and at the end of each epoch, and compares replicas after the first step,
+        before each epoch and at the end. False if the script does it.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused; for those of Horovod's optimizer, the
         error names the replacement.

@@ -232,3 +232,47 @@ def test_callbacks_change_nothing(wire):
     assert plain == averaged
     for one, other in zip(weights, others, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class _Extra(keras.Model):
+    """Its test step logs values of a compiled graph, which Keras does not replace by results."""
+
+    def test_step(self, data):
+        return {**super().test_step(data), "one": tf.constant(1.0)}
+
+
+def test_results_that_xla_rounds_are_exact(wire):
+    inputs = keras.Input((6,))
+    model = _Extra(inputs, keras.layers.Dense(2)(inputs))
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=[metrics.R2Score()], jit_compile=True)
+    x, y = _samples(24)
+    data, seen = (x, y["number"]), []
+    mine = _rows(data, slice(wire.topology.rank, None, 2))
+    end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(dict(logs)))
+    model.fit(*mine, validation_data=mine, batch_size=4, verbose=0, callbacks=[end])
+    expected = model.evaluate(*data, verbose=0, return_dict=True)
+    for name in ("r2_score", "loss"):
+        np.testing.assert_allclose(seen[0][f"val_{name}"], expected[name], rtol=1e-4)
+
+
+def test_metrics_without_a_count_of_samples(wire):
+    class Own(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.total = metrics.Sum(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.total]
+
+        def train_step(self, data):
+            super().train_step(data)
+            self.total.update_state(tf.ones([2]))
+            return {"loss": self.total.result()}
+
+    inputs = keras.Input((6,))
+    model = Own(inputs, keras.layers.Dense(2)(inputs))
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = _samples(8)
+    assert model.fit(x, y["number"], batch_size=4, verbose=0).history["loss"] == [8.0]

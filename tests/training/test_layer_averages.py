@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
@@ -87,3 +88,58 @@ def test_saving_within_an_epoch_is_refused(wire):
     saves = keras.callbacks.ModelCheckpoint(f"{shared_folder(wire)}/{{epoch}}.keras", save_freq=1)
     with Raises(ValueError, r"ModelCheckpoint\(save_freq=1\).*moving_mean.*every_n_steps"):
         _fit(wire, callbacks=[saves])
+
+
+@pytest.mark.parametrize("make", [tp.DistributedOptimizer, tp.LocalUpdates])
+def test_statistics_begin_alike_where_weights_are_equal(wire, make):
+    model = noisy()
+    model.layers[1].moving_mean.assign(np.full(16, 1.0 + wire.topology.rank))
+    model.compile(make(keras.optimizers.SGD(0.1)), models.LOSS)
+    begin = {}
+
+    class Begin(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            begin["mean"] = self.model.layers[1].moving_mean.numpy().tolist()
+
+    model.fit(*models.mlp.data(8), batch_size=4, verbose=0, callbacks=[Begin()])
+    assert exchange_objects(begin["mean"], wire, "begin") == [[1.0] * 16] * 2
+
+
+def test_models_that_are_built_in_their_first_step_go_on_alike(wire):
+    class Unbuilt(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(models.CLASSES)
+
+        def build(self, shape):
+            raise NotImplementedError
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self.inner(x))
+            weights = self.inner.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+        def call(self, x):
+            raise NotImplementedError
+
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = Unbuilt()
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
+    model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
+    models.same_on_all_ranks([v.numpy() for v in model.inner.trainable_variables], wire)
+
+
+def test_what_was_adapted_is_no_reason_to_refuse_a_save(wire, tmp_path):
+    adapted = keras.layers.Normalization(mean=0.0, variance=1.0)
+    fitted = keras.layers.Normalization()
+    fitted.adapt(models.mlp.data(8)[0])
+    layers = [keras.Input((20,)), adapted, fitted, keras.layers.Dense(models.CLASSES)]
+    model = keras.Sequential(layers)
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
+    path = tmp_path / "model.keras"
+    saves = [keras.callbacks.ModelCheckpoint(path, save_freq=1)]
+    model.fit(*models.mlp.data(8), batch_size=4, verbose=0, callbacks=saves)
+    assert path.exists()

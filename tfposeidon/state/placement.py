@@ -182,4 +182,6 @@ def _place_sequences(layer: Any) -> Placed:
 
 
 register(keras.layers.BatchNormalization, _place_statistics)
+# Adapted before training, and constant then.
+register(keras.layers.Normalization, Placement.REPLICATED)
 register(keras.layers.RNN, _place_sequences)

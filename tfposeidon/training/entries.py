@@ -152,7 +152,9 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
 
 def begin_alike(model: keras.Model, wire: Wire) -> None:
     """Makes all ranks start with the values of rank 0, and each with its own seeds; collective."""
-    problem = difference(model, wire, with_layers=True)
+    # Within an epoch, a snapshot holds each rank's own statistics.
+    placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
+    problem = difference(model, wire, True, *placements)
     if problem:
         share(model, wire)
         runtime.say("tfposeidon: %s All ranks start with the values of rank 0.", problem)
@@ -164,13 +166,17 @@ def begin_alike(model: keras.Model, wire: Wire) -> None:
             variable.assign(another_seed(tf.convert_to_tensor(variable), rank))
 
 
-def difference(model: keras.Model, wire: Wire, with_layers: bool = False) -> str | None:
+def difference(
+    model: keras.Model, wire: Wire, with_layers: bool = False, *placements: Placement
+) -> str | None:
     """Compares values across ranks by one checksum; returns the first difference or `None`.
 
-    Collective, and the result is the same on all ranks. It costs one pass over all values, on their
-    device, and one small exchange. It raises on all ranks if they have different variables.
+    Compares replicated variables and those with other `placements`. Collective, and the result is
+    the same on all ranks. It costs one pass over all values, on their device, and one small
+    exchange. It raises on all ranks if they have different variables.
     """
     variables = replicated_variables(model) if has_weights(model) else []
+    variables += variables_of(model, *placements)
     layers = layer_state.read(model, Placement.REPLICATED) if with_layers else {}
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]

@@ -227,8 +227,16 @@ class AgreedStop(keras.callbacks.Callback):
             raise StopIteration
         if not self._has_stepped and not self._equal_steps.is_skipping:
             self._has_stepped = True
-            if self._session.is_in_step:
-                self._compare_values(WHERE_SET)
+            self._compare_first_step()
+
+    def _compare_first_step(self) -> None:
+        if not self._session.is_in_step:
+            return
+        if self._synchronizes_model and not self._was_built:
+            # Ranks have made their weights in this step.
+            entries.begin_alike(self.model, runtime.wire())
+        else:
+            self._compare_values(WHERE_SET)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -248,6 +256,7 @@ class AgreedStop(keras.callbacks.Callback):
         # The comparison of values names the first variable that differs.
         del settings["trainable variables"]
         _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
+        self._was_built = entries.has_weights(self.model)
         if not self._session.has_begun:
             if self._synchronizes_model:
                 entries.begin_alike(self.model, runtime.wire())

@@ -25,7 +25,8 @@ def samples_seen(model: keras.Model) -> float | None:
     """Returns the samples since Keras last reset its loss tracker, or `None` without a tracker."""
     # Keras weights each batch's loss by its samples, so the sum of weights is their number.
     tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
-    return None if tracker is None else float(tracker.count.numpy())
+    count = getattr(tracker, "count", None)
+    return None if count is None else float(count.numpy())
 
 
 class GlobalMetrics(keras.callbacks.Callback):
@@ -35,6 +36,7 @@ class GlobalMetrics(keras.callbacks.Callback):
         super().__init__()
         self._trained: _Phase | None = None
         self._validated: _Phase | None = None
+        self._last: dict[str, Any] = {}
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -56,7 +58,14 @@ class GlobalMetrics(keras.callbacks.Callback):
             return
         phases = [self._trained or _Phase.of(self.model)]
         phases += [self._validated] if self._validated else []
-        logs.update(_means(_with_results_of_all(logs, phases, wire), wire))
+        self._last = _means(_with_results_of_all(logs, phases, wire), wire)
+        logs.update(self._last)
+
+    @override
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        # Keras passes its own copy of the last epoch's logs.
+        if logs is not None:
+            logs.update(self._last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +131,17 @@ def _with_results_of_all(
     for name, number in _numbers(logs).items():
         phase = phases[-1] if name.startswith("val_") else phases[0]
         key = name.removeprefix(phase.prefix)
-        own = phase.results.get(key)
-        if own is not None and np.array_equal(own, number, equal_nan=True):
+        if _are_close(phase.results.get(key), number):
             number = summed[phase.prefix].get(key, number)
         found[name] = (phase.samples, number)
     return found
+
+
+def _are_close(result: np.ndarray | None, number: np.ndarray) -> bool:
+    """Returns whether a number is a result, which XLA may have rounded in another way."""
+    if result is None or result.shape != number.shape:
+        return False
+    return np.allclose(result, number, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
@@ -156,13 +171,12 @@ def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
 
 
 def _contribution(values: list[np.ndarray] | None, layout: _Layout, is_first: bool) -> np.ndarray:
-    if values is None:
-        values = [np.zeros(shape) for _, shape in layout]
+    zeros = [np.zeros(shape) for _, shape in layout]
     flat = [
-        np.ravel(value) * (is_first or aggregation not in _OF_ONE_RANK)
-        for value, (aggregation, _) in zip(values, layout, strict=True)
+        np.ravel(value if is_first or aggregation not in _OF_ONE_RANK else zero).astype(np.float64)
+        for value, zero, (aggregation, _) in zip(values or zeros, zeros, layout, strict=True)
     ]
-    return np.concatenate(flat).astype(np.float64)
+    return np.concatenate(flat)
 
 
 def _split(
@@ -212,8 +226,7 @@ def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
     agreement.require_equal(
         {rank: np.shape(value) for rank, (_, value) in pairs.items()},
         f"All ranks must have the same shape of metric {name!r}",
-        "Use a metric whose shape is the same on all ranks, or "
-        "DistributedOptimizer(..., synchronize_model=False).",
+        "Use a metric whose shape is the same on all ranks.",
     )
     weights = np.array([weight for weight, _ in pairs.values()])
     values = np.array([value for _, value in pairs.values()], np.float64)

@@ -190,7 +190,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
     if all(one.synchronizes_model for one in hooks):
-        layer_averages.check_saves(model, callbacks)
+        _begin_alike(model, callbacks)
     given_data.compare(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         one_writer.with_one_writer(callbacks), hooks, _rows_of_batches(call.arguments)
@@ -204,6 +204,14 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         # `EqualSteps` logs the correct message.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
+
+
+def _begin_alike(model: Any, callbacks: list[Any]) -> None:
+    """Starts a model's first `fit` with the values of rank 0, before callbacks see them."""
+    layer_averages.check_saves(model, callbacks)
+    # `AgreedStop` does so once more, since callbacks may restore values.
+    if not session.of(model).has_begun:
+        entries.begin_alike(model, runtime.wire())
 
 
 def _can_shuffle(x: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
@@ -18,7 +19,7 @@ from tfposeidon.training.entries import variables_of
 class LayerAverages(keras.callbacks.Callback):
     """Keras callback that averages layer state once per epoch, before validation if there is any.
 
-    Validation changes no such state.
+    Validation changes no such state. Partial state is summed at the end of the epoch.
     """
 
     @override
@@ -32,6 +33,7 @@ class LayerAverages(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._average()
+        collect(self.model)
 
     def _average(self) -> None:
         # Where only some ranks validate, the others take part at the end of the epoch.
@@ -41,7 +43,7 @@ class LayerAverages(keras.callbacks.Callback):
 
 
 def average(model: keras.Model) -> None:
-    """Averages layer state over ranks where it differs, and sums partial state; collective."""
+    """Averages layer state over ranks where it differs; collective."""
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
     if averaged and wire.topology.size > 1:
@@ -49,17 +51,29 @@ def average(model: keras.Model) -> None:
         own = replicas.checksum(averaged, on_device=True)
         if len(set(exchange_objects(own, wire, "tp.layer_state"))) > 1:
             replicas.average(averaged, wire)
-    replicas.collect(variables_of(model, Placement.PARTIAL), wire)
+
+
+def collect(model: keras.Model) -> None:
+    """Sums partial state on rank 0 and clears it on others; collective."""
+    replicas.collect(variables_of(model, Placement.PARTIAL), session.of(model).wire)
 
 
 def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
-    """Refuses callbacks that save within an epoch while layer state differs between ranks."""
+    """Refuses callbacks that save within an epoch while layer state differs between ranks.
+
+    Collective: if one rank has such a callback, it raises on all.
+    """
+    own = variables_of(model, Placement.AVERAGED, Placement.PARTIAL)
+    if not own or not session.of(model).is_in_step:
+        # With local weights, such callbacks see global weights and state.
+        return
     saving = keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
     within = [one for one in callbacks if isinstance(one, saving) and one.save_freq != "epoch"]
-    if within and (own := variables_of(model, Placement.AVERAGED, Placement.PARTIAL)):
+    mine = [f"{type(one).__name__}(save_freq={one.save_freq})" for one in within]
+    ranks = exchange_objects(mine, runtime.wire(), "tp.saves")
+    if found := [one for names in ranks for one in names]:
         raise ValueError(
             "Callbacks must save at the end of an epoch if the state of layers is averaged there. "
-            f"Received: {type(within[0]).__name__}(save_freq={within[0].save_freq}), and "
-            f"{own[0].path!r}, which differs between ranks within an epoch. Use "
-            'save_freq="epoch", or keras_callbacks.Checkpoint(every_n_steps=...).'
+            f"Received: {found[0]}, and {own[0].path!r}, which differs between ranks within an "
+            'epoch. Use save_freq="epoch", or keras_callbacks.Checkpoint(every_n_steps=...).'
         )

@@ -471,9 +471,8 @@ def _refuse_synchronized(model: Any) -> None:
             raise ValueError(
                 "BatchNormalization must not be synchronized: a rank normalizes its samples by "
                 f"the statistics of its own batch. Received: {layer.name!r}, a "
-                "BatchNormalization(synchronized=True). Leave `synchronized` out, and use "
-                "keras_callbacks.AverageBatchNorm() to average the moving statistics. For few "
-                "samples on each rank, use GroupNormalization."
+                "BatchNormalization(synchronized=True). Leave `synchronized` out: `fit` averages "
+                "the moving statistics. For few samples on each rank, use GroupNormalization."
             )
 
 
