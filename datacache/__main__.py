@@ -186,7 +186,7 @@ def _warm(options: argparse.Namespace) -> int:
     chosen = {} if options.extensions is None else {"extensions": options.extensions or None}
     source = from_folder(options.source, labels=not options.no_labels, **chosen)
     samples, counter = np.arange(len(source)), Counts()
-    pool = open_stored_pool(source, options.disk)
+    pool = open_stored_pool(source, options.disk.expanduser())
     # Checksums are verified when samples are used, or by `verify`.
     with StoreTier(pool, SourceTier(source, counter), counter, "never") as stored:
         lacking = stored.not_ready(samples[pool.has_room(samples)])

@@ -21,7 +21,7 @@ from typing import Any
 from typing_extensions import override
 
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.pool.spec import PoolSpec
+from datacache.pool.spec import HEAP_POSITION_BYTES, PoolSpec
 from datacache.system.access import Directory, Others
 from datacache.system.descriptors import (
     Descriptor,
@@ -35,7 +35,7 @@ from datacache.system.room import means_full, reserve
 
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
-FORMAT = 2
+FORMAT = 3
 HEADER = "header.json"
 UNFINISHED_HEADER = "header.part"
 LOCK_FILES = {"users", "claims"}
@@ -110,9 +110,11 @@ class Folder(Owner):
         # Reading through a mapping changes no times, so record when the store was last opened.
         os.utime(self._users.fileno())
         if self.is_only_user and "end" in self.header["files"]:
-            # After a power loss, samples on a disk may be newer than the state of their heap.
-            with self.directory.open("end") as end:
-                os.pwrite(end.fileno(), bytes(self.header["files"]["end"]), 0)
+            # After a power loss, samples on a disk may be newer than the state of their heap. The
+            # heap's lock, since a cleaner may have removed `users` while another process adds.
+            with closed_on_fork(lambda: self.directory.open("end")) as end:
+                lock_byte(end, 0, wait=True)
+                os.pwrite(end.fileno(), bytes(HEAP_POSITION_BYTES), 0)
 
     def open(self, name: str, *, make: bool = False) -> Descriptor:
         """Opens a file of the store until the folder is closed."""

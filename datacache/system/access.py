@@ -185,6 +185,6 @@ def _open_to_others(path: Path, folder: Path, status: os.stat_result, mode: int)
     return CacheError(
         f"A store must be accessible to user {os.geteuid()} only. Received: {path} with mode "
         f"{stat.S_IMODE(status.st_mode):o}, expected mode {mode:o}. If no other user has written "
-        f"there, correct it: chmod -R go-rwx {name}; otherwise remove it: "
+        f"there, correct it: chmod -R go-rwxs {name}; otherwise remove it: "
         f"python -m datacache rm --all {name}"
     )

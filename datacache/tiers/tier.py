@@ -227,7 +227,7 @@ class StoreTier(Tier):
     @override
     def samples(self, indices: np.ndarray) -> list[Arrays]:
         made, _ = self._fill(indices)
-        if self._hits is not None:
+        if self._hits is not None and self.pool is not None:
             self.counts.add(**{self._hits: len(indices) - len(made)})
         return self.collect(indices, made)
 

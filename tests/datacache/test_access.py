@@ -192,7 +192,7 @@ def test_folders_and_files_that_others_can_write_to(shared):
         ) as refused:
             pool(made.folder)
         (remedy,) = re.findall(r"correct it: (.*); otherwise", str(refused.value))
-        assert remedy == f"chmod -R go-rwx {made.folder}"
+        assert remedy == f"chmod -R go-rwxs {made.folder}"
         assert path.stat().st_mode & 0o7777 == mode
         subprocess.run(remedy, shell=True, check=True)
         check_all(pool(made.folder))
