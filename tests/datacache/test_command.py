@@ -142,7 +142,7 @@ def _cut(name):
 
 
 DAMAGE = {
-    "newer": (_newer, r"The format of a store must be at most 2. Received: format 99"),
+    "newer": (_newer, r"The format of a store must be at most 3. Received: format 99"),
     "no JSON": (
         _cut("header.json"),
         r"The header of a store must be JSON. Received: .*which is not JSON. Remove",

@@ -58,7 +58,7 @@ DAMAGE = {
     ),
     "older": (
         _header(format=1),
-        "format of a store must be 2. Received: format 1 in .*created by an older tfposeidon",
+        "format of a store must be 3. Received: format 1 in .*created by an older tfposeidon",
     ),
     "moved": (
         lambda folder, other: (shutil.rmtree(folder), shutil.copytree(other, folder)),
