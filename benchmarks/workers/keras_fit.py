@@ -40,7 +40,7 @@ SCHEMES = {
     "auto:topk": tp.policies.Auto(compression=("fp16", "topk"), density=0.01),
 }
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
-"""Steps after which `auto` plans again by what they took, at the beginning of the next epoch."""
+"""Steps after which `auto` decides by what they took, at the beginning of the next epoch."""
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -147,7 +147,7 @@ def fit(task, system, model, wire):
     """Trains a compiled model, and notes times and bytes of its steps."""
     plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
-    # It plans again before the second epoch; where schemes keep something, before the third.
+    # It decides before the second epoch; where schemes keep something, before the third.
     last_epoch = 2 if system == "auto:topk" else 1 if plans_again else 0
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch)
     batch = model.inputs[0].shape[0]

@@ -145,6 +145,10 @@ class ChoosePlan(keras.callbacks.Callback):
         plans = [optimizer.exchange.plans for optimizer in self._optimizers]
         return [one for one in plans if getattr(one.planner, "is_tunable", False)]
 
+    @property
+    def _undecided(self) -> list[Any]:
+        return [one for one in self._plans if not one.planner.has_decided]
+
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
@@ -155,7 +159,8 @@ class ChoosePlan(keras.callbacks.Callback):
         # A change of an earlier `fit` or run may still wait.
         self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
-        if not self._end and not self._is_changing:
+        untimed = any(not one.planner.is_watching for one in self._undecided)
+        if not self._is_changing and (untimed or not self._end):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
             self._continue()
@@ -182,18 +187,25 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _watch(self) -> None:
         """Starts to time steps if any plan is undecided."""
-        undecided = [one for one in self._plans if not one.planner.has_decided]
-        if not undecided:
+        undecided = self._undecided
+        # Where epochs may end early, plans are decided between them. A single epoch has its first
+        # plan, for which exchanges are timed.
+        is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
+        if not undecided or is_last:
             return
-        own = bool(tf.config.list_physical_devices("GPU"))
+        own = [bool(tf.config.list_physical_devices("GPU")), runtime.links() is None]
+        ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
+        on_gpu, measures = zip(*ranks, strict=True)
         # All ranks must take the same branch, even if one of them lacks its GPU.
-        if any(exchange_objects(own, runtime.wire(), "tp.choose_plan.gpu")):
+        if any(on_gpu):
             self._apply()
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                # Before the first step, whose time is that of tracing.
-                plans.planner.measure_network()
+                # Before the first step, whose time is that of tracing. If only some ranks have a
+                # profile, the first step names the difference.
+                if all(measures):
+                    plans.planner.measure_network()
                 plans.planner.is_watching = True
             # Adds the clock ops. In a first `fit`, the step has not been traced yet.
             self._session.retrace()
@@ -222,10 +234,11 @@ class ChoosePlan(keras.callbacks.Callback):
             self._session.retrace()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
             for states in self._changing:
-                states.flush()
+                if not states.has_flushed:
+                    states.flush()
 
     def _decide(self) -> None:
-        undecided = [one for one in self._plans if not one.planner.has_decided]
+        undecided = [one for one in self._undecided if one.planner.is_watching]
         if not undecided:
             # A schedule has changed the policy meanwhile.
             self._end = 0

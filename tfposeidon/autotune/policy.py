@@ -37,7 +37,8 @@ class Auto(Tunable):
         (default 0.02).
       race: True (default) to time the exchanges of the best candidates if their predicted steps
         differ by less than 10 %, or by less than the uncertainty of the network profile. Without
-        timed trials, the plan is a pure function of network profile, model and ranks.
+        timed trials, the first plan is a pure function of network profile, model and ranks. In
+        `fit`, measured step times decide later.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is

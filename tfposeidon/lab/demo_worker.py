@@ -24,7 +24,7 @@ from tfposeidon.lab.demo import MODEL
 from tfposeidon.lab.network import payload_bytes
 
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
-"""Steps of an epoch after which `auto` plans again from their measured times."""
+"""Steps of an epoch after which `auto` decides from their measured times."""
 
 
 def main(arguments: list[str]) -> None:
