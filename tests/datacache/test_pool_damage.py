@@ -113,7 +113,7 @@ def test_folders_that_are_no_cache(tmp_path):
         Pool(tmp_path)
     (folder / "header.json").write_text(json.dumps(header | {"format": 99}))
     with pytest.raises(
-        CacheError, match=r"The format of a store must be at most 2. Received: format 99 in .*newer"
+        CacheError, match=r"The format of a store must be at most 3. Received: format 99 in .*newer"
     ):
         new_pool(folder)
 
