@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from keras_callbacks._model_state import trained_variables
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -257,7 +256,8 @@ class Checkpoint(keras.callbacks.Callback):
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
         indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
-        trained = trained_variables(optimizer)
+        # Keras has no public name for them.
+        trained = list(optimizer._trainable_variables)
         unknown = [variable.path for variable in trained if id(variable) not in indices]
         if unknown:
             raise SnapshotError(

@@ -40,7 +40,7 @@ SCHEMES = {
     "auto:topk": tp.policies.Auto(compression=("fp16", "topk"), density=0.01),
 }
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
-"""Steps after which `auto` decides by what they took, at the beginning of the next epoch."""
+"""Steps whose times `auto` decides by, at the beginning of the next epoch."""
 
 
 class StepTimer(keras.callbacks.Callback):

@@ -31,6 +31,6 @@ for replicas in job["spec"]["mpiReplicaSpecs"].values():
     check({"apiVersion": "v1", "kind": "PodTemplate", **template})
 (job,) = documents("trainjob.yaml")
 read = models.TrainerV1alpha1TrainJob.from_dict(job)
-# Models ignore what they do not know, so that an unknown field is lost on the way.
+# These models ignore unknown fields, which are then missing from the result.
 assert read.to_dict() == job, read.to_dict()
 print("the jobs agree with their schemas")

@@ -1,4 +1,4 @@
-"""Tiers under faults: every sample is f(its index), and nobody has to clean up."""
+"""Tiers under faults: every sample is f(its index), and no process cleans up."""
 
 import functools
 import itertools

@@ -78,7 +78,7 @@ def test_plan_prints_a_table():
 
 
 def test_a_rule_that_is_found_in_no_path_is_named():
-    """Keras numbers the layers of a rebuilt model anew."""
+    """Keras renumbers the layers of a rebuilt model."""
     plan = _plan(
         0,
         [

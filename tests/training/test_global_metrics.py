@@ -167,7 +167,7 @@ class _Kept(metrics.Metric):
 
 
 class _Bare(keras.Model):
-    """Logs a value that is no result of a metric."""
+    """Logs a value that is not the result of a metric."""
 
     def train_step(self, data):
         logs = super().train_step(data)

@@ -37,16 +37,15 @@ WHERE_SET = (
 
 
 def with_equal_epochs(
-    callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None
+    callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None, synchronizes: bool
 ) -> list[Any]:
     """Returns the callbacks of `fit` together with those for several ranks, in the required order.
 
     `EqualSteps` precedes the user's callbacks, which may communicate at the end of an epoch, and
     `AgreedStop` follows them, since they may request a stop. `rows` is this rank's batch size, or
-    `None` if it is unknown or varies.
+    `None` if it is unknown or varies. `synchronizes` is `FitHooks.synchronizes_model` of all hooks.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
-    synchronizes = all(one.synchronizes_model for one in hooks)
     first = [callback for one in hooks for callback in one.first]
     first += [LayerAverages(), GlobalMetrics()] if synchronizes else []
     last = [callback for one in hooks for callback in one.last]
@@ -203,7 +202,7 @@ class AgreedStop(keras.callbacks.Callback):
     starts with those of rank 0.
     """
 
-    def __init__(self, steps: EqualSteps, synchronizes_model: bool = True) -> None:
+    def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
         super().__init__()
         self._equal_steps, self._synchronizes_model = steps, synchronizes_model
 

@@ -189,11 +189,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
             return one.run(original, call)
     if runtime.size() == 1:
         return original(*call.args, **call.kwargs)
-    if all(one.synchronizes_model for one in hooks):
+    synchronizes = all(one.synchronizes_model for one in hooks)
+    if synchronizes:
         _begin_alike(model, callbacks)
     given_data.compare(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        one_writer.with_one_writer(callbacks), hooks, _rows_of_batches(call.arguments)
+        one_writer.with_one_writer(callbacks),
+        hooks,
+        _rows_of_batches(call.arguments),
+        synchronizes,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(session.of(model).weighing_as_agreed())
