@@ -229,6 +229,8 @@ def test_an_order_that_fit_draws_is_told_of(wire):
     x, y = models.mlp.data(16)
     arrays, batches = (x, y), (models.Batches(x, y, 4),)
     ordered = (tf.data.Dataset.from_tensor_slices((x, y)).batch(4),)
+    model = models.mlp()
+    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS)
     for data, options, is_told in (
         (arrays, {"batch_size": 4}, True),
         (batches, {}, True),
@@ -236,8 +238,6 @@ def test_an_order_that_fit_draws_is_told_of(wire):
         (ordered, {}, False),
     ):
         folder = shared_folder(wire)
-        model = models.mlp()
-        model.compile(tp.DistributedOptimizer(sgd()), models.LOSS)
         checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=3)
         model.fit(*data, verbose=0, callbacks=[checkpoint], **options)
         exchange_objects(None, wire, "stopped")

@@ -114,13 +114,12 @@ def test_one_rank_by_a_sparse_scheme(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_as_one_process(wire, kind):
     start, data = models.mlp(), models.mlp.data(STEPS * BATCH)
-    for options in ({}, {"use_ema": True, "ema_momentum": 0.5}):
-        reference = train_alone(models.copy(models.mlp, start), data, KINDS[kind](**options))
-        model = models.copy(models.mlp, start)
-        optimizer = tp.DistributedOptimizer(KINDS[kind](**options), "allreduce")
-        weights = train_together(model, data, optimizer, wire)
-        check_equal(weights, reference)
-        same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
+    make = lambda: KINDS[kind](use_ema=True, ema_momentum=0.5)  # noqa: E731
+    reference = train_alone(models.copy(models.mlp, start), data, make())
+    optimizer = tp.DistributedOptimizer(make(), "allreduce")
+    weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)
+    check_equal(weights, reference)
+    same_on_all_ranks([*weights, *(v.numpy() for v in optimizer.variables)], wire)
 
 
 @pytest.mark.ranks("2")

@@ -24,8 +24,6 @@ from tfposeidon.optimizers.layer_wise import local_norms
 
 pytestmark = pytest.mark.ranks("2")
 
-WAYS = [("alltoall", True), ("allreduce", False), (SERVED, "auto")]
-"""Schemes, and what `parallel` is."""
 STEPS = 6
 
 
@@ -38,7 +36,11 @@ def lamb(**options):
 
 
 def _compare(wire, make_optimizer, ways, build=models.mlp):
-    """Trains as one process does, whoever takes the norms."""
+    """Trains as one process does, whoever takes the norms.
+
+    Args:
+      ways: Schemes, and what `parallel` is.
+    """
     keras.utils.clear_session(free_memory=False)
     data = build.data(STEPS * BATCH)
     start = build()
@@ -54,7 +56,7 @@ def _compare(wire, make_optimizer, ways, build=models.mlp):
 
 @pytest.mark.ranks("2x2")
 def test_lars(wire):
-    _compare(wire, lars, WAYS)
+    _compare(wire, lars, [("alltoall", True), (SERVED, "auto")])
 
 
 def test_lars_with_the_other_ratio(wire):
@@ -66,7 +68,7 @@ def test_lars_with_the_other_ratio(wire):
 
 
 def test_lamb(wire):
-    _compare(wire, lamb, WAYS[::2])
+    _compare(wire, lamb, [("allreduce", False)])
 
 
 def test_convolutions(wire):
@@ -128,7 +130,7 @@ def test_two_lists_of_variables(wire):
         for variables in (a, b):
             optimizer.apply([tf.ones(v.shape) * tf.reduce_sum(x) for v in variables], variables)
 
-    for size in (1, 2, 3):
+    for size in (1, 2):
         step(tf.ones([size]))
     inner = optimizer.inner_optimizer
     assert inner.norms is local_norms
@@ -139,7 +141,7 @@ def test_two_lists_of_variables(wire):
         for i, v in enumerate(part)
     ]
     alone.build(expected)
-    for size in (1.0, 2.0, 3.0):
+    for size in (1.0, 2.0):
         for part in (expected[:3], expected[3:]):
             alone.apply([tf.fill(v.shape, size) for v in part], part)
     for found, wanted in zip([*a, *b], expected, strict=True):
@@ -196,7 +198,8 @@ def test_the_plan_says_who_takes_norms(wire):
     ):
         optimizer = distributed(lars(parallel=parallel), scheme=scheme)
         with mock.patch.object(wire, "all_gather", wraps=wire.all_gather) as spy:
-            train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire)
+            eager = {"run_eagerly": True}
+            train_together(models.mlp(), models.mlp.data(BATCH), optimizer, wire, eager)
         gathered = any("norms_of_layers" in str(call) for call in spy.call_args_list)
         assert parallel == "auto" or gathered == parallel
         notes = [note for note in optimizer.plan.notes if words in note]

@@ -212,14 +212,15 @@ def test_recompiling():
 
 
 CASES = {
-    "plain": ({}, lambda: SGD(0.05, momentum=0.9)),
-    "several steps": ({"steps_per_execution": 3}, lambda: SGD(0.05)),
+    "several steps": ({"steps_per_execution": 3}, lambda: SGD(0.05, momentum=0.9)),
     "eager": ({"run_eagerly": True}, lambda: SGD(0.05)),
     "xla asked for": ({"jit_compile": True}, lambda: SGD(0.05)),
     "without": ({"auto_scale_loss": False}, lambda: SGD(0.05)),
     "accumulating": ({}, lambda: SGD(0.05, gradient_accumulation_steps=2)),
-    "averages": ({}, lambda: SGD(0.05, use_ema=True, ema_momentum=0.5)),
-    "clipping": ({}, lambda: SGD(0.5, global_clipnorm=0.1)),
+    "clipping and averages": (
+        {},
+        lambda: SGD(0.5, global_clipnorm=0.1, use_ema=True, ema_momentum=0.5),
+    ),
     "inner factor": ({}, lambda: SGD(0.05, loss_scale_factor=64.0)),
     "layer-wise": ({}, lambda: tp.optimizers.LARS(0.05)),
 }

@@ -57,20 +57,13 @@ def test_clipnorm(wire):
     _compare(wire, lambda: SGD(0.5, clipnorm=0.05), schemes=("alltoall", SERVED, "hybcomm"))
 
 
-def test_global_clipnorm(wire):
-    _compare(wire, lambda: SGD(0.5, global_clipnorm=0.1))
+def test_global_clipnorm_and_several_steps_per_execution(wire):
+    _compare(wire, lambda: SGD(0.5, global_clipnorm=0.1), compile={"steps_per_execution": 3})
 
 
-def test_weight_decay(wire):
-    _compare(wire, lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3))
-
-
-def test_ema(wire):
-    _compare(wire, lambda: SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3))
-
-
-def test_steps_per_execution(wire):
-    _compare(wire, sgd, compile={"steps_per_execution": 3})
+def test_weight_decay_and_ema(wire):
+    averaged = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}
+    _compare(wire, lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3, **averaged))
 
 
 def test_run_eagerly(wire):

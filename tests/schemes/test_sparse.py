@@ -133,48 +133,53 @@ def test_no_collective_waits_for_another_bucket(wire):
 
 @pytest.mark.ranks("2x2")
 def test_a_schedule_of_schemes_loses_nothing(wire):
+    _check_schedule(wire, steps_per_execution=1, accumulated=3)
+
+
+def test_a_schedule_loses_nothing_with_several_steps_per_execution(wire):
+    _check_schedule(wire, steps_per_execution=2, accumulated=None)
+
+
+def _check_schedule(wire, steps_per_execution, accumulated):
     """A loss that is linear in the weights: their end says which gradients were applied."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
     everybody = [
         np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)
     ]
-    for steps_per_execution, accumulated in ((2, None), (1, 3)):
-        model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
-        start = model.get_weights()[0]
-        model.compile(
-            optimizer=tp.DistributedOptimizer(
-                keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
-            ),
-            loss=lambda _, predicted: tf.reduce_mean(predicted),
-            steps_per_execution=steps_per_execution,
+    model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(1, use_bias=False)])
+    start = model.get_weights()[0]
+    model.compile(
+        optimizer=tp.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
+        ),
+        loss=lambda _, predicted: tf.reduce_mean(predicted),
+        steps_per_execution=steps_per_execution,
+    )
+    schedule = {
+        0: TopK(density=0.01, min_elements=0),
+        1: HiTopK(min_elements=0),
+        3: "torus2d",
+    }
+    callbacks = [keras_callbacks.SchemeSchedule(schedule)]
+    with LogLines() as lines:
+        model.fit(
+            x,
+            np.zeros(24),
+            batch_size=4,
+            epochs=4,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
         )
-        schedule = {
-            0: TopK(density=0.01, min_elements=0),
-            1: HiTopK(min_elements=0),
-            3: "torus2d",
-        }
-        callbacks = [keras_callbacks.SchemeSchedule(schedule)]
-        with LogLines() as lines:
-            model.fit(
-                x,
-                np.zeros(24),
-                batch_size=4,
-                epochs=4,
-                shuffle=False,
-                verbose=0,
-                callbacks=callbacks,
-            )
-        assert wire.topology.rank or any(
-            "epoch 3 changes the scheme to" in line for line in lines
-        ), lines
-        assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
-        assert not any(piece.members for _, piece in model.optimizer.rank_state), (
-            "the torus keeps nothing"
-        )
-        expected = (
-            start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
-        )
-        np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
+    assert wire.topology.rank or any("epoch 3 changes the scheme to" in line for line in lines), (
+        lines
+    )
+    assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
+    assert not any(piece.members for _, piece in model.optimizer.rank_state), (
+        "the torus keeps nothing"
+    )
+    expected = start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
+    np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
 
 
 class _WatchingFlushes(keras.callbacks.Callback):

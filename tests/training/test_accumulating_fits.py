@@ -1,5 +1,6 @@
 """`fit` accumulates over the ends of epochs, whatever watches it, as one process does."""
 
+import functools
 from unittest import mock
 
 import keras
@@ -11,6 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import LogLines
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.over_ranks import on_one_rank
 from tests.helpers.training import BATCH, check_equal, train_alone
 
 pytestmark = pytest.mark.ranks("2")
@@ -47,13 +49,20 @@ FITS = {
 }
 
 
+@functools.cache
+def _alone():
+    """Weights of one process, and those that it began with."""
+    data, model = models.mlp.data(BATCHES * BATCH), models.mlp()
+    start = model.get_weights()
+    return start, train_alone(model, data, _inner(), epochs=EPOCHS)
+
+
 @pytest.mark.parametrize("kind", FITS)
 def test_as_one_process(wire, kind):
-    data, start = models.mlp.data(BATCHES * BATCH), models.mlp()
-    plain = _inner()
-    reference = train_alone(models.copy(models.mlp, start), data, plain, epochs=EPOCHS)
+    data, model = models.mlp.data(BATCHES * BATCH), models.mlp()
+    start, reference = _alone()
+    model.set_weights(start)
     dataset, callbacks, compiled = FITS[kind]
-    model = models.copy(models.mlp, start)
     model.compile(tp.DistributedOptimizer(_inner()), models.LOSS, **compiled)
     share = models.share(data, BATCH, wire.topology)
     model.fit(
@@ -86,18 +95,24 @@ def test_calls_weigh_alike_and_ranks_by_samples(wire):
     x, y = models.mlp.data(sum(map(sum, sizes)))
     bounds = np.cumsum([0, *(size for pair in sizes for size in pair)])
     start = models.mlp()
-    reference, model = (models.copy(models.mlp, start) for _ in range(2))
+    plain, model = (models.copy(models.mlp, start) for _ in range(2))
     inner = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)  # noqa: E731
-    reference.compile(inner(), models.LOSS)
+    plain.compile(inner(), models.LOSS)
     model.compile(tp.DistributedOptimizer(inner()), models.LOSS)
+
+    def alone():
+        for call in range(2):
+            whole = slice(bounds[2 * call], bounds[2 * call + 2])
+            plain.train_on_batch(x[whole], y[whole])
+        return plain.get_weights()
+
+    reference = on_one_rank(alone)
     for call in range(2):
-        whole = slice(bounds[2 * call], bounds[2 * call + 2])
-        reference.train_on_batch(x[whole], y[whole])
         place = 2 * call + wire.topology.rank
         mine = slice(bounds[place], bounds[place + 1])
         model.train_on_batch(x[mine], y[mine])
     same_on_all_ranks(model.get_weights(), wire)
-    check_equal(model.get_weights(), reference.get_weights())
+    check_equal(model.get_weights(), reference)
 
 
 def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
@@ -152,10 +167,16 @@ def test_batches_after_a_fit_weigh_by_their_samples(wire):
     plain.compile(inner(), models.LOSS)
     model.compile(tp.DistributedOptimizer(inner()), models.LOSS)
     part = slice(4 * wire.topology.rank, 4 * wire.topology.rank + 4)
+
+    def alone():
+        for _ in range(2):
+            plain.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
+            plain.train_on_batch(x[8:12], y[8:12])
+        return plain.get_weights()
+
+    reference = on_one_rank(alone)
     for _ in range(2):
         model.fit(x[part], y[part], batch_size=4, verbose=0)
-        plain.fit(x[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
         mine = slice(8, 9) if wire.topology.rank else slice(9, 12)
         model.train_on_batch(x[mine], y[mine])
-        plain.train_on_batch(x[8:12], y[8:12])
-    check_equal(model.get_weights(), plain.get_weights())
+    check_equal(model.get_weights(), reference)

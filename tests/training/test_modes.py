@@ -1,6 +1,7 @@
 """Every scheme under each of TensorFlow's modes, and every optimizer on one processor."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -91,18 +92,25 @@ def _where_placed():
         tf.config.set_soft_device_placement(True)
 
 
+@functools.cache
+def _usual(wire):
+    """Each optimizer and its weights, with deterministic ops."""
+    with _deterministic():
+        return [(optimizer, _weights(optimizer, wire)) for optimizer in _optimizers()]
+
+
 @pytest.mark.ranks("2")
 def test_deterministic_ops_give_the_same_bits(wire):
-    with _deterministic():
-        for first, second in zip(_optimizers(), _optimizers(), strict=True):
-            once, again = _weights(first, wire), _weights(second, wire)
-            for one, other in zip(once, again, strict=True):
-                np.testing.assert_array_equal(one, other)
-            if not first.policy.is_fixed:
-                assert "deterministic ops: the plan does not depend on measured times" in str(
-                    first.plan
-                )
-        assert float(tp.all_reduce(tf.constant(2.0))) == 2.0
+    for (first, once), second in zip(_usual(wire), _optimizers(), strict=True):
+        with _deterministic():
+            again = _weights(second, wire)
+            assert float(tp.all_reduce(tf.constant(2.0))) == 2.0
+        for one, other in zip(once, again, strict=True):
+            np.testing.assert_array_equal(one, other)
+        if not first.policy.is_fixed:
+            assert "deterministic ops: the plan does not depend on measured times" in str(
+                first.plan
+            )
 
 
 @pytest.mark.ranks("2")
@@ -110,12 +118,11 @@ def test_deterministic_ops_give_the_same_bits(wire):
 def test_modes_train_alike(wire, mode):
     # Eager gradients come without the factors that these two need.
     others = {"factors": "alltoall", "server": "alltoall"} if mode is _eager else {}
-    usual = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
     with mode():
-        other = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
-    for one, another in zip(usual, other, strict=True):
-        for expected, found in zip(one, another, strict=True):
-            np.testing.assert_allclose(found, expected, atol=2e-3)
+        found = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
+    for weights, (_, expected) in zip(found, _usual(wire), strict=True):
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-3)
 
 
 @pytest.mark.ranks("2", environment=CLUSTERS)

@@ -62,10 +62,17 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make", UNBUILT, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# Every pair of a model, an optimizer and a way is among them.
 @pytest.mark.parametrize(
-    "train", [_by_arrays, _by_generator, _by_dataset], ids=lambda f: f.__name__
+    ("make", "optimizer", "train"),
+    [
+        (Subclass, "distributed", _by_arrays),
+        (sequential, "local", _by_arrays),
+        (Subclass, "local", _by_generator),
+        (sequential, "distributed", _by_generator),
+        (Subclass, "distributed", _by_dataset),
+        (sequential, "local", _by_dataset),
+    ],
 )
 def test_ranks_end_alike(wire, make, optimizer, train):
     keras.utils.set_random_seed(wire.topology.rank)
