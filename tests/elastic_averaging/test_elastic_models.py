@@ -122,8 +122,12 @@ def test_eager_steps_in_half_precision(wire):
     model.compile(optimizer, models.LOSS, metrics=["accuracy"], run_eagerly=True)
     validation = {"validation_data": data, "validation_freq": 2}
     own = {"batch_size": BATCH, "epochs": 2, "callbacks": [keras.callbacks.CSVLogger(path)]}
-    model.fit(*elastic_share(data), **own, **validation, verbose=0)
+    history = model.fit(*elastic_share(data), **own, **validation, verbose=0).history
     same_on_all_ranks(elastic_state(model), wire)
+    if is_server():
+        assert history["exchanges"][-1] == tp.workers().size * step_count(32, 2) / 2
+    else:
+        assert int(optimizer.iterations) == step_count(32, 2)
     exchange_objects(None, wire, "done")
     if is_server():
         with open(path) as stream:
