@@ -63,18 +63,6 @@ def test_sparse_where_it_is_allowed(wire):
     assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
 
 
-def test_sparse_over_measured_links(wire):
-    """The plan before the first step knows no links, and keeps nothing."""
-    model, data = large(), models.mlp.data(BATCH * 10)
-    optimizer = tp.DistributedOptimizer(
-        sgd(), scheme=tp.policies.Auto(compression=("topk",), density=0.01, margin=0.0)
-    )
-    with links("measure"):
-        train_together(model, data, optimizer, wire)
-    same_on_all_ranks(model.get_weights(), wire)
-    assert optimizer.plan.forecasts
-
-
 def test_accumulation_and_several_fits(wire):
     """Updates are timed, and what one `fit` has learnt the next one keeps."""
     model, data = models.mlp(), models.mlp.data(BATCH * 40)
@@ -202,12 +190,14 @@ def test_a_train_step_that_is_compiled_twice(wire):
 
 
 def test_a_saved_model_holds_the_policy_and_no_links(wire):
-    """Loading it measures nothing."""
-    model, data = small()
-    policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01)
+    """Loading it measures nothing. The plan before the first step knows no links either."""
+    model, data = large(), models.mlp.data(BATCH * 10)
+    policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.0)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
     with links("measure"):
         train_together(model, data, optimizer, wire)
+        same_on_all_ranks(model.get_weights(), wire)
+        assert optimizer.plan.forecasts
         path = f"{shared_folder(wire)}/model.keras"
         if wire.topology.rank == 0:
             model.save(path)

@@ -33,15 +33,14 @@ def test_bert_of_texts_of_any_length(wire):
     mine = models.of_any_length(
         *models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
     )
-    for rate in (given(wire, "1gbit"), given(wire, "10mbit")):
-        model = models.copy(hub.bert, start)
-        optimizer = tp.DistributedOptimizer(sgd())
-        model.compile(optimizer=optimizer, loss=models.LOSS)
-        with links(rate), plans_are_changed():
-            model.fit(mine, shuffle=False, verbose=0)
-        check_equal(model.get_weights(), reference)
-        same_on_all_ranks(model.get_weights(), wire)
-        assert optimizer.plan.forecasts
+    model = models.copy(hub.bert, start)
+    optimizer = tp.DistributedOptimizer(sgd())
+    model.compile(optimizer=optimizer, loss=models.LOSS)
+    with links(given(wire, "10mbit")), plans_are_changed():
+        model.fit(mine, shuffle=False, verbose=0)
+    check_equal(model.get_weights(), reference)
+    same_on_all_ranks(model.get_weights(), wire)
+    assert optimizer.plan.forecasts
 
 
 def test_two_optimizers_in_a_train_step_of_ones_own(wire):

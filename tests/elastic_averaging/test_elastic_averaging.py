@@ -199,6 +199,11 @@ def test_fit_ends_with_the_centre_everywhere(wire):
     same_on_all_ranks(elastic_state(model), wire)
     assert int(model.optimizer.iterations) == step_count(96, 3)
     same_on_all_ranks([np.array(model.evaluate(*data, verbose=0))], wire)
+    (serving,) = set(range(tp.size())) - set(tp.workers().ranks)
+    text = str(model.optimizer.plan)
+    assert f"server: rank {serving}" in text
+    assert "sends per exchange" in text
+    assert "alpha 0.3, server alpha 0.3" in text
     if is_server():
         # Epochs that end while it evaluates are skipped.
         assert 1 <= len(history["val_loss"]) <= 3
@@ -430,18 +435,13 @@ def test_slots_are_a_mean_over_workers(wire):
     same_on_all_ranks([velocity.numpy()], wire)
 
 
-def test_a_second_fit_goes_on(wire):
+def test_training_begins_once_at_a_time(wire):
+    """A second fit goes on; one within a run, or another run, is refused on workers, who go on."""
     data = models.mlp.data(48)
     model, _ = elastic_fitted(data, epochs=1)
     model.fit(*elastic_share(data), batch_size=BATCH, epochs=1, verbose=0)
     same_on_all_ranks(elastic_state(model), wire)
     assert int(model.optimizer.iterations) == step_count(48, 2)
-
-
-def test_training_begins_once_at_a_time(wire):
-    """A fit or a run within a run is refused on workers, who then go on."""
-    data = models.mlp.data(48)
-    model, _ = elastic_fitted(data, epochs=1)
     optimizer = model.optimizer
 
     def train():
@@ -457,16 +457,6 @@ def test_training_begins_once_at_a_time(wire):
     optimizer.run(train, others=[other])
     same_on_all_ranks([*model.get_weights(), variable.numpy()], wire)
     assert int(other.iterations) == 3
-
-
-@rank_1_serves
-def test_the_plan_names_the_server(wire):
-    model, _ = elastic_fitted(models.mlp.data(48), epochs=1)
-    text = str(model.optimizer.plan)
-    (serving,) = set(range(tp.size())) - set(tp.workers().ranks)
-    assert f"server: rank {serving}" in text
-    assert "sends per exchange" in text
-    assert "alpha 0.3, server alpha 0.3" in text
 
 
 def test_refusals(wire):

@@ -268,19 +268,6 @@ def test_scalars_and_rates_are_those_of_workers(wire):
         assert os.listdir(folder) == ["1"]
 
 
-def test_eager_steps(wire):
-    keras.utils.clear_session(free_memory=False)
-    model = models.mlp()
-    model.compile(tp.ElasticAveraging(sgd(), sync_every=3), models.LOSS, run_eagerly=True)
-    data = models.mlp.data(FEW)
-    history = model.fit(
-        *elastic_share(data), batch_size=4, epochs=2, verbose=0, validation_data=data
-    )
-    same_on_all_ranks(model.get_weights(), wire)
-    assert int(model.optimizer.iterations) == 12
-    assert not is_server() or history.history["exchanges"][-1] == 2 * 2 * 6 / 3
-
-
 class _Normalized(Gan):
     """A GAN whose generator has statistics of its own."""
 

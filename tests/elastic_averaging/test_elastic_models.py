@@ -29,43 +29,42 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.several_optimizers import Gan, gan_data
 from tests.helpers.training import adam
-from tests.training.test_unbuilt_models import UNBUILT
+from tests.training.test_unbuilt_models import UNBUILT, sequential
 
 pytestmark = pytest.mark.ranks("3", server_rank=0)
 
 
 def test_keras_hub_on_tf_data(wire):
-    """BERT in half precision, with texts of any length; LoRA, which trains a few weights."""
-    for build, policy in ((hub.bert, "mixed_float16"), (hub.gemma_with_lora, "float32")):
-        keras.utils.clear_session(free_memory=False)
-        keras.utils.set_random_seed(5)
-        keras.config.set_dtype_policy(policy)
-        model = build()
-        start = model.get_weights()
-        model.compile(tp.ElasticAveraging(adam(), sync_every=2, alpha=ALPHA), models.LOSS)
-        texts = hub.make_texts(8 * BATCH)
-        validation = models.of_any_length(*texts, BATCH)
-        data = models.of_any_length(*elastic_share(texts), BATCH).prefetch(1)
-        history = model.fit(data, validation_data=validation, epochs=2, verbose=0).history
-        same_on_all_ranks(elastic_state(model), wire)
-        moved = [np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)]
-        assert max(moved) > 1e-4
-        assert np.isfinite(moved).all()
-        if is_server():
-            assert np.isfinite(history["val_loss"]).all()
+    """BERT in half precision, with texts of any length; its loss scale goes around."""
+    keras.utils.set_random_seed(5)
+    keras.config.set_dtype_policy("mixed_float16")
+    model = hub.bert()
+    start = model.get_weights()
+    model.compile(tp.ElasticAveraging(adam(), sync_every=2, alpha=ALPHA), models.LOSS)
+    texts = hub.make_texts(8 * BATCH)
+    validation = models.of_any_length(*texts, BATCH)
+    data = models.of_any_length(*elastic_share(texts), BATCH).prefetch(1)
+    history = model.fit(data, validation_data=validation, epochs=2, verbose=0).history
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert isinstance(tp.unwrap(model.optimizer), tp.ElasticAveraging)
+    same_on_all_ranks(elastic_state(model), wire)
+    moved = [np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)]
+    assert max(moved) > 1e-4
+    assert np.isfinite(moved).all()
+    if is_server():
+        assert np.isfinite(history["val_loss"]).all()
 
 
 @pytest.mark.parametrize("make", UNBUILT, ids=lambda make: make.__name__)
 def test_models_that_their_first_batch_builds(wire, make):
-    data, built = models.mlp.data(4 * BATCH), []
-    for given in (lambda x, y: (x, y), lambda x, y: (models.Batches(x, y, BATCH),)):
-        keras.utils.set_random_seed(tp.rank())
-        model = make()
-        model.compile(tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA), models.LOSS)
-        model.fit(*given(*elastic_share(data)), batch_size=None, verbose=0)
-        same_on_all_ranks(elastic_state(model), wire)
-        built.append(len(model.get_weights()))
-    assert built == [4, 4]
+    data = elastic_share(models.mlp.data(4 * BATCH))
+    keras.utils.set_random_seed(tp.rank())
+    model = make()
+    model.compile(tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA), models.LOSS)
+    given = data if make is sequential else (models.Batches(*data, BATCH),)
+    model.fit(*given, batch_size=None, verbose=0)
+    same_on_all_ranks(elastic_state(model), wire)
+    assert len(model.get_weights()) == 4
 
 
 def test_a_dataset_of_python_in_half_precision(wire):
@@ -83,7 +82,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
 
 
 def test_two_optimizers_in_one_train_step(wire):
-    gan, made = Gan(3), [tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA) for _ in range(2)]
+    gan, made = Gan(2), [tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA) for _ in range(2)]
     gan.compile(*made)
     with Raises(ValueError, "optimizer.build"):
         gan.fit(*gan_data(8), verbose=0)
@@ -91,7 +90,7 @@ def test_two_optimizers_in_one_train_step(wire):
         optimizer.build(part.trainable_weights)
     gan.fit(*elastic_share(gan_data(48)), batch_size=BATCH, epochs=2, verbose=0)
     same_on_all_ranks(gan.get_weights(), wire)
-    assert [int(one.iterations) for one in made] == [3 * step_count(48, 2), step_count(48, 2)]
+    assert [int(one.iterations) for one in made] == [2 * step_count(48, 2), step_count(48, 2)]
 
 
 def test_overflow_delays_nobody(wire):
@@ -113,17 +112,6 @@ def test_overflow_delays_nobody(wire):
         assert float(made.dynamic_scale) < 2.0**24
 
 
-def test_the_loss_scale_goes_around(wire):
-    def build():
-        keras.config.set_dtype_policy("mixed_float16")
-        return models.mlp()
-
-    model, _ = elastic_fitted(models.mlp.data(48), build=build, epochs=1)
-    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    assert isinstance(tp.unwrap(model.optimizer), tp.ElasticAveraging)
-    same_on_all_ranks(model.get_weights(), wire)
-
-
 def test_eager_steps_in_half_precision(wire):
     """Whose metrics nobody builds before the first evaluation."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -134,8 +122,12 @@ def test_eager_steps_in_half_precision(wire):
     model.compile(optimizer, models.LOSS, metrics=["accuracy"], run_eagerly=True)
     validation = {"validation_data": data, "validation_freq": 2}
     own = {"batch_size": BATCH, "epochs": 2, "callbacks": [keras.callbacks.CSVLogger(path)]}
-    model.fit(*elastic_share(data), **own, **validation, verbose=0)
+    history = model.fit(*elastic_share(data), **own, **validation, verbose=0).history
     same_on_all_ranks(elastic_state(model), wire)
+    if is_server():
+        assert history["exchanges"][-1] == tp.workers().size * step_count(32, 2) / 2
+    else:
+        assert int(optimizer.iterations) == step_count(32, 2)
     exchange_objects(None, wire, "done")
     if is_server():
         with open(path) as stream:
@@ -155,7 +147,13 @@ def test_epochs_of_different_and_unknown_length(wire):
 
 
 def test_state_of_layers_travels(wire):
-    model, _ = elastic_fitted(models.mlp.data(96), build=with_state, epochs=3)
+    # Frozen weights differ in the beginning, and callbacks set the rate on workers.
+    keras.utils.set_random_seed(tp.rank())
+    warmup = keras_callbacks.LearningRateWarmup(0.25, warmup_epochs=1)
+    model, _ = elastic_fitted(models.mlp.data(96), build=with_state, epochs=3, callbacks=[warmup])
+    keras.utils.set_random_seed(7)
+    same_on_all_ranks(elastic_state(model), wire)
+    assert float(model.optimizer.learning_rate) == 0.25
     peak, _, normalization, _, last = model.layers
     served = [peak.peak, normalization.moving_mean, normalization.moving_variance]
     assert all((v.numpy() != start).all() for v, start in zip(served, (0, 0, 1), strict=True))
@@ -164,16 +162,13 @@ def test_state_of_layers_travels(wire):
     trained = [normalization.gamma, normalization.beta, *last.trainable_variables]
     exchanged = model.optimizer.exchanged_variables
     assert {v.path for v in exchanged} == {v.path for v in [*trained, *served]}
-
-
-def test_what_is_not_exchanged_is_the_servers(wire):
-    """Frozen weights, and at the end the rate that callbacks have set on workers."""
-    keras.utils.set_random_seed(tp.rank())
-    warmup = keras_callbacks.LearningRateWarmup(0.25, warmup_epochs=1)
-    model, _ = elastic_fitted(models.mlp.data(48), build=with_state, epochs=2, callbacks=[warmup])
-    same_on_all_ranks(elastic_state(model), wire)
-    assert float(model.optimizer.learning_rate) == 0.25
-    keras.utils.set_random_seed(7)
+    if is_server():
+        return
+    # As a step does that was traced with other statistics.
+    model.optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
+    with Raises(RuntimeError, "compile them again"):
+        model.optimizer._swap_values(tf.zeros([3]))
+    model.optimizer.detach()
 
 
 def test_a_loop_without_models_leaves_statistics_alone(wire):
@@ -199,17 +194,6 @@ def test_a_loop_without_models_leaves_statistics_alone(wire):
 
     assert fitted(models=True) == 1
     assert fitted() == tp.size()
-
-
-def test_a_step_traced_with_other_statistics_is_refused(wire):
-    model, _ = elastic_fitted(models.mlp.data(48), build=with_state, epochs=1)
-    if is_server():
-        return
-    model.optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
-    wrong = tf.zeros([3])
-    with Raises(RuntimeError, "compile them again"):
-        model.optimizer._swap_values(wrong)
-    model.optimizer.detach()
 
 
 def test_several_steps_in_one_execution(wire):

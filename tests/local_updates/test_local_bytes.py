@@ -10,7 +10,7 @@ from tests.helpers.models import same_on_all_ranks
 
 pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
-EVERY, ROUNDS, BETWEEN, LATE = 20, 2, 3, 5
+EVERY, ROUNDS, BETWEEN, LATE = 8, 2, 3, 5
 WIDTH = 1400
 """Side of the kernel: its 8 MB are many beside Horovod's own messages, of 0.3 MB in a second."""
 TALK = 200_000

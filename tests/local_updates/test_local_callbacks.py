@@ -154,11 +154,10 @@ def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
         (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
         (
             lambda: tp.LocalUpdates(
-                plain(0.05), EVERY, tp.local.Outer(plain(0.7)), overlap_steps=1
+                plain(0.05), EVERY, tp.local.Outer(plain(0.7)), SPARSE, overlap_steps=1
             ),
             False,
         ),
-        (lambda: tp.LocalUpdates(plain(0.05), EVERY, scheme=SPARSE), False),
     ):
 
         def trained(begin, make=make, **fit):
