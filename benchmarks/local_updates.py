@@ -9,9 +9,10 @@ interrupted run resumes.
 """
 
 from benchmarks import figures, harness
-from benchmarks.workers.local_updates import EVERY_STEP
 
 RATE = "200mbit"
+EVERY_STEP = "every step"
+"""What exchanges gradients in each step."""
 SYSTEMS = {
     # Scheme, steps between rounds, delay, seconds that a step computes.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),
