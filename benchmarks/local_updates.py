@@ -32,7 +32,7 @@ COMMON = {"systems": list(SYSTEMS), "model": "resnet50", "shrink": 1, "rounds": 
 SHORT = COMMON | {"layouts": ["2x2"]}
 FULL = COMMON | {"layouts": ["2x2", "4x1"]}
 SMALLEST = COMMON | {
-    "systems": ["all-reduce in each step", "weights every 32, by 2D torus"],
+    "systems": ["weights every 32, by 2D torus"],
     "layouts": ["2x1"],
     "model": "alexnet",
     "shrink": 64,
