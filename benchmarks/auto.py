@@ -29,12 +29,7 @@ CELLS = (
 )
 COMMON = {"systems": list(SYSTEMS), "dilation": None, "steps": 5}
 SHORT, FULL = COMMON | {"cells": CELLS[:1]}, COMMON | {"cells": CELLS}
-SMALLEST = COMMON | {
-    "cells": [("alexnet", "2x1", 10.0, None)],
-    "systems": ["allreduce", "auto"],
-    "dilation": 0.2,
-    "steps": 1,
-}
+SMALLEST = COMMON | scaling.SMALLEST | {"cells": [("alexnet", "2x1", 10.0, None)]}
 
 
 def parse_arguments():

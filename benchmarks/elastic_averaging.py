@@ -30,6 +30,7 @@ RUNS = {BSP: {"every": None, "alpha": None}} | {
 }
 COMMON = {
     "parts": ["pace", "accuracy"],
+    "paces": list(PACES),
     "workers": 8,
     "learners": 4,
     "compute_s": 0.2,
@@ -43,6 +44,7 @@ FULL = COMMON | {"seeds": list(range(5))}
 SHORT = COMMON | {"seeds": [0, 1, 2]}
 SMALLEST = COMMON | {
     "parts": ["pace"],
+    "paces": [ASYNCHRONOUS],
     "seeds": [0, 1],
     "workers": 2,
     "learners": 2,
@@ -68,7 +70,7 @@ def planned(options):
     pace = {"compute_s": options.compute_s, "steps": options.steps, "length": options.length}
     jobs = [
         {"part": "pace", "system": system, "workers": options.workers, "rate": options.rate} | pace
-        for system in PACES
+        for system in options.paces
     ]
     jobs += [
         {"part": "accuracy", "system": system, "workers": options.learners, "rate": "unshaped"}

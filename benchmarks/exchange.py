@@ -27,10 +27,7 @@ import statistics
 import numpy as np
 
 from benchmarks import figures, harness
-from benchmarks.exchanges import busiest_node_bytes, stages_named
-from tfposeidon.communication.topology import Topology
 from tfposeidon.lab.cluster import burst_bytes
-from tfposeidon.schemes.cost import Transfer, Work
 from tfposeidon.units import parse_rate, readable_size
 
 SYSTEMS = (
@@ -237,6 +234,11 @@ def grid(rate):
 
 def is_within_limits(cell, layout, rate):
     """Returns whether an exchange fits into memory, and its limit into the time for one."""
+    # Only the grid has to load TensorFlow.
+    from benchmarks.exchanges import busiest_node_bytes, stages_named
+    from tfposeidon.communication.topology import Topology
+    from tfposeidon.schemes.cost import Transfer, Work
+
     system, size = cell.rsplit(" ", 1)
     nodes, per_node = map(int, layout.split("x"))
     if "x" not in size and nodes * per_node > 8 and int(size) > LONGEST_ABOVE_8_RANKS:

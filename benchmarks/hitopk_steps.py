@@ -9,11 +9,16 @@ resumes.
 import itertools
 
 from benchmarks import figures, harness
-from benchmarks.workers.hitopk_steps import STEPS
 
 CASES = {"layouts": ["2x2", "4x2"], "rates": ["200mbit", "1gbit"]}
 SMALLEST = {"layouts": ["2x1"], "rates": ["1gbit"], "elements": 2**14}
 SYSTEMS = ["hitopk:0.01", "hitopk:0.001"]
+STEPS = (
+    "reduce-scatter in the node",
+    "selection",
+    "all-gather across nodes",
+    "accumulation, all-gather in the node",
+)
 ELEMENTS = 25_557_032
 
 

@@ -18,10 +18,8 @@ import statistics
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from benchmarks import figures, harness
-from benchmarks.workers.local_accuracy import LOCAL_BY_ADAMW
 
 RATE, LAYOUT = "200mbit", "4x1"
 
@@ -53,6 +51,8 @@ class System(NamedTuple):
 
 BASE, LIKE_BASE = "all-reduce", "all-reduce by AdamW"
 EACH_STEP, VARIANTS = "in each step", "variants"
+LOCAL_BY_ADAMW = {"outer": "outer", "average by adamw": "average"}
+"""Rules of `LocalUpdates` for systems with AdamW inside."""
 SYSTEMS = {
     system.name: system
     for system in (
@@ -229,6 +229,9 @@ def interval(differences):
     >>> round(float(mean), 2), round(float(half), 2)
     (2.0, 2.48)
     """
+    # Late, because each rank imports this module as well.
+    from scipy import stats
+
     count = len(differences)
     error = np.std(differences, ddof=1) / np.sqrt(count)
     return np.mean(differences), stats.t.ppf(0.975, count - 1) * error

@@ -24,14 +24,7 @@ COMMON = {
 }
 SHORT = COMMON | {"models": ["resnet50"], "gbits": [10.0]}
 FULL = COMMON | {"models": ["resnet50", "vgg19", "transformer_110m"], "gbits": [1.0, 10.0, 25.0]}
-SMALLEST = COMMON | {
-    "models": ["alexnet"],
-    "gbits": [10.0],
-    "layouts": ["2x1"],
-    "systems": ["alone", "allreduce"],
-    "dilation": 0.2,
-    "steps": 1,
-}
+SMALLEST = COMMON | scaling.SMALLEST
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1.5}
 
 

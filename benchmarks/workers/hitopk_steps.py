@@ -14,12 +14,6 @@ from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState
 from tfposeidon.schemes.wire_format import pack_pairs
 
 REPEATS = 15
-STEPS = (
-    "reduce-scatter in the node",
-    "selection",
-    "all-gather across nodes",
-    "accumulation, all-gather in the node",
-)
 
 
 def main():

@@ -19,6 +19,7 @@ import keras_callbacks
 import tfposeidon as tp
 from benchmarks.exchanges import scheme_named
 from benchmarks.harness import ROOT
+from benchmarks.local_accuracy import LOCAL_BY_ADAMW
 from benchmarks.workers.task import Task
 from tfposeidon.schemes.sparse import SparseScheme
 
@@ -27,8 +28,6 @@ EPOCH_STEPS = 64
 """Steps from one look at the accuracy to the next: a multiple of those between rounds. TensorFlow
 executes them in one call, as ranks on few cores would wait for Python."""
 MOMENTUM = 0.9
-LOCAL_BY_ADAMW = {"outer": "outer", "average by adamw": "average"}
-"""Rules of `LocalUpdates` for systems with AdamW inside."""
 DIGITS_FOR_TEST = 360
 IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
 

@@ -8,13 +8,14 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from benchmarks.exchanges import scheme_named
+from benchmarks.local_updates import EVERY_STEP
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.network import payload_bytes
 
-EVERY_STEP, ALONE = "every step", 10**6
-"""What exchanges gradients in each step; steps between rounds of a run that has none."""
+ALONE = 10**6
+"""Steps between rounds of a run that has none."""
 
 
 def weights_of(model):

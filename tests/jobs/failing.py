@@ -30,8 +30,9 @@ OPTIMIZERS = {
     "": lambda inner: tp.DistributedOptimizer(inner),
     "late": lambda inner: tp.LocalUpdates(inner, sync_every=3, overlap_steps=2),
 }
-PAUSE_S = 0.1
-"""Between steps, so that a job that waits for its fault leaves the processor to others."""
+PAUSE_S, LONG_PAUSE_S = 0.1, 1.0
+"""Between steps, and between those of a job that waits for its fault, which leaves the processor to
+others."""
 
 
 class Trouble(keras.callbacks.Callback):
@@ -43,7 +44,7 @@ class Trouble(keras.callbacks.Callback):
         if tp.rank() == 1 and batch == 2:
             announce("training has begun")
             TROUBLES[self.kind]()
-        time.sleep(PAUSE_S)
+        time.sleep(LONG_PAUSE_S if self.kind == "none" else PAUSE_S)
 
 
 def announce(what):

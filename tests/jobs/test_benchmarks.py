@@ -23,26 +23,40 @@ NOT_MEASURED = {
     "redraw",
     "structure",
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
-NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - NOT_MEASURED)
+SAME_JOB = {"scaling": ["auto", "overview"]}
+"""Benchmark -> others whose smallest case is its job: they show and plot what it has measured."""
+OTHERS = NOT_MEASURED.union(*SAME_JOB.values())
+NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - OTHERS)
 """All modules, so that none can be missed."""
 OF_DIGITS = {"accuracy", "elastic_averaging", "large_batch", "local_accuracy", "selection"}
 
 
 def smallest(name):
-    """What the benchmark said, how it ended, and its results."""
+    """What the benchmark said, how it ended, and its results; also of those with the same job."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "results.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--smallest", "--results", path]
-        variables = WITH_SKLEARN if name in OF_DIGITS else {}
-        done = finish(start(list(map(str, command)), variables), LIMIT_S)
-        return done, json.loads(path.read_text()) if path.exists() else {}
+        path, found = Path(folder) / "results.json", []
+        for module in (name, *SAME_JOB.get(name, [])):
+            command = [
+                sys.executable,
+                "-m",
+                f"benchmarks.{module}",
+                "--smallest",
+                "--results",
+                path,
+            ]
+            variables = WITH_SKLEARN if module in OF_DIGITS else {}
+            found.append(finish(start(list(map(str, command)), variables), LIMIT_S))
+        return found, json.loads(path.read_text()) if path.exists() else {}
 
 
 @ahead(smallest)
 @pytest.mark.parametrize("name", NAMES)
 def test_smallest_case(name, outcome):
     done, results = outcome
-    assert done.returncode == 0, done.stdout[-4000:]
+    for one in done:
+        assert one.returncode == 0, one.stdout[-4000:]
+    for other in done[1:]:
+        assert "1 of 1 jobs are in" in other.stdout, other.stdout[-4000:]
     assert results
     for key, answer in results.items():
         for system, figures in answer.get("systems", {}).items():

@@ -11,15 +11,15 @@ SAMPLES = ROOT / "tests" / "ranks" / "samples.py"
 PASSED = {
     "that_passes[2]",
     "after_an_exchange_that_failed[2]",
-    "after_a_failure[2x2]",
+    "after_a_failure[2x1]",
     "after_a_death[2]",
 }
 FAILED = {
-    "that_fails_on_one_rank[2x2-1]": [
+    "that_fails_on_one_rank[2x1-1]": [
         'f"rank {tp.rank()} is wrong"',
         "samples.py:",
         "AssertionError: rank 1 is wrong",
-        "failed on 1 of 4 ranks; above is rank 1, the first",
+        "failed on 1 of 2 ranks; above is rank 1, the first",
     ],
     "that_waits_for_a_failed_rank[2]": [
         "AssertionError: rank 1 left first",
