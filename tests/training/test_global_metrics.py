@@ -166,6 +166,24 @@ class _Kept(metrics.Metric):
         return {"first": self.first.value, "mean": self.mean.value}
 
 
+class _Traced(metrics.Metric):
+    """The mean target, by functions that TensorFlow traces once."""
+
+    def __init__(self):
+        super().__init__(name="traced")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    @tf.function
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(tf.cast(y_true, "float32")))
+        self.count.assign_add(tf.cast(tf.size(y_true), "float32"))
+
+    @tf.function
+    def result(self):
+        return self.total / self.count
+
+
 class _Bare(keras.Model):
     """Logs a value that is not the result of a metric."""
 
@@ -177,10 +195,13 @@ class _Bare(keras.Model):
 def test_other_values_are_averaged_by_samples(wire):
     inputs = keras.Input((1,))
     model = _Bare(inputs, keras.layers.Dense(1)(inputs))
-    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", metrics=[_Kept()])
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=[_Kept(), _Traced()])
     rows = (3, 1)[wire.topology.rank]
     y = np.full((rows, 1), (4.0, 8.0)[wire.topology.rank], "float32")
-    history = model.fit(np.ones((rows, 1)), y, batch_size=3, verbose=0).history
+    history = model.fit(np.ones((rows, 1)), y, batch_size=3, verbose=0, epochs=2).history
+    assert history["traced"] == [5.0, 5.0]
+    history = {name: values[-1:] for name, values in history.items()}
     assert history["largest"] == [5.0]
     assert history["first"] == [4.0]
     assert history["mean"] == [6.0]

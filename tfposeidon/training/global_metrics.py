@@ -105,9 +105,16 @@ class _Phase:
 def _results(metrics: list[Any], values: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns the numeric results of metrics by name; `values` replaces those of variables."""
     variables = [variable for metric in metrics for variable in metric.variables]
-    state = list(zip(variables, itertools.chain.from_iterable(values), strict=False))
-    with keras.StatelessScope(state_mapping=state):
+    pairs = list(zip(variables, itertools.chain.from_iterable(values), strict=False))
+    own = [keras.ops.convert_to_numpy(variable) for variable, _ in pairs]
+    try:
+        # A `tf.function` of a metric reads only the variables themselves.
+        for variable, value in pairs:
+            variable.assign(value)
         return _numbers(_flat({metric.name: metric.result() for metric in metrics}))
+    finally:
+        for (variable, _), before in zip(pairs, own, strict=True):
+            variable.assign(before)
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:

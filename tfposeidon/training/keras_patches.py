@@ -276,7 +276,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     # Keras on TensorFlow builds in the first step. A model that can be built neither from shapes
     # nor by a sample stays unbuilt, and callbacks that need a built model raise an error.
     if not model.run_eagerly:
-        with _trying("from shapes"):
+        with _trying("from shapes"), _functions_run_as_python():
             specification = _batch_specification(x, y, sample_weight)
             if specification is not None:
                 model._symbolic_build(data_batch=specification)
@@ -295,6 +295,17 @@ def _trying(way: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
         log.debug("tfposeidon: the model was not built %s: %s", way, error)
+
+
+@contextlib.contextmanager
+def _functions_run_as_python() -> Iterator[None]:
+    """Leaves functions of metrics untraced: a trace would keep tensors of the build's graph."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def _first_sample(x: Any) -> Any:
