@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tfposeidon import ranges
 from tfposeidon.communication import runtime
-from tfposeidon.optimizers.wrapping import leaves
+from tfposeidon.optimizers.wrapping import leave_out_replica_sum, leaves
 
 
 class Rule(ABC):
@@ -197,10 +197,7 @@ class Outer(Rule):
 
     @override
     def build(self, centre: Sequence[Any]) -> None:
-        # The original method serves `tf.distribute`, and would retain the graph of each traced
-        # step.
-        for leaf in leaves(self.optimizer):
-            leaf._all_reduce_sum_gradients = list
+        leave_out_replica_sum(self.optimizer)
         self.optimizer.build(centre)
 
     @override

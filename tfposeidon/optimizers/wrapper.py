@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import keras
 from typing_extensions import override
 
-from tfposeidon.optimizers.wrapping import innermost, leaves
+from tfposeidon.optimizers.wrapping import innermost, leave_out_replica_sum, leaves
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
@@ -38,12 +38,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
-        # Keras's method serves replicas of `tf.distribute`, which is refused. It joins all
-        # gradients, so that the first update, or gather from shard owners, would wait for the last
-        # exchange. It also registers a gradient function permanently, which references the graph of
-        # each traced step.
-        for leaf in leaves(self.inner_optimizer):
-            leaf._all_reduce_sum_gradients = list
+        leave_out_replica_sum(self.inner_optimizer)
         # Bypass Keras's `build`, which would create accumulators for this wrapper too, and its
         # attribute tracking, which would add the weights to this optimizer's variables.
         self.__dict__["_trainable_variables"] = list(variables)

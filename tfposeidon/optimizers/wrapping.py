@@ -45,6 +45,15 @@ def leaves(optimizer: Any) -> list[Any]:
     return list({id(leaf): leaf for leaf in found}.values())
 
 
+def leave_out_replica_sum(optimizer: Any) -> None:
+    """Leaves out of Keras's update the sum over replicas of `tf.distribute`, which is refused."""
+    # Keras's method joins all gradients, so that the first update, or gather from shard owners,
+    # would wait for the last exchange. It also registers a gradient function permanently, which
+    # references the graph of each traced step.
+    for leaf in leaves(optimizer):
+        leaf._all_reduce_sum_gradients = list
+
+
 def accumulated_steps(optimizer: Any) -> int | None:
     """Returns the gradient accumulation steps, or `None` if optimizers inside differ in them.
 
