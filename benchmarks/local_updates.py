@@ -12,7 +12,7 @@ from benchmarks import figures, harness
 
 RATE = "200mbit"
 EVERY_STEP = "every step"
-"""What exchanges gradients in each step."""
+"""In place of a number of steps, for a system that exchanges gradients in each step."""
 SYSTEMS = {
     # Scheme, steps between rounds, delay, seconds that a step computes.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),

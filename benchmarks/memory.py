@@ -11,12 +11,13 @@ import itertools
 import statistics
 
 from benchmarks import figures, harness
+from benchmarks.workers.memory import OPTIMIZERS
 
 ELEMENTS = 2**25
 UPDATES = ("worker", "server")
 CASES = {
     "layouts": ["2x1", "4x1", "2x2"],
-    "optimizers": ["sgd", "momentum", "adam", "adamw"],
+    "optimizers": list(OPTIMIZERS),
     "elements": ELEMENTS,
     "updates": UPDATES,
 }

@@ -22,13 +22,14 @@ import statistics
 import numpy as np
 
 from benchmarks import figures, harness
+from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.lab import models
 
 COMMON = {
     "pairs": 101,
     "systems": ["fit", "allreduce", "alltoall", "alltoall:float16", "torus2d"],
     "model": "resnet50",
-    "bucket_mib": [4],  # The default of `DistributedOptimizer`.
+    "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
     "shrink": 1,
 }
 WHOLE = {"fit", "synchronization", "small 1", "small 10"}

@@ -24,7 +24,7 @@ NOT_MEASURED = {
     "structure",
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 SAME_JOB = {"scaling": ["auto", "overview"]}
-"""Benchmark -> others whose smallest case is its job: they show and plot what it has measured."""
+"""Benchmark -> others that show and plot the results of the same smallest job."""
 OTHERS = NOT_MEASURED.union(*SAME_JOB.values())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - OTHERS)
 """All modules, so that none can be missed."""
@@ -36,16 +36,9 @@ def smallest(name):
     with tempfile.TemporaryDirectory() as folder:
         path, found = Path(folder) / "results.json", []
         for module in (name, *SAME_JOB.get(name, [])):
-            command = [
-                sys.executable,
-                "-m",
-                f"benchmarks.{module}",
-                "--smallest",
-                "--results",
-                path,
-            ]
+            command = [sys.executable, "-m", f"benchmarks.{module}", "--smallest"]
             variables = WITH_SKLEARN if module in OF_DIGITS else {}
-            found.append(finish(start(list(map(str, command)), variables), LIMIT_S))
+            found.append(finish(start([*command, "--results", str(path)], variables), LIMIT_S))
         return found, json.loads(path.read_text()) if path.exists() else {}
 
 

@@ -1,5 +1,7 @@
 """Optimizers that hold several others: Keras's `MultiOptimizer`, and those of users."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -114,7 +116,7 @@ def test_one_rank_by_a_sparse_scheme(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_as_one_process(wire, kind):
     start, data = models.mlp(), models.mlp.data(STEPS * BATCH)
-    make = lambda: KINDS[kind](use_ema=True, ema_momentum=0.5)  # noqa: E731
+    make = functools.partial(KINDS[kind], use_ema=True, ema_momentum=0.5)
     reference = train_alone(models.copy(models.mlp, start), data, make())
     optimizer = tp.DistributedOptimizer(make(), "allreduce")
     weights = train_together(models.copy(models.mlp, start), data, optimizer, wire)

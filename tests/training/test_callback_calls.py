@@ -67,7 +67,7 @@ BATCHES = 4
 
 @functools.cache
 def _usual_calls(is_known, steps_per_execution):
-    """Those of plain Keras, which ranks are compared with."""
+    """Returns the calls of plain Keras, to compare those on ranks with."""
     data, validation = _data(BATCHES, is_known), _data(2, is_known)
     sgd = keras.optimizers.SGD(0.1)
     return on_one_rank(lambda: _calls(sgd, data, validation, steps_per_execution)[0])
