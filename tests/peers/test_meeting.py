@@ -203,6 +203,12 @@ def test_a_host_without_an_address_is_named(server):
         client.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
 
 
+def test_a_store_answers_at_any_loopback_address():
+    """Debian's address of a host's own name is 127.0.1.1."""
+    with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
+        client.connect(job(found, host="127.0.1.1"), "secret", 5.0)
+
+
 def test_a_taken_port_is_named(server, monkeypatch):
     monkeypatch.setattr(store, "BIND_S", 0.0)
     port = server.server_address[1]

@@ -223,3 +223,24 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
     assert time.monotonic() - begin < 30
     assert first_failure(server) == "run of node 2 could not write its output."
     assert "could not be written: [Errno 28] No space left" in capsys.readouterr().err
+
+
+def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch, tmp_path):
+    """A rank that writes more and does not end is killed."""
+    monkeypatch.setattr(run, "TERMINATION_S", 1.0)
+    script = (
+        f"trap 'echo b >&2' TERM; echo $$ > {tmp_path}/pid; echo a; while true; do sleep 1; done"
+    )
+    with open("/dev/full", "w") as out, open("/dev/full", "w") as error:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", error)
+        asyncio.run(run.run_ranks(starts(script), job[1], None))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_log_that_cannot_be_written_is_reported_to_other_nodes(job, tmp_path):
+    (tmp_path / "rank-4.log").mkdir()
+    with pytest.raises(IsADirectoryError):
+        asyncio.run(run.run_ranks(starts("sleep 60"), job[1], tmp_path))
+    assert first_failure(job[0]).startswith("run of node 2 failed: [Errno 21] Is a directory")

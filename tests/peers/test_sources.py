@@ -57,6 +57,14 @@ def pools(kind, index, **roles):
             *(1, 4, "a", 29500, True),
         ),
         (
+            # A PyTorchJob of two pods with `nprocPerNode: "8"`.
+            {
+                **{k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"},
+                **{"WORLD_SIZE": "16", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
+            },
+            *(1, 2, "a", 29500, True),
+        ),
+        (
             {
                 "PET_NNODES": "2",
                 "PET_NODE_RANK": "1",

@@ -22,12 +22,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
 from tfposeidon.peers.client import Client, connect, running_or
-from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
+from tfposeidon.peers.runner import GRACE_S, Background, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
@@ -254,6 +254,13 @@ class _Ranks(Runner):
             self._ended = True
             await self.end(0.0)
 
+    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
+        try:
+            await super().run(starts, background)
+        except OSError as error:
+            self.leave_cause(f"run of node {starts[0].node} failed: {error}.")
+            raise
+
     def _cause(self) -> object:
         return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
 
@@ -277,8 +284,6 @@ class _Ranks(Runner):
 async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
     ranks = _Ranks(client, folder)
-    task = asyncio.current_task()
-    assert task is not None
     signals: list[int] = []
 
     def end(number: int) -> None:
@@ -289,7 +294,7 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
             cause = f"run of node {starts[0].node} received {signal.Signals(number).name}."
             # Not in this thread, because the store of a lost node 0 is silent for seconds.
             loop.run_in_executor(None, ranks.leave_cause, cause)
-            task.cancel()
+            ranks.cancel()
         signals.append(number)
 
     loop = asyncio.get_running_loop()

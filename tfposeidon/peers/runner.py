@@ -72,6 +72,10 @@ class Start:
     environment: dict[str, str]
 
 
+Background = Sequence[Callable[[], Coroutine[None, None, None]]]
+"""Functions that run beside the ranks."""
+
+
 class Runner:
     """Ranks of a job on this machine, from their start to their end.
 
@@ -114,7 +118,7 @@ class Runner:
     async def run(
         self,
         starts: Sequence[Start],
-        background: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+        background: Background = (),
     ) -> None:
         """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
 
@@ -122,7 +126,6 @@ class Runner:
         of a background task, in each case after ending all ranks.
         """
         self._begin = time.monotonic()
-        # `_print` cancels it from another task.
         self._task = asyncio.current_task()
         watchers: list[asyncio.Task[None]] = []
         beside: set[asyncio.Task[None]] = set()
@@ -133,12 +136,18 @@ class Runner:
             watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
             await _wait_for(watchers, beside)
         finally:
-            # Ranks that are terminated from here on have not failed.
-            self._ended = True
+            # Ranks that are terminated from here on have not failed. Nothing interrupts the end.
+            self._ended, self._task = True, None
             for task in beside:
                 task.cancel()
             await self.end(0.0)
             await asyncio.gather(*watchers)
+
+    def cancel(self) -> None:
+        """Makes `run` end all ranks, from another task, unless it does so already."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     async def _start(self, start: Start) -> Rank:
         process = await asyncio.create_subprocess_exec(
@@ -209,8 +218,7 @@ class Runner:
             if not isinstance(error, BrokenPipeError):
                 with contextlib.suppress(OSError):
                     self.say(f"the job ends, because output could not be written: {error}.")
-            assert self._task is not None
-            self._task.cancel()
+            self.cancel()
 
     def _shows(self, rank: Rank) -> bool:
         return not self._folder and (self._show is None or rank.number in self._show)

@@ -299,6 +299,10 @@ def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
 
 def _torchrun(variables: Variables) -> Job:
     rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
+    per_node = "LOCAL_RANK" not in variables
+    if per_node and variables.get("PET_NNODES", "").isdecimal():
+        # A PyTorchJob counts pods in RANK, but with `nprocPerNode` processes in WORLD_SIZE.
+        size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
     # Agents of several nodes may count differently.
@@ -309,7 +313,6 @@ def _torchrun(variables: Variables) -> Job:
     # torchrun's agent then listens on the port itself.
     taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ports = derived_ports(identity) if taken else (port,)
-    per_node = "LOCAL_RANK" not in variables
     host = variables["MASTER_ADDR"]
     return Job("torchrun", rank, size, host, ports, identity, one_per_node=per_node)
 
