@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.batches import CachePyDataset, RandomAccess, batches, keep_order
-from datacache.epochs import EpochIterator, Positions, length
+from datacache.epochs import EpochIterator, Positions, length, steps_ahead
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
 from datacache.nodes import reader
@@ -244,7 +244,7 @@ class Cache:
             finite number of epochs greater than one.
         """
         epochs = self._positions.of(data)
-        epochs.go_on(length(data))
+        epochs.go_on(length(data), steps_ahead(data))
         for batch in data:
             yield batch
             epochs.count(1)
@@ -271,6 +271,7 @@ class Cache:
         *,
         steps_per_execution: int = 1,
         is_first: bool = True,
+        begin: tuple[int, int] | None = None,
     ) -> None:
         """Starts an epoch of `fit`, as `CachePosition` does.
 
@@ -285,6 +286,8 @@ class Cache:
           steps: Number of steps of each epoch of `fit`; `None` for those of the dataset.
           steps_per_execution: Number of steps that Keras trains together.
           is_first: True for the first epoch of a call of `fit`.
+          begin: Epoch and number of samples at which the epoch starts, from `state_dict`; `None` to
+            compute them from `epoch`, as if earlier epochs had run on as many ranks.
 
         Raises:
           RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
@@ -292,8 +295,26 @@ class Cache:
         """
         epochs = self._positions.of(data)
         epochs.begin_epoch(
-            epoch, steps, length(data), steps_per_execution=steps_per_execution, is_first=is_first
+            epoch,
+            steps,
+            length(data),
+            steps_per_execution=steps_per_execution,
+            is_first=is_first,
+            ahead=steps_ahead(data),
+            begin=begin,
         )
+
+    def steps_per_epoch(self, data: Any = None) -> int:
+        """Returns the number of steps of an epoch of a dataset, which depends on the ranks.
+
+        Args:
+          data: Dataset of this cache, or the result of its `map`; required if the cache has
+            several.
+
+        Raises:
+          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
+        """
+        return self._positions.of(data).epoch_steps
 
     def leave(self, data: Any = None) -> None:
         """Ends training; later iterations over the dataset advance its position without a callback.
@@ -379,7 +400,10 @@ class Cache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        # After an error, other ranks do not close their caches: do not wait for them.
+        if kind is not None and self._reader.waits_to_close:
+            return
         self.close()
 
     def __len__(self) -> int:

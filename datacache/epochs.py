@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import weakref
 from typing import Any, TypeVar
 
@@ -28,8 +29,10 @@ NAME = (
     "take(), and no other code may iterate over `data` within an epoch."
 )
 MOST_AHEAD = 32
-"""Largest number of prefetched steps; an iteration that starts further ahead is another
-reader's."""
+"""Steps that a reader of a pipeline without buffers may be ahead of training; an iteration that
+starts further ahead is another reader's."""
+AUTOTUNED = {"_buffer_size": math.inf, "_num_parallel_calls": os.cpu_count() or 1}
+"""Most elements that a step of a pipeline reads ahead where TensorFlow chooses their number."""
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
 """Kinds of datasets with the same steps as the cache's dataset, which consists of the last kind."""
 Data = TypeVar("Data")
@@ -52,11 +55,12 @@ class EpochIterator:
         self._first = self._next
         self.all_whole = not self._first.samples
         # Raises its error here and not at the first batch.
-        self._epoch_steps = order.steps(Position(), ranks)
+        self.epoch_steps = order.steps(Position(), ranks)
         # Start of the iteration in training, its steps so far, and its length: infinity for data
         # that repeat, `None` outside of training. `_next` advances when the last batch is read,
         # which is before it is trained.
         self._begin, self._trained = self._next, 0
+        self._ahead: float = MOST_AHEAD
         self._length: float | None = None
         self._told = self._handed_out = False
         # Iterations that have started since then, and the last one if the next follows it.
@@ -113,17 +117,23 @@ class EpochIterator:
         *,
         steps_per_execution: int = 1,
         is_first: bool,
+        ahead: float = MOST_AHEAD,
+        begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit`, whose steps are counted; see `Cache.begin_epoch`."""
+        """Starts an epoch of `fit`, whose steps are counted; see `Cache.begin_epoch`.
+
+        The data read `ahead` steps.
+        """
+        self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
                 "In fit, data must start at the beginning of an epoch. Received: a state after "
                 f"{self._next.samples} samples of epoch {self._next.epoch}. Resume the job with "
                 "keras_callbacks.Checkpoint, which skips them, or iterate over cache.counted(data)."
             )
-        if length is None and steps not in (None, self._epoch_steps):
+        if length is None and steps not in (None, self.epoch_steps):
             raise RuntimeError(
-                f"{NAME} Received: {steps} steps per epoch in fit, {self._epoch_steps} steps per "
+                f"{NAME} Received: {steps} steps per epoch in fit, {self.epoch_steps} steps per "
                 "epoch of the cache. Pass the data of fit to CachePosition."
             )
         length = self._checked(length)
@@ -145,15 +155,18 @@ class EpochIterator:
                 f"the data. Received: initial_epoch={epoch}, {steps} steps per epoch, data of "
                 f"{length} steps. Repeat the data: cache.dataset(...).repeat()."
             )
-        if is_first or epochs == 1:
-            more, rest = divmod(int(within) * steps, self._epoch_steps)
-            begin = self.order.after(Position(epoch=int(passes) + more), rest, self._ranks)
-            self._begin_at(begin, length)
+        if begin is not None:
+            self._begin_at(Position(epoch=begin[0], samples=begin[1]), length)
+        elif is_first or epochs == 1:
+            more, rest = divmod(int(within) * steps, self.epoch_steps)
+            position = self.order.after(Position(epoch=int(passes) + more), rest, self._ranks)
+            self._begin_at(position, length)
         elif self._trained == self._length:
             self._begin_at(self._position(), length)
 
-    def go_on(self, length: float | None) -> None:
+    def go_on(self, length: float | None, ahead: float = MOST_AHEAD) -> None:
         """Starts a loop at the position of training, whose steps are counted."""
+        self._ahead = ahead
         position = self._position()
         if self.all_whole and position.samples:
             raise RuntimeError(
@@ -182,12 +195,12 @@ class EpochIterator:
 
     def _checked(self, length: float | None) -> float:
         """Returns the number of steps of the data, by default those of an epoch."""
-        if length not in (None, math.inf) and length > self._epoch_steps:
+        if length not in (None, math.inf) and length > self.epoch_steps:
             raise RuntimeError(
                 "Data must be at most one epoch, or repeat without end. Received: data of "
-                f"{length} steps, for epochs of {self._epoch_steps} steps. Use repeat()."
+                f"{length} steps, for epochs of {self.epoch_steps} steps. Use repeat()."
             )
-        return self._epoch_steps if length is None else length
+        return self.epoch_steps if length is None else length
 
     def _begin_at(self, position: Position, length: float) -> None:
         self._begin = self._next = position
@@ -205,16 +218,16 @@ class EpochIterator:
                 f"{NAME} Received: another iteration over the data after {self._trained} of "
                 f"{self._length} steps. Use a separate dataset for other iterations."
             )
-        reach = self._trained + self._epoch_steps + MOST_AHEAD
-        if self._length == math.inf and (self._passes + 1) * self._epoch_steps > reach:
+        reach = self._trained + self.epoch_steps + self._ahead
+        if self._length == math.inf and (self._passes + 1) * self.epoch_steps > reach:
             raise RuntimeError(
                 f"{NAME} Received: iteration {self._passes + 1} over repeated data after "
-                f"{self._trained} steps, with {self._epoch_steps} steps in each iteration. Use a "
+                f"{self._trained} steps, with {self.epoch_steps} steps in each iteration. Use a "
                 "separate dataset for other iterations."
             )
 
     def _steps(self, begin: Position) -> int:
-        return self._epoch_steps if self.all_whole else self.order.steps(begin, self._ranks)
+        return self.epoch_steps if self.all_whole else self.order.steps(begin, self._ranks)
 
     def _position(self) -> Position:
         return self.order.after(self._begin, self._trained, self._ranks)
@@ -276,3 +289,14 @@ def length(data: Any) -> float | None:
     return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(
         steps, steps
     )
+
+
+def steps_ahead(data: Any) -> float:
+    """Returns the most steps that a pipeline may be ahead of training."""
+    values = [
+        (int(getattr(one, name)), most)
+        for one in graphs.datasets(data)
+        for name, most in AUTOTUNED.items()
+        if getattr(one, name, None) is not None
+    ]
+    return MOST_AHEAD + sum(most if n == tf.data.AUTOTUNE else n for n, most in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -59,6 +60,14 @@ def _unsteady_node(node: Any) -> str | None:
     if node.attr["deterministic"].s == b"false":
         return f"{node.op.rstrip('V0123456789')} with deterministic=False. Omit that argument"
     return None
+
+
+def processors_of_order(dataset: tf.data.Dataset) -> int:
+    """Returns the number of processors if TensorFlow chooses the order by it, else 0."""
+    # Readers of files contain their interleave.
+    found = [getattr(one, "_impl", one) for one in graphs.datasets(dataset)]
+    cycles = [int(getattr(one, "_cycle_length", 0)) for one in found]
+    return len(os.sched_getaffinity(0)) if tf.data.AUTOTUNE in cycles else 0
 
 
 def warn_of_draws(what: str, ops: set[str]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 from typing_extensions import override
 
+from tfposeidon.training import session
+
 
 class CachePosition(keras.callbacks.Callback):
     """Sets the epoch and the step of training in a `datacache.Cache`.
@@ -51,21 +53,53 @@ class CachePosition(keras.callbacks.Callback):
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
         self.cache, self.data = cache, data
+        # Epoch of `fit`, epoch and samples of the cache at its start, and steps of the cache's
+        # epochs, which depend on the number of ranks.
+        self._begin = keras.Variable([-1, 0, 0, 0], dtype="int64", name="begin", trainable=False)
+
+    def state(self) -> list[tuple[Any, str]]:
+        """Returns the position at which the current or next epoch starts, for `Checkpoint`."""
+        return [(self._begin, "replicated")]
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._is_first = True
+        # `Checkpoint` restores it afterwards.
+        self._begin.assign([-1, 0, 0, 0])
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        saved_epoch, *begin, steps = self._begin.numpy().tolist()
+        is_restored = self._is_first and saved_epoch == epoch
+        if is_restored and session.of(self.model).is_skipping:
+            self._check_steps(steps)
         self.cache.begin_epoch(
             epoch,
             self.data,
             self.params["steps"],
             steps_per_execution=self.model.steps_per_execution,
             is_first=self._is_first,
+            begin=tuple(begin) if is_restored else None,
         )
         self._is_first = False
+        self._record(epoch)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._record(epoch + 1)
+
+    def _record(self, epoch: int) -> None:
+        position = self.cache.state_dict(self.data)
+        steps = self.cache.steps_per_epoch(self.data)
+        self._begin.assign([epoch, position["epoch"], position["samples"], steps])
+
+    def _check_steps(self, saved: int) -> None:
+        if saved != (now := self.cache.steps_per_epoch(self.data)):
+            raise RuntimeError(
+                "To resume within an epoch, epochs of the cache must have as many steps as before. "
+                f"Received: {now} steps on these ranks, {saved} in the snapshot. Resume on as many "
+                'ranks as before, or restart the epoch with Checkpoint(..., resume="epoch").'
+            )
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -237,12 +237,28 @@ def test_an_order_by_processors_has_the_share():
         assert {n // 10 % 2 for n in samples(part)} == {rank}
 
 
+@pytest.mark.parametrize("places", [lambda d: d.take(60).skip(10), lambda d: d.concatenate(d)])
+def test_random_elements_have_positions(places):
+    """Augmentation before a step that selects by position moves no element."""
+    data = Dataset.range(N).map(lambda n: (n, tf.random.uniform([])))
+    expected = samples(places(Dataset.range(N)))
+    check_law([samples(part) for part in shares(places(data), 3)], expected)
+
+
+def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
+    data = Dataset.range(N).cache(str(tmp_path / "c")).shuffle(N).batch(4)
+    for _ in range(2):
+        check_law([samples(part) for part in shares(data, 3)])
+    assert {path.name.split(".")[1] for path in tmp_path.iterdir()} == {
+        f"{rank}_of_3" for rank in range(3)
+    }
+
+
 @pytest.mark.parametrize(
     ("data", "received"),
     [
         (lambda: Dataset.range(4).flat_map(lambda n: Dataset.range(4).shard(2, 0)), "a dataset wi"),
         (lambda: Dataset.range(N).shuffle(N).take(9), "TakeDataset, which depends on the order of"),
-        (lambda: Dataset.range(N).shuffle(N).cache("file"), "CacheDataset, which depends on"),
         (lambda: Dataset.zip(Dataset.range(N).shuffle(N), Dataset.range(N)), "ZipDataset"),
         (lambda: Dataset.range(N).filter(_kept).take(9), "TakeDataset, which depends on the order"),
         (lambda: Dataset.sample_from_datasets([Dataset.range(N)] * 2), "DirectedInterleave"),

@@ -36,6 +36,9 @@ _cache_numbers = itertools.count()
 class Reader:
     """Reads batches from memory, after loading missing samples into it from this node's tiers."""
 
+    waits_to_close = False
+    """True if `close` waits for all ranks."""
+
     def __init__(self, tiers: StoreTier) -> None:
         self.tiers, self._counts = tiers, tiers.counts
 
@@ -94,6 +97,8 @@ class PartitionedReader(Reader):
     store is filled with samples claimed, and two nodes that wait for each other with claims would
     deadlock. This reader holds no claims while it waits.
     """
+
+    waits_to_close = True
 
     def __init__(
         self, tiers: StoreTier, wire: Wire, name: str, owner_nodes: np.ndarray, keep: bool

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
 MOST_BYTES = 2**31 - 1
-"""Bytes that Horovod can send to one rank in one call."""
+"""Bytes that Horovod can send from one rank in one call."""
+Bytes = list[int]
+"""Numbers of bytes for each rank, or from each rank."""
 IDLE_S = 0.05
 """Seconds that a rank without requests waits for some before it joins the collectives of others."""
 
@@ -36,8 +38,8 @@ class SampleExchange:
     They run on a separate thread, so ranks need not be at the same step. A rank without requests
     takes part until all ranks have closed or need no more samples.
 
-    Cost: 1 all-gather of 3 numbers per iteration; with requests 1 more all-gather of a number per
-      rank, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
+    Cost: 1 all-gather of 3 numbers per iteration; with requests 2 more all-gathers, of a number per
+      rank and of one number, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
     """
 
     def __init__(
@@ -119,28 +121,38 @@ class SampleExchange:
         answered_counts = self._gather(asked_counts, "counts")[:, rank]
         asked = np.array([request.sample for request in requests], np.int64)
         indices = self._swap(asked, asked_counts, "numbers")
-        content, lengths = self._pack_answers(indices, answered_counts)
+        content, lengths = self._pack_answers(indices)
         received_lengths = self._swap(lengths, answered_counts, "lengths")
-        received = self._swap(content, _bytes_by_rank(lengths, answered_counts), "samples")
+        sent = _bytes_by_rank(lengths, answered_counts)
+        received = self._swap_bytes(content, sent, _bytes_by_rank(received_lengths, asked_counts))
         for request, record in zip(requests, _records(received, received_lengths), strict=True):
             if isinstance(record, str):
                 request.future.set_exception(SourceError(record))
             else:
                 request.future.set_result(self._layout.unpack(record))
 
-    def _pack_answers(
-        self, indices: np.ndarray, counts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _swap_bytes(self, content: np.ndarray, sent: Bytes, received: Bytes) -> np.ndarray:
+        """Swaps samples, in as many collectives as all ranks need for them."""
+        size = self._wire.topology.size
+        most = MOST_BYTES // size
+        count = self._gather([-(-max(sent) // most)], "parts").max()
+        if count <= 1:
+            return self._swap(content, sent, "samples")
+        parts: list[list[np.ndarray]] = []
+        begins = np.cumsum([0, *sent[:-1]])
+        for begin in range(0, count * most, most):
+            lengths, coming = (np.clip(np.subtract(n, begin), 0, most) for n in (sent, received))
+            ends = zip(begins + begin, lengths, strict=True)
+            part = np.concatenate([content[first : first + length] for first, length in ends])
+            part = self._swap(part, lengths, "samples")
+            parts.append(np.split(part, np.cumsum(coming)[:-1]))
+        return np.concatenate([part[rank] for rank in range(size) for part in parts])
+
+    def _pack_answers(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns samples as bytes, and the length of each; negative lengths are of error texts."""
         try:
             samples = self._answer(indices) if len(indices) else []
-            content, lengths = self._layout.pack(samples)
-            if (most := max(_bytes_by_rank(lengths, counts))) > MOST_BYTES:
-                raise ValueError(
-                    f"Samples for one rank must be at most {MOST_BYTES} bytes at a time. Received: "
-                    f"{most} bytes. Use smaller batches."
-                )
-            return content, lengths
+            return self._layout.pack(samples)
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
             # The collectives must continue, so the text takes the place of each sample.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()

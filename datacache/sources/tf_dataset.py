@@ -11,7 +11,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from datacache.from_tfposeidon import graphs
-from datacache.graphs import shuffling, warn_of_draws
+from datacache.graphs import processors_of_order, shuffling, warn_of_draws
 from datacache.pool.spec import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
 from datacache.sources.tfrecord_format import find_damage
@@ -75,6 +75,8 @@ class DatasetSource(StreamSource):
             "spec": repr(self._spec),
             "first": [self._digest(components) for components in first],
         }
+        if count := processors_of_order(dataset):
+            self.identity["processors"] = count
 
     def __len__(self) -> int:
         return self._samples
@@ -120,7 +122,12 @@ class DatasetSource(StreamSource):
 
     def _record_files(self) -> list[str]:
         """Returns the names of the TFRecord files of a `TFRecordDataset`."""
-        files = [one for one in graphs.datasets(self._dataset) if "TFRecord" in graphs.kind_of(one)]
+        files = [
+            one
+            for one in graphs.datasets(self._dataset)
+            # Records of compressed files have no offsets in them.
+            if "TFRecord" in graphs.kind_of(one) and not getattr(one, "_compression_type", None)
+        ]
         names = [one._filenames for one in files if hasattr(one, "_filenames")]
         paths = {path.decode() for name in names for path in _texts(name)}
         return sorted(path for path in paths if os.path.isfile(path))

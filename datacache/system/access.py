@@ -19,6 +19,7 @@ from typing import Literal, Self
 
 from datacache.errors import CacheError
 from datacache.system.descriptors import Descriptor
+from datacache.system.room import means_full
 
 log = logging.getLogger("datacache")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -50,6 +51,9 @@ class Directory(Descriptor):
                 # Another process may have removed it in between.
                 continue
             except OSError as error:
+                # A tier without space is skipped, and not an error.
+                if means_full(error):
+                    raise
                 raise _unwritable(path, error) from error
 
     def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> Descriptor:

@@ -124,8 +124,11 @@ class _NewStores:
 
     def needed_bytes(self) -> int:
         """Returns the bytes of all samples, without a store if each is as large as the first."""
-        if self.decoded:
+        # One that is not complete shows only what its own samples need.
+        if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes
+        if not self.layout.varies:
+            return len(self._source) * (self.layout.bytes + WORD_BYTES)
         return len(self._source) * (len(self.layout.pack([self.first])[0]) + WORD_BYTES)
 
     def spec(self, room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:

@@ -1,5 +1,6 @@
 """Levels of a cache with too little room, and with none."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -160,6 +161,22 @@ def test_a_file_system_that_is_full_or_taken_whole(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.stdout.strip().endswith("all read"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_disk_without_room_for_a_folder_is_passed_over(
+    images, tmp_path, opened, caplog, monkeypatch
+):
+    make = os.mkdir
+
+    def full(path, *arguments, **options):
+        if "disk" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    cache = opened(images, disk=tmp_path / "disk")
+    assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
+    assert "No space left" in caplog.text
 
 
 def test_pools_that_nobody_has_open_go_where_room_is_needed(

@@ -12,6 +12,7 @@ import tensorflow as tf
 import datacache
 import keras_callbacks
 import tfposeidon as tp
+from datacache.nodes import sample_exchange
 from datacache.nodes.sample_exchange import SampleExchange
 from datacache.pool.spec import Layout
 from tests import drawn
@@ -285,6 +286,27 @@ def test_bytes_of_rounds(wire):
         "test.exchange.lengths": 8 * given,
         "test.exchange.samples": (8 * 8 * 3 + 8) * given,
     }
+
+
+def test_samples_beyond_the_sizes_of_one_collective_are_sent_in_parts(wire, monkeypatch):
+    if wire.topology.size == 1:
+        return
+    size, rank = wire.topology.size, wire.topology.rank
+    monkeypatch.setattr(sample_exchange, "MOST_BYTES", 100 * size)
+    layout = Layout.of([np.zeros(40)])
+    exchange = SampleExchange(
+        wire,
+        "test.parts",
+        layout,
+        lambda n: [[np.full(40, float(one))] for one in n],
+        lambda: False,
+    )
+    # Ranks ask for different numbers of samples, of which some take several parts.
+    asked = list(range(3 * rank))
+    futures = exchange.ask(asked, [(rank + 1 + number % (size - 1)) % size for number in asked])
+    for number, future in zip(asked, futures, strict=True):
+        np.testing.assert_array_equal(future.result()[0], np.full(40, float(number)))
+    exchange.close()
 
 
 def test_what_cannot_be_sent_is_said_to_those_who_asked(wire):

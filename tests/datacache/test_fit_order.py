@@ -1,6 +1,7 @@
 """What `fit` trains on: the order of the cache, however its epochs and data are cut."""
 
 import itertools
+import math
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 import datacache
 import keras_callbacks
+from datacache.epochs import EpochIterator
 
 SAMPLES, BATCH = 24, 4
 STEPS = SAMPLES // BATCH
@@ -122,6 +124,28 @@ def test_executions_beyond_an_epoch_of_fit(numbers):
     assert _trained(cache, data, epochs=2, initial_epoch=1, **arguments) == list(
         itertools.islice(_in_order(datacache.Position(epoch=1)), 6)
     )
+
+
+@pytest.mark.parametrize("ahead", ["buffer", "execution"])
+def test_data_that_are_read_far_ahead(numbers, ahead):
+    cache = numbers()
+    data = cache.dataset(BATCH).repeat()
+    if ahead == "buffer":
+        data, arguments = data.prefetch(64), {}
+    else:
+        arguments = {"steps_per_execution": 48}
+    seen = _trained(cache, data, epochs=2, steps_per_epoch=96, **arguments)
+    assert seen == list(itertools.islice(_in_order(), 2 * 96))
+
+
+def test_a_job_that_goes_on_where_other_ranks_were():
+    """On two ranks the two last samples are a step of their own, on four they join another."""
+    order = datacache.Order(samples=10, global_batch=4, shuffle=False)
+    epochs = EpochIterator(order, rank=0, ranks=4)
+    begin = order.after(datacache.Position(), 3, ranks=2)
+    where = {"begin": (begin.epoch, begin.samples), "is_first": True}
+    epochs.begin_epoch(1, 3, math.inf, **where)
+    assert epochs.start == datacache.Position(epoch=1)
 
 
 def test_positions_that_do_not_follow(numbers):

@@ -1,6 +1,7 @@
 """Datasets as sources: one reading of theirs is as the other, or they are refused."""
 
 import logging
+import os
 import random
 
 import numpy as np
@@ -130,6 +131,17 @@ def test_what_is_the_same_each_time_is_read_once(opened, make):
     assert sorted(read) == list(range(SAMPLES))
     if data.options().deterministic is not False:
         assert read == [int(n) for n in data]
+
+
+def test_an_order_by_processors_belongs_to_their_number(monkeypatch):
+    def identity(*cycle):
+        data = RANGE.interleave(tf.data.Dataset.from_tensors, *cycle)
+        data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
+        return datacache.from_dataset(data, key="steady").identity
+
+    here = identity(), identity(4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1000))
+    assert (identity() == here[0], identity(4) == here[1]) == (False, True)
 
 
 def test_a_parse_error_is_no_damage(tmp_path, opened):

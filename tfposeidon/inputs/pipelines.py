@@ -47,8 +47,11 @@ _GROUPING = {
 }
 """Steps that order, repeat, batch or hold the elements of a share as they do those of all."""
 _OPS = _ALONE | _SELECTING | _GROUPING
-_IN_POSITION = {*_ALONE, *_GROUPING, "ZipDataset", "TensorSliceDataset", "RangeDataset"}
-_IN_POSITION -= {"GroupByWindowDataset"}
+_IN_POSITION = {
+    *(set(_ALONE | _GROUPING) - {"GroupByWindowDataset"}),
+    *("TensorDataset", "TensorSliceDataset", "RangeDataset", "ZipDataset", "ConcatenateDataset"),
+    *("TakeDataset", "SkipDataset", "WindowDataset", "AssertCardinalityDataset"),
+}
 """Steps that select elements by their position alone."""
 _PER_ELEMENT = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
 """Steps whose function may differ between ranks if it calls Python, such as NumPy's generators."""
@@ -62,7 +65,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     place = _place(steps, size)
     share = steps[place].shard(size, rank)
     for step in steps[place + 1 :]:
-        share = _applied_to(share, step)
+        share = _applied_to(share, step, f".{rank}_of_{size}")
     return share
 
 
@@ -139,9 +142,7 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
 
 def _can_follow(step: tf.data.Dataset) -> bool:
     """Returns whether a step may be applied to a share instead of all elements."""
-    # Ranks of a node, or a later job, would take the file of another share for theirs.
-    is_file = kind(step) == "CacheDataset" and step._filename.numpy()
-    return kind(step) in _OPS and not is_file
+    return kind(step) in _OPS
 
 
 def first_random(steps: list[tf.data.Dataset]) -> int:
@@ -206,8 +207,11 @@ def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
     return number < 0 or number >= size
 
 
-def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the same step with another input; its functions are not traced again."""
+def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> tf.data.Dataset:
+    """Returns the same step with another input; its functions are not traced again.
+
+    A cache in a file receives a file of its own, whose name ends in `suffix`.
+    """
     if kind(step) == "OptionsDataset":
         return share.with_options(step.options())
     if kind(step) == "RestructuredDataset":
@@ -216,6 +220,8 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset) -> tf.data.Datase
         return share.prefetch(int(step._buffer_size))
     op = getattr(tf.raw_ops, _OPS[kind(step)])
     given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
+    if given.get("filename", b"") != b"":
+        given["filename"] = tf.strings.join([given["filename"], suffix])
     names = inspect.signature(op).parameters
     variant = op(**{name: value for name, value in given.items() if name in names})
     again = copy.copy(step)
