@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 from typing_extensions import override
 
-from tfposeidon.training import layer_averages
+from tfposeidon.training import layer_averages, session
 
 
-class AverageBatchNorm(keras.callbacks.Callback):
+class AverageBatchNorm(layer_averages.LayerAverages):
     """Averages the moving statistics of layers over ranks.
 
     `fit` does so by itself for optimizers of `tfposeidon`. Use this callback for other optimizers,
     with `synchronize_model=False`, or in `model.evaluate`.
 
-    The callback runs before each evaluation and at the end of each epoch. In training, every rank's
-    `BatchNormalization` layers see only that rank's batches, so moving statistics differ between
-    ranks. The same applies to floating-point variables of other layers that receive no gradient,
-    such as codebooks (`tp.state.register` changes this). Without it, ranks would evaluate and save
-    different models. All ranks take part, and all of them hold the same means (in float32)
+    The callback runs before each evaluation and otherwise at the end of each epoch. In training,
+    every rank's `BatchNormalization` layers see only that rank's batches, so moving statistics
+    differ between ranks. The same applies to floating-point variables of other layers that receive
+    no gradient, such as codebooks (`tp.state.register` changes this). Without it, ranks would
+    evaluate and save different models. All ranks take part, and all of them hold the same means
     afterwards; equal values are unchanged. For state registered as partial, rank 0 receives the sum
     over ranks at the end of the epoch, and all others zeros.
 
@@ -32,11 +31,29 @@ class AverageBatchNorm(keras.callbacks.Callback):
     >>> callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._trains = self._has_nothing_to_do = False
+
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        hooks = session.of(self.model).hooks
+        # Where only some ranks validate, `fit` and this callback would wait for one another.
+        self._has_nothing_to_do = bool(hooks) and all(one.synchronizes_model for one in hooks)
+        self._trains = True
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        self._trains = self._has_nothing_to_do = False
+
     @override
     def on_test_begin(self, logs: Any = None) -> None:
-        layer_averages.average(self.model)
+        if not self._trains:
+            layer_averages.average(self.model)
+        elif not self._has_nothing_to_do:
+            super().on_test_begin(logs)
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        layer_averages.average(self.model)
-        layer_averages.collect(self.model)
+        if not self._has_nothing_to_do:
+            super().on_epoch_end(epoch, logs)

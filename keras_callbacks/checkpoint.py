@@ -22,6 +22,8 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, first_difference
+from tfposeidon.gradients.description import of_tensorflow
+from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.schemes.names import register_all
 from tfposeidon.state.placement import Placement, another_seed, is_seed
 from tfposeidon.state.rank_state import StateDescription, redistribute
@@ -161,10 +163,13 @@ class Checkpoint(keras.callbacks.Callback):
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
-        if self._pending_metrics:
-            # Keras resets metrics at the start of each epoch, just before this hook.
-            _assign(self._metrics(), self._pending_metrics)
-            self._pending_metrics = []
+        pending, self._pending_metrics = self._pending_metrics, []
+        # Keras resets metrics at the start of each epoch, just before this hook.
+        if pending and len(self._metrics()) == len(pending):
+            _assign(self._metrics(), pending)
+        elif pending:
+            # Keras builds metrics in the first step if it cannot before, as with `run_eagerly`.
+            runtime.say("tfposeidon: the metrics of this epoch omit the batches before resuming.")
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -247,7 +252,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
 
-        The indices are `None` for an optimizer that is not built.
+        `lists` has those that its steps exchange together. `trains` is `None` for an optimizer that
+        is not built.
         """
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
@@ -266,7 +272,16 @@ class Checkpoint(keras.callbacks.Callback):
                 "to an attribute of the model."
             )
         trains = [indices[id(variable)] for variable in trained]
-        return {"scheme": policy, "trains": trains, "planning": planning}
+        by_reference = dict(zip([of_tensorflow(v).ref() for v in trained], trains, strict=True))
+        lists = exchange.plans.lists if exchange else []
+        lists = [[by_reference[variable.ref()] for variable in one] for one in lists]
+        return {
+            "scheme": policy,
+            "classes": _classes(held),
+            "trains": trains,
+            "lists": lists,
+            "planning": planning,
+        }
 
     def _shared(self) -> list[Any]:
         return replicated_variables(self.model)
@@ -387,9 +402,12 @@ class Checkpoint(keras.callbacks.Callback):
                 optimizer.change_scheme(policy)
                 self._session.retrace()
             planning = _with_names(saved["planning"], self._names(snapshot))
-            exchange = getattr(optimizer, "exchange", None)
+            exchange: Any = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
+            # With these, each residual returns to the step that computed it.
+            for indices in saved.get("lists", []) if exchange else []:
+                exchange.exchanger([self.model.variables[index] for index in indices])
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
         found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
@@ -446,6 +464,15 @@ class Checkpoint(keras.callbacks.Callback):
             )
 
     def _check(self, snapshot: Snapshot) -> None:
+        for held, meta in self._with_saved(snapshot):
+            before, now = meta.get("classes", _classes(held)), _classes(held)
+            if before != now:
+                # Optimizers of other kinds may have state of the same shapes.
+                raise SnapshotError(
+                    "A checkpoint must match the model and its optimizers. Received: "
+                    f"{', '.join(now)}, and {', '.join(before)} in {self.folder}. Use another "
+                    "folder, or Checkpoint(..., resume=False)."
+                )
         difference = first_difference(
             snapshot.meta["variables"], as_json(replicas.describe_any(self._shared()))
         )
@@ -456,6 +483,11 @@ class Checkpoint(keras.callbacks.Callback):
                 f"variable {index}: {saved} in {self.folder}, {built} in the model. Use another "
                 "folder, or Checkpoint(..., resume=False)."
             )
+
+
+def _classes(held: Any) -> list[str]:
+    """Returns the names of an optimizer's innermost classes."""
+    return [type(leaf).__name__ for leaf in leaves(held)]
 
 
 def _json_array(value: Any) -> np.ndarray:
@@ -473,10 +505,16 @@ def _saved_descriptions(
 def _with_names(value: Any, names: dict[str, str]) -> Any:
     """Replaces saved paths of variables in JSON by current paths."""
     if isinstance(value, dict):
-        return {names.get(key, key): _with_names(item, names) for key, item in value.items()}
+        return {_renamed(key, names): _with_names(item, names) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_names(item, names) for item in value]
-    return names.get(value, value) if isinstance(value, str) else value
+    return _renamed(value, names) if isinstance(value, str) else value
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    # Equal paths are numbered; see `distinct_paths`.
+    path, mark, number = text.partition("#")
+    return names.get(path, path) + mark + number
 
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from tfposeidon import arguments, ranges
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapping import innermost, leaves
+from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
 from tfposeidon.training.entries import optimizers
 
@@ -171,9 +172,18 @@ def _velocities(optimizer: Any) -> list[Any]:
     Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have velocities
     that include the rate, as Keras's do: see `tfposeidon.exchange.scheme_states`.
     """
-    velocities = list(getattr(innermost(optimizer), "momentums", []))
+    inner = innermost(optimizer)
+    # Those of Muon do not include the rate.
+    own = [] if isinstance(inner, keras.optimizers.Muon) else getattr(inner, "momentums", [])
+    # Variables that gradients overwrite have none.
+    velocities = [velocity for velocity in own if velocity is not None]
     if isinstance(optimizer, DistributedOptimizer):
-        velocities += [v for v, part in optimizer.rank_state if part.name == "velocity"]
+        # Sharded state is the inner optimizer's: Adam calls its second moments so.
+        velocities += [
+            variable
+            for variable, part in optimizer.rank_state
+            if part.name == "velocity" and part.placement == Placement.PARTIAL
+        ]
     return velocities
 
 

@@ -75,8 +75,22 @@ class LearningRateWarmup(LearningRateSchedule):
         return start + (1.0 - start) * min(epoch / self.warmup_epochs, 1.0)
 
     @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        self._last: float | None = None
+
+    def _before(self, epoch: float) -> float:
+        """Returns the epoch at which the batches before those at `epoch` began."""
+        if self._last is not None:
+            return self._last
+        # A resumed run, for which the last epoch may have ended within an execution.
+        steps, together = self._steps, self.model.steps_per_execution
+        last = (steps - 1) // together * together if epoch == self._epoch else -together
+        return epoch - (epoch == self._epoch) + last / steps
+
+    @override
     def _set(self, epoch: float) -> None:
-        before = epoch - self.model.steps_per_execution / self._steps
+        before, self._last = self._before(epoch), epoch
         # The first batch after the warm-up sets the full rate, unless another schedule has already
         # set its own rate.
         if epoch < self.warmup_epochs or (before < self.warmup_epochs and self._is_set(before)):

@@ -65,9 +65,17 @@ class Throughput(keras.callbacks.Callback):
         self._spent = [0.0, 0.0, 0.0]
 
     @override
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._is_skipping = session.of(self.model).is_skipping
+
+    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_skipping:
+            return
         if self._begin is None:
             self._begin = self._now()
+        # At the end of the epoch, this rank may have waited for others that validate.
+        self._last_s = time.perf_counter()
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
@@ -96,7 +104,8 @@ class Throughput(keras.callbacks.Callback):
     def _end_training(self) -> None:
         # Runs before validation, for which Keras resets its loss tracker, and only once per epoch.
         if self._begin is not None:
-            self._spent = [now - then for now, then in zip(self._now(), self._begin, strict=True)]
+            now = (self._last_s, *self._now()[1:])
+            self._spent = [end - begin for end, begin in zip(now, self._begin, strict=True)]
             self._begin = None
 
     def _now(self) -> tuple[float, float, float]:

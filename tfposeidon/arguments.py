@@ -106,3 +106,14 @@ def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[An
             f"gradients for {len(given)} of {len(known)} variables, or in another order. Use a "
             "separate optimizer for each list of variables."
         )
+
+
+def check_saves_weights_only(name: str, callbacks: Sequence[Any]) -> None:
+    """Refuses Orbax for optimizers whose state is not all in `variables`, which it saves."""
+    for one in callbacks:
+        if isinstance(one, keras.callbacks.OrbaxCheckpoint) and not one.save_weights_only:
+            raise ValueError(
+                f"With {name}, OrbaxCheckpoint must save weights only, because ranks hold "
+                "different state of the optimizer. Received: OrbaxCheckpoint with "
+                "save_weights_only=False. Set it to True, or use keras_callbacks.Checkpoint."
+            )

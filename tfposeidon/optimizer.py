@@ -307,7 +307,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
         # The state of schemes is created with the plan, and a checkpoint that is loaded before the
         # first step needs it.
-        if self.built and not self._exchange.exchangers:
+        if self.built and not self._exchange.plans.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = self._accumulation.rank_state(runtime.size()) if self._accumulation else []
         return [*accumulated, *self._exchange.plans.rank_state()]

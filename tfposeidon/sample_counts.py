@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfposeidon.config import Configured
@@ -77,7 +78,12 @@ def batch_size(data: Any) -> Any:
     32
     """
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
-    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, kinds)]
+    # Eager steps receive the arrays of `train_on_batch` as they are.
+    leaves = [
+        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+        for leaf in keras.tree.flatten(data)
+    ]
+    leaves = [leaf for leaf in leaves if isinstance(leaf, kinds)]
     return next((_rows(leaf) for leaf in leaves if leaf.shape.rank != 0), None)
 
 

@@ -14,7 +14,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests import phased
 from tests.helpers import models
-from tests.helpers.callbacks import SGD, noisy, shared_folder
+from tests.helpers.callbacks import SGD, compiled, noisy, shared_folder
 from tests.helpers.checkpoints import (
     BATCHES,
     BETWEEN_AND_WITHIN,
@@ -96,6 +96,70 @@ def test_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
     model, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2)
     history = model.fit(*models.mlp.data(8), batch_size=4, epochs=2, verbose=0)
     assert len(history.epoch) == 2
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+class _ByParts(keras.Sequential):
+    """Updates its layers one after the other."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if not self.optimizer.built:
+            self.optimizer.build(variables)
+        for part in (slice(0, 2), slice(2, 4)):
+            self.optimizer.apply(gradients[part], variables[part])
+        return {"loss": loss}
+
+
+def test_resume_where_steps_update_in_parts(wire):
+    """Each residual returns to the exchange that kept it."""
+    check_resumes(wire, lambda: _ByParts(models.mlp().layers), sgd, scheme=SPARSE)
+
+
+def test_resume_behind_an_execution_that_the_epoch_ended(wire):
+    def make():
+        keras.utils.set_random_seed(5)
+        return compiled(models.mlp, sgd(), steps_per_execution=2)
+
+    folder = shared_folder(wire)
+    checkpoint_job(models.mlp, folder, sgd, every_n_steps=4, epochs=1, model=make())
+    exchange_objects(None, wire, "saved")
+    if wire.topology.rank == 0:
+        # Of the epoch's end.
+        shutil.rmtree(sorted(Path(folder).iterdir())[-1])
+    exchange_objects(None, wire, "the one of its end is gone")
+    resumed, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2, model=make())
+    assert int(resumed.optimizer.iterations) == 2 * BATCHES
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_resume_of_eager_steps(wire):
+    """Their metrics are built in the first of them."""
+    folder = shared_folder(wire)
+
+    def job(**options):
+        model = compiled(models.mlp, sgd(), metrics=["accuracy"], run_eagerly=True)
+        return checkpoint_job(models.mlp, folder, sgd, model=model, **options)
+
+    job(every_n_steps=1, epochs=1)
+    exchange_objects(None, wire, "saved")
+    if wire.topology.rank == 0:
+        shutil.rmtree(sorted(Path(folder).iterdir())[-1])
+    exchange_objects(None, wire, "the one of its end is gone")
+    with LogLines() as lines:
+        resumed, history = job(epochs=2)
+    assert int(resumed.optimizer.iterations) == 2 * BATCHES
+    assert len(history["accuracy"]) == 2
+    said = [line for line in lines if "omit the batches before resuming" in line]
+    assert len(said) == (wire.topology.rank == 0)
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)

@@ -91,6 +91,28 @@ def test_heads_in_turn(wire):
         )
 
 
+def test_heads_in_turn_some_with_residuals(wire):
+    """A bias is summed and keeps nothing; it stays while the residual of its kernel arrives."""
+    scheme = [("kernel", tp.schemes.TopK(density=0.5, min_elements=0)), (".*", "allreduce")]
+    optimizer = distributed(keras.optimizers.SGD(1.0), scheme)
+    variables = [
+        keras.Variable(np.zeros(4, "float32"), name=f"{name}_{head}")
+        for head in range(2)
+        for name in ("kernel", "bias")
+    ]
+
+    @tf.function(reduce_retracing=False)
+    def step(head):
+        optimizer.apply([tf.ones(4) if i // 2 == head else None for i in range(4)], variables)
+
+    for head in (0, 1, 0, 1, 1, 1):
+        step(head)
+    for variable, steps in zip(variables, (2, 2, 4, 4), strict=True):
+        is_late = variable.name == "kernel_1"
+        np.testing.assert_allclose(variable.numpy(), -float(steps), atol=1.0 if is_late else 1e-6)
+    same_on_all_ranks([v.numpy() for v in variables], wire)
+
+
 def test_a_gradient_on_one_rank_only(wire):
     for scheme in SCHEMES:
         _check_like_one_process(wire, scheme, lambda step, rank: (True, rank == 0, rank == 1))

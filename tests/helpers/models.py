@@ -34,10 +34,12 @@ def mlp():
     return _model((20,), layer(24, activation="relu", kernel_regularizer="l2"), layer(CLASSES))
 
 
-def cnn():
-    conv = keras.layers.Conv2D(8, 3, activation="relu")
-    pool = keras.layers.MaxPooling2D()
-    return _model((10, 10, 2), conv, pool, keras.layers.Flatten(), keras.layers.Dense(CLASSES))
+def cnn(last=None):
+    """A small one, whose last layer may have another dtype."""
+    layers = keras.layers
+    conv = layers.Conv2D(8, 3, activation="relu")
+    dense = layers.Dense(CLASSES, dtype=last)
+    return _model((10, 10, 2), conv, layers.MaxPooling2D(), layers.Flatten(), dense)
 
 
 def normalized():

@@ -26,6 +26,7 @@ from tests.helpers.local_updates import (
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import BATCH, check_equal
+from tfposeidon.state import snapshots
 
 pytestmark = pytest.mark.ranks("2", job="local")
 
@@ -283,6 +284,49 @@ def test_steps_between_two_fits(wire):
     model.train_on_batch(*parts(0, 1))
     with model.optimizer.global_weights():
         check_equal(model.get_weights(), start.get_weights())
+
+
+def test_a_first_fit_after_a_loop(wire):
+    """It goes on from each rank's own weights, which differ without a fault."""
+    data, start = models.mlp.data(2 * EVERY * BATCH), models.mlp()
+    local = BATCH // wire.topology.size
+    x, y = models.share(data, BATCH, wire.topology)
+    fit = {"batch_size": local, "shuffle": False, "verbose": 0}
+    whole, model = (models.copy(models.mlp, start) for _ in range(2))
+    for one in (whole, model):
+        one.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
+    whole.fit(x, y, **fit)
+    optimizer = model.optimizer
+    for step in range(EVERY + 1):
+        rows = slice(step * local, (step + 1) * local)
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x[rows], y[rows], model(x[rows], training=True))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        optimizer.end_step()
+    rest = slice((EVERY + 1) * local, None)
+    with LogLines() as lines:
+        model.fit(x[rest], y[rest], **fit)
+    assert not any("All ranks start with" in line for line in lines)
+    check_equal(model.get_weights(), whole.get_weights())
+
+
+def test_snapshots_of_another_inner_optimizer_are_refused(wire):
+    """Its state may have the same shapes."""
+    folder = shared_folder(wire)
+    for inner in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.RMSprop(1e-3)):
+        model = models.mlp()
+        model.compile(tp.LocalUpdates(inner, EVERY), models.LOSS)
+        saves = keras_callbacks.Checkpoint(folder)
+        fit = {"batch_size": 8, "verbose": 0, "callbacks": [saves]}
+        if isinstance(inner, keras.optimizers.SGD):
+            model.fit(*models.mlp.data(16), **fit)
+        else:
+            with Raises(snapshots.SnapshotError, "Received: RMSprop, and SGD in"):
+                model.fit(*models.mlp.data(16), **fit)
+    exchange_objects(None, wire, "done")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
 
 
 def test_what_ranks_out_of_step_cannot_do_is_refused(wire):

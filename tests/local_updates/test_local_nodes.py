@@ -137,6 +137,19 @@ def test_a_rank_of_a_node_out_of_data(wire):
         assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+def test_a_rank_without_counted_samples_moves_with_its_node(wire):
+    optimizer = tp.LocalUpdates(sgd(), 1, "elastic", hierarchical=True)
+    weight = keras.Variable([0.0, 1.0], name="weight")
+    for _ in range(3):
+        rank = wire.topology.rank
+        gradient = tf.fill([2], float("nan") if rank == 0 else 1.0 + rank)
+        optimizer.apply([gradient], [weight], sample_count=float(rank > 0))
+        optimizer.end_step()
+    values = exchange_objects(weight.numpy().tolist(), wire, "own")
+    assert [len({str(values[rank]) for rank in node}) for node in wire.topology.nodes] == [1, 1]
+    assert np.isfinite(values).all()
+
+
 def test_statistics_that_are_not_finite_part_no_node(wire):
     """One rank's, after an overflow: the ranks of its node keep the same weights."""
     data, start = models.mlp.data(STEPS * BATCH), batch_norm()

@@ -80,6 +80,22 @@ def test_different_schemes_are_refused(wire):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
+def test_rules_for_generated_names_are_refused(wire):
+    """Such a name depends on the layers that a rank has made before."""
+    keras.utils.clear_session(free_memory=False)
+    if wire.topology.rank == 0:
+        keras.layers.Dense(1)
+    model = models.mlp()
+    rules = [("dense_1/", tp.schemes.TopK(min_elements=0)), (".*", "allreduce")]
+    model.compile(optimizer=tp.DistributedOptimizer(sgd(), rules), loss=models.LOSS)
+    with Raises(
+        RuntimeError,
+        "same scheme for a variable. Received: first difference at variable 0: TopK.* on rank 0, "
+        "AllReduce.* on rank 1. Name the layers that rules match",
+    ):
+        model.fit(*models.mlp.data(8), verbose=0)
+
+
 def test_xla_is_refused_in_hand_written_steps(wire):
     weight, optimizer = keras.Variable([1.0], name="w"), tp.DistributedOptimizer(sgd())
     step = tf.function(lambda: optimizer.apply([tf.ones([1])], [weight]), jit_compile=True)

@@ -122,6 +122,25 @@ def test_gathered_for_what_saves_on_one_rank(wire):
         assert len(os.listdir(folder)) == (2 if wire.topology.rank == 0 else 0)
 
 
+def test_schedules_scale_momentum_alone(wire):
+    """Adam calls its second moments velocities, too."""
+    data = models.mlp.data(4 * BATCH)
+
+    def train(optimizer):
+        keras.utils.set_random_seed(3)
+        model = models.mlp()
+        model.compile(optimizer, models.LOSS)
+        schedule = keras_callbacks.LearningRateSchedule(
+            1e-2, lambda epoch: 0.1**epoch, staircase=False
+        )
+        model.fit(*data, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[schedule])
+        return model.get_weights()
+
+    check_equal(
+        train(tp.ShardedOptimizer(adam(), SERVED)), train(tp.DistributedOptimizer(adam(), SERVED))
+    )
+
+
 def test_resume(wire):
     check_resumes(wire, models.mlp, adam, scheme=SERVED)
 
@@ -248,8 +267,9 @@ def test_changes_from_outside_count(wire):
 
 
 def test_bfloat16_variables(wire):
+    """In one bucket with variables of float32."""
     keras.config.set_dtype_policy("bfloat16")
-    model = models.cnn()
+    model = models.cnn(last="float32")
     model.compile(optimizer=tp.ShardedOptimizer(sgd(), SERVED), loss=models.LOSS)
     model.fit(*models.cnn.data(16), batch_size=8, verbose=0)
     same_on_all_ranks([np.asarray(w, "float32") for w in model.get_weights()], wire)

@@ -13,6 +13,7 @@ import tfposeidon as tp
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.over_ranks import exchange_objects
+from tfposeidon.state.placement import Placement
 from tfposeidon.training import layer_state
 
 pytestmark = pytest.mark.ranks("2")
@@ -98,17 +99,23 @@ def _predictions(model):
 
 def test_broadcast_sends_it(wire):
     model = _model(wire.topology.rank)
-    tables = layer_state.read(model)
+    tables, weights = layer_state.read(model, *Placement), model.get_weights()
     assert (
         len(set(map(str, exchange_objects(_predictions(model), wire, "before"))))
         == wire.topology.size
     )
-    model.fit(_data(), verbose=0, callbacks=[keras_callbacks.BroadcastVariables(1)])
+    begun = []
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: begun.append(model.get_weights())
+    )
+    model.fit(_data(), verbose=0, callbacks=[keras_callbacks.BroadcastVariables(1), note])
     everybody = exchange_objects(_predictions(model), wire, "after")
     assert everybody[0] == everybody[1]
     if wire.topology.rank == 1:
-        for name, value in layer_state.read(model).items():
+        for name, value in layer_state.read(model, *Placement).items():
             np.testing.assert_array_equal(value, tables[name])
+        for one, other in zip(begun[0], weights, strict=True):
+            np.testing.assert_array_equal(one, other)
     vocabularies = [
         layer.get_vocabulary() for layer in model.layers if hasattr(layer, "get_vocabulary")
     ]

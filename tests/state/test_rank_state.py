@@ -26,9 +26,11 @@ LAYOUTS = {
     "2+1": ((0, 1), (2,)),
     "3x2": ((0, 1), (2, 3), (4, 5)),
 }
-SIZES = (300, 7, 64, 501)
+SIZES = (300, 7, 64, 501, 300)
+# Layers of two inner models may have the same path.
 VARIABLES = [
-    Description(path=f"layer_{i}/kernel", shape=(n,), dtype="float32") for i, n in enumerate(SIZES)
+    Description(path=f"layer_{i % 4}/kernel", shape=(n,), dtype="float32")
+    for i, n in enumerate(SIZES)
 ]
 
 

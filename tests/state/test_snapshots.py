@@ -29,6 +29,34 @@ def test_older_ones_are_deleted_whatever_their_step(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["snapshot-000003", "snapshot-000004"]
 
 
+def test_only_snapshots_are_deleted(tmp_path):
+    """Copies and archives of a user stay; what a killed job left goes before more is written."""
+    files = Snapshots(tmp_path, WIRE, keep=1)
+    files.write({}, {}, {})
+    shutil.copytree(tmp_path / "snapshot-000001", tmp_path / "snapshot-000001-best")
+    (tmp_path / "snapshot-000001.tar").touch()
+    (tmp_path / ".snapshot-000002-abcd.part").mkdir()
+    files.start({}, {}, {})
+    assert not (tmp_path / ".snapshot-000002-abcd.part").exists()
+    files.finish()
+    assert sorted(os.listdir(tmp_path)) == [
+        "snapshot-000001-best",
+        "snapshot-000001.tar",
+        "snapshot-000002",
+    ]
+
+
+def test_damaged_snapshots_do_not_count_as_kept(tmp_path):
+    files = Snapshots(tmp_path, WIRE, keep=2)
+    for _ in range(2):
+        files.write({}, {}, {})
+    (tmp_path / "snapshot-000002" / "model.npz").write_bytes(b"")
+    files = Snapshots(tmp_path, WIRE, keep=2)
+    files.read_latest()
+    files.write({}, {}, {})
+    assert (tmp_path / "snapshot-000001").exists()
+
+
 def test_only_damaged_snapshots_is_an_error(tmp_path):
     Snapshots(tmp_path, WIRE).write({}, {"a": np.arange(1000)}, {})
     path = tmp_path / "snapshot-000001" / "model.npz"

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.callbacks import noisy, shared_folder
@@ -73,6 +74,18 @@ def test_equal_statistics_are_not_sent(wire):
         model.layers[1].moving_mean, np.linspace(0.1, 0.9, 16, dtype="float32")
     )
     assert seen[0] == seen[1]
+
+
+def test_means_have_the_precision_of_their_values(wire):
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.BatchNormalization(dtype="float64", name="norm")]
+    )
+    mean = model.get_layer("norm").moving_mean
+    mean.assign([1 + 1e-12 * wire.topology.rank] * 2)
+    callback = keras_callbacks.AverageBatchNorm()
+    callback.set_model(model)
+    callback.on_test_begin()
+    np.testing.assert_allclose(mean, [1 + 5e-13] * 2, rtol=1e-15)
 
 
 def test_nothing_is_synchronized_if_asked(wire):

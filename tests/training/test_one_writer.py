@@ -12,6 +12,7 @@ from tests.helpers import models
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
+from tfposeidon.local.showing import looks_after_batches
 from tfposeidon.training import one_writer
 
 pytestmark = pytest.mark.ranks("2")
@@ -79,6 +80,30 @@ def test_all_ranks_go_on_with_the_backup_of_one(wire, folder):
     for one, other in zip(begun[0][1], weights, strict=True):
         np.testing.assert_array_equal(one, other)
     same_on_all_ranks(resumed.get_weights(), wire)
+
+
+def test_ranks_with_local_weights_go_on_with_the_backup(wire, folder):
+    """With the state of their inner optimizers, of which each rank has its own."""
+
+    def fit(epochs):
+        model = models.mlp()
+        model.compile(tp.LocalUpdates(keras.optimizers.Adam(0.01), sync_every=2), models.LOSS)
+        backup = keras.callbacks.BackupAndRestore(f"{folder}/b", delete_checkpoint=False)
+        _fit(model, wire, backup, epochs=epochs)
+        return model.optimizer.inner_optimizer
+
+    fit(2)
+    tp.barrier()
+    assert int(fit(4).iterations) == 8
+
+
+def test_one_rank_saves_with_orbax(wire):
+    """A package that is not installed: the callback is made without it."""
+    callback = keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint)
+    callback.directory, callback.save_freq = "/nowhere", 2
+    kept = one_writer.with_one_writer([callback])
+    assert kept == ([callback] if wire.topology.rank == 0 else [])
+    assert looks_after_batches(callback)
 
 
 def test_what_adds_to_a_callback_is_kept(wire, folder):

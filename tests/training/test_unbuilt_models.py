@@ -84,6 +84,16 @@ def test_ranks_end_alike(wire, make, optimizer, train):
     same_on_all_ranks(model.get_weights(), wire)
 
 
+def test_a_generator_goes_on_in_the_next_fit(wire):
+    """`fit` reads its first batch to build the model, and must not close it."""
+    x, y = models.mlp.data(64)
+    batches, model = _generator(x, y), Subclass()
+    model.compile(OPTIMIZERS["distributed"](), models.LOSS)
+    for _ in range(2):
+        model.fit(batches, steps_per_epoch=2, verbose=0)
+    assert int(model.optimizer.iterations) == 4
+
+
 class ReadsValues(Subclass):
     """Cannot be built by shapes alone."""
 

@@ -11,9 +11,9 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.checks import LogLines, Raises
-from tests.helpers.models import rank_variables
-from tests.helpers.over_ranks import exchange_objects
-from tests.helpers.training import SERVED
+from tests.helpers.models import rank_variables, same_on_all_ranks
+from tests.helpers.over_ranks import exchange_objects, on_one_rank
+from tests.helpers.training import SERVED, check_equal
 from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
 
 pytestmark = pytest.mark.ranks("3")
@@ -193,6 +193,66 @@ def test_one_rank_that_stops_stops_all(wire):
     )
     assert len(history.epoch) == 2
     check_together(model, optimizer, wire, 4)
+
+
+class _StopsOutsideOfBatches(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if tp.rank() == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+def test_a_stop_that_no_rank_expected_ends_the_epoch_first(wire):
+    model, optimizer = compiled_for_lengths()
+    history = model.fit(
+        *models.mlp.data(16),
+        batch_size=4,
+        epochs=5,
+        verbose=0,
+        callbacks=[_StopsOutsideOfBatches()],
+    )
+    assert len(history.epoch) == 2
+    check_together(model, optimizer, wire, 8)
+
+
+class _Follows(keras.Sequential):
+    """Moves a copy of its weights after each update, and counts steps."""
+
+    def build(self, shape):
+        super().build(shape)
+        if not hasattr(self, "copy"):
+            self.copy = [self.add_weight(shape=v.shape) for v in self.trainable_variables[:]]
+            self.steps = self.add_weight(shape=(), dtype="int64", trainable=False)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for copy, variable in zip(self.copy, self.trainable_variables, strict=False):
+            copy.assign(0.9 * copy + 0.1 * variable)
+        self.steps.assign_add(1)
+        return logs
+
+
+def test_dropped_steps_leave_no_trace(wire):
+    model = _Follows(models.mlp().layers)
+    model.build((None, 20))
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
+    model.fit(of_unknown_length(2 + wire.topology.rank), epochs=2, verbose=0)
+    assert int(model.steps.numpy()) == 4
+    same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_eager_steps_count_arrays(wire):
+    """`train_on_batch` passes them on as they are."""
+    x, y = models.mlp.data(9)
+    begin, end = [(0, 1), (1, 4), (4, 9)][wire.topology.rank]
+    start = models.mlp()
+    alone, model = (models.copy(models.mlp, start) for _ in range(2))
+    for one, wrap in ((alone, lambda inner: inner), (model, tp.DistributedOptimizer)):
+        one.compile(wrap(keras.optimizers.SGD(0.1)), models.LOSS, run_eagerly=True)
+    on_one_rank(lambda: alone.train_on_batch(x, y))
+    model.train_on_batch(x[begin:end], y[begin:end])
+    if wire.topology.rank == 0:
+        check_equal(model.get_weights(), alone.get_weights())
+    same_on_all_ranks(model.get_weights(), wire)
 
 
 class _Bag(keras.Model):

@@ -34,10 +34,16 @@ def from_carried(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(carried, dtype)
 
 
-def joined(values: Sequence[Any]) -> tf.Tensor:
-    """Returns floating-point values, concatenated to a float32 vector."""
-    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in values]
-    return tf.concat(flat, 0) if flat else tf.zeros([0])
+def summed_dtype(values: Sequence[Any]) -> tf.DType:
+    """Returns float64 if any value has it, or else float32: means lose no bits of their values."""
+    wide = [value for value in values if tf.as_dtype(value.dtype) == tf.float64]
+    return tf.float64 if wide else tf.float32
+
+
+def joined(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
+    """Returns floating-point values, concatenated to a vector."""
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), dtype), [-1]) for v in values]
+    return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
 
 
 def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:

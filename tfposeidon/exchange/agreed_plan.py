@@ -95,9 +95,20 @@ class AgreedPlans:
         return list(self._exchangers.values())
 
     @property
+    def lists(self) -> list[list[tf.Variable]]:
+        """Lists of variables that steps have exchanged, in the order of their first step."""
+        keys = [key for key, exchanger in self._exchangers.items() if exchanger.prefix]
+        return [[reference.deref() for reference in key] for key in keys]
+
+    @property
     def agreed_exchangers(self) -> list[Exchanger]:
         """Exchangers that ranks have agreed on in a step, in the order of their creation."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
+
+    @property
+    def used_exchangers(self) -> list[Exchanger]:
+        """Exchangers that ranks have agreed on, or whose state comes from an earlier run."""
+        return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
         """Returns all plans as one, as of the last step, or before it the plan of `variables`."""

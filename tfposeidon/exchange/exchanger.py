@@ -85,10 +85,12 @@ class Exchanger:
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Checks before the first exchange that variables and settings are equal on all ranks."""
+        schemes = {m: repr(bucket.scheme) for bucket in self.plan.buckets for m in bucket.members}
         mine = {
             "settings": settings,
             "variables": as_json(self.plan.descriptions),
             "present": [g is not None for g in gradients],
+            "schemes": [schemes[member] for member in sorted(schemes)],
         }
         # Run now, outside of the traced graph, and not in every step.
         with tf.init_scope():
@@ -100,6 +102,14 @@ class Exchanger:
             agreement.at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])
+        # Paths may differ between ranks in generated names, which rules must not match.
+        agreement.require_equal(
+            [other["schemes"] for other in everybody],
+            "All ranks must choose the same scheme for a variable",
+            "Name the layers that rules match: names that Keras generates, such as 'dense_1', "
+            "depend on earlier layers of the process.",
+            agreement.at_first_item("variable"),
+        )
         self._present_at_first_step = [
             any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)
         ]

@@ -22,15 +22,16 @@ class Means:
     """Mean gradients over all ranks, and whether they count.
 
     `missing` has groups of indices of variables without a gradient on this rank in the traced step;
-    other ranks have a gradient for all of a group or for none. `expected` is true for each variable
-    with a mean to apply, `[variables]` bool; `None` on one rank. `everybody` is true if all ranks
-    had a batch; `None` if that is not watched. `moves` is false at a learning rate of 0, at which
-    the sent gradients would have no effect. `state` has pairs of a state variable of schemes and
-    its new value.
+    other ranks have a gradient for all of a group or for none. `present` is true for each variable
+    with a gradient on some rank, and `expected` for each with a mean to apply, `[variables]` bool;
+    `None` on one rank. `everybody` is true if all ranks had a batch; `None` if that is not watched.
+    `moves` is false at a learning rate of 0, at which the sent gradients would have no effect.
+    `state` has pairs of a state variable of schemes and its new value.
     """
 
     values: list[Any]
     missing: tuple[list[int], ...] = ()
+    present: tf.Tensor | None = None
     expected: tf.Tensor | None = None
     everybody: tf.Tensor | None = None
     moves: Any = True
@@ -60,7 +61,7 @@ class Means:
         if self.expected is None:
             apply(self.values)
         else:
-            _apply_expected(self.values, self.missing, self.expected, apply)
+            _apply_expected(self.values, self.missing, self.present, self.expected, apply)
 
     def keep_state(self) -> None:
         """Assigns the new state if all ranks took part, weights move, and all means are finite."""
@@ -90,7 +91,11 @@ def _times(value: Any, factor: Any) -> Any:
 
 
 def _apply_expected(
-    values: list[Any], missing: Sequence[list[int]], expected: tf.Tensor, apply: Apply
+    values: list[Any],
+    missing: Sequence[list[int]],
+    present: tf.Tensor,
+    expected: tf.Tensor,
+    apply: Apply,
 ) -> None:
     """Applies means of variables that have a gradient on some rank; see `Means`."""
     if not any(value is not None for value in values):
@@ -102,7 +107,7 @@ def _apply_expected(
         apply(values)
         return
     group, *others = missing
-    found = tf.gather(expected, group)
+    found = tf.gather(present, group)
     without = [None if index in group else value for index, value in enumerate(values)]
 
     # Use a branch per group, not per variable: each branch traces the rest again.
@@ -111,9 +116,12 @@ def _apply_expected(
             "The variables without a gradient on this rank must all have one on other ranks, or "
             "none of them. Received: some have one. Pass zeros as the gradients of all of them."
         )
-        tf.debugging.Assert(tf.reduce_all(found), [rule, found])
-        _apply_expected(values, others, expected, apply)
+        # If no rank has a gradient, only residuals arrive, which not all schemes keep.
+        tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
+        _apply_expected(values, others, present, expected, apply)
 
     tf.cond(
-        tf.reduce_any(found), with_group, lambda: _apply_expected(without, others, expected, apply)
+        tf.reduce_any(tf.gather(expected, group)),
+        with_group,
+        lambda: _apply_expected(without, others, present, expected, apply),
     )

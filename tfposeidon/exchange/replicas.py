@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import agreement
-from tfposeidon.communication.packing import as_carried, from_carried, joined, parted
+from tfposeidon.communication.packing import as_carried, from_carried, joined, parted, summed_dtype
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
 from tfposeidon.gradients.description import Description
@@ -54,11 +54,12 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
-    """Assigns the mean over ranks, computed in float32; all ranks call it together."""
+    """Assigns the mean over ranks, in float32 or float64; all ranks call it together."""
     if wire.topology.size == 1 or not variables:
         return
     world = wire.topology.world
-    mean = wire.all_reduce(joined(variables), world, "tp.average", scale=1.0 / world.size)
+    values = joined(variables, summed_dtype(variables))
+    mean = wire.all_reduce(values, world, "tp.average", scale=1.0 / world.size)
     for variable, part in zip(variables, parted(mean, variables), strict=True):
         variable.assign(part)
 

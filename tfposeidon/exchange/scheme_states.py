@@ -7,12 +7,14 @@ variables between steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.presence import Presence
+from tfposeidon.gradients.description import distinct_paths
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.schemes.base import Slot, State
 from tfposeidon.state.placement import Placement
@@ -50,6 +52,11 @@ class SchemeStates:
     def exist(self) -> bool:
         """True if any scheme has state."""
         return any(self.variables)
+
+    @property
+    def had_any_gradient(self) -> bool:
+        """True if a variable whose scheme has state has had a gradient."""
+        return self.had_gradient is not None and bool(tf.reduce_any(self.had_gradient > 0.0))
 
     def take_over(self, other: SchemeStates) -> None:
         """Continues with the state in `other` of buckets with the same members and scheme."""
@@ -119,7 +126,7 @@ class SchemeStates:
         topology = self.plan.topology
         for bucket in self.plan.buckets:
             everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
-            members = tuple((d.path, d.length) for d in bucket.descriptions)
+            members = tuple(self.members[member] for member in bucket.members)
             for index, slot in enumerate(bucket.slots(topology)):
                 if slot.shape:
                     # The shards of all ranks together cover the bucket this many times.
@@ -134,10 +141,12 @@ class SchemeStates:
                 else:
                     yield StateDescription(name=slot.name, members=members, scalar=True)
 
-    @property
+    @cached_property
     def members(self) -> tuple[tuple[str, int], ...]:
-        """Path and number of elements of each variable of the plan, in their order."""
-        return tuple((d.path, d.length) for d in self.plan.descriptions)
+        """Distinct path and number of elements of each variable of the plan, in their order."""
+        descriptions = self.plan.descriptions
+        lengths = [description.length for description in descriptions]
+        return tuple(zip(distinct_paths(descriptions), lengths, strict=True))
 
 
 def _variable(slot: Slot, bucket: int) -> tf.Variable:

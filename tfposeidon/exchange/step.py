@@ -153,6 +153,7 @@ class Step:
                     [index for index, gradient in enumerate(gradients) if gradient is None]
                 )
             ),
+            present=presence.any_gradient,
             expected=exchanger.states.expected(presence),
             everybody=everybody,
             moves=True if rate is None else rate.now > 0.0,
@@ -242,14 +243,14 @@ class Step:
 
         Call it before a change of schemes, which would lose them otherwise.
         """
-        for exchanger in self.plans.exchangers:
+        for exchanger in self.plans.used_exchangers:
             exchanger.states.flush()
-        return any(exchanger.states.exist for exchanger in self.plans.exchangers)
+        return any(exchanger.states.exist for exchanger in self.plans.used_exchangers)
 
     @property
     def has_flushed(self) -> bool:
         """True if a counted step has sent everything since `flush`; the same on all ranks."""
-        return all(exchanger.states.has_flushed for exchanger in self.plans.exchangers)
+        return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
 
 
 @dataclass(frozen=True)

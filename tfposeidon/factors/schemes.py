@@ -63,10 +63,10 @@ class Factors(FactorScheme):
         if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
-        # With nodes of equal size all ranks send the same bytes, so all compute the same limit.
+        # Shards may differ by an element, so all ranks compute the limit of the same rank.
+        first = topology.seen_from(0)
         one_row_bytes, sums_bytes = (
-            scheme.factor_cost(replace(factors, rows=1), topology).node_bytes
-            for scheme in (few, many)
+            scheme.factor_cost(replace(factors, rows=1), first).node_bytes for scheme in (few, many)
         )
         # Nodes of one rank gather nothing inside, so there is no choice.
         if not one_row_bytes:

@@ -159,6 +159,21 @@ def describe(variable: Any) -> Description:
     )
 
 
+def distinct_paths(descriptions: Sequence[Description]) -> list[str]:
+    """Returns the paths, numbered where several are equal, as of layers of two inner models.
+
+    >>> distinct_paths([Description(path, (), "float32") for path in ("fc/bias", "fc/bias")])
+    ['fc/bias', 'fc/bias#1']
+    """
+    seen: dict[str, int] = {}
+    found = []
+    for description in descriptions:
+        number = seen.get(description.path, 0)
+        seen[description.path] = number + 1
+        found.append(f"{description.path}#{number}" if number else description.path)
+    return found
+
+
 def is_overwritten(variable: Any) -> bool:
     """Returns whether Keras overwrites a variable with its gradient, as for float8 scales."""
     return getattr(variable, "overwrite_with_gradient", False)

@@ -15,6 +15,9 @@ from tfposeidon.communication import runtime
 from tfposeidon.exchange.step import Step
 from tfposeidon.sample_counts import SampleCount
 
+_FEW = 1e-6
+"""Samples of a rank that took part without any: positive, and no weight beside others."""
+
 
 class Adding:
     """Stand-in optimizer for plans of differences: linear, as rules are."""
@@ -52,11 +55,10 @@ class Node:
         with self.exchange.call(grads, variables, count):
             means = self.exchange.means(grads, variables, count)
             means.update(lambda found: updater.apply(found, variables))
-        if means.everybody is None:
-            return count
+        # Without counted samples, a rank has made the update of its node, too, and moves with it.
+        own = tf.maximum(tf.cast(1.0 if count is None else count, tf.float32), _FEW)
         # If a rank of the node has exhausted its input, all of its ranks have dropped the update.
-        own = tf.cast(1.0 if count is None else count, tf.float32)
-        return tf.where(means.everybody, own, 0.0)
+        return own if means.everybody is None else tf.where(means.everybody, own, 0.0)
 
 
 def check_policy(policy: policies.Policy) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -460,7 +461,8 @@ class LocalUpdates(CommunicatingOptimizer):
         # The optimizer must not keep its model alive.
         self._model = weakref.ref(model)
         hooks = self._showing.hooks(model, self._schedule.check_steps_per_execution)
-        return dataclasses.replace(hooks, prepare=self._prepare)
+        check = functools.partial(arguments.check_saves_weights_only, "LocalUpdates")
+        return dataclasses.replace(hooks, prepare=self._prepare, check=check)
 
     def _end_fit(self) -> None:
         """Warns if training ended before the first synchronization."""

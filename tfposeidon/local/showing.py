@@ -19,6 +19,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.training.equal_steps import has_batch_hooks
 from tfposeidon.training.hooks import FitHooks
+from tfposeidon.training.one_writer import SAVING
 
 
 class Showing:
@@ -172,7 +173,7 @@ class Last(keras.callbacks.Callback):
 def looks_after_batches(callback: Any) -> bool:
     """Returns whether a callback may read or save weights after batches."""
     # Subclasses may have more hooks.
-    if type(callback) in (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore):
+    if type(callback) in SAVING:
         return bool(callback.save_freq != "epoch")
     # Other Keras callbacks read weights at the end of epochs only; those of `keras_callbacks`
     # handle global weights.

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import joined, parted
+from tfposeidon.communication.packing import joined, parted, summed_dtype
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.presence import weight_of
 from tfposeidon.exchange.step import Step
@@ -303,7 +303,8 @@ class Synchronization:
         if not statistics:
             return []
         wire = exchanger.wire
-        flat = joined(statistics)
+        flat = joined(statistics, summed_dtype(statistics))
+        weight = tf.cast(weight, flat.dtype)
         # The statistics of a rank with zero weight may be NaN or infinite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(

@@ -257,6 +257,7 @@ def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    arguments.check_saves_weights_only("ShardedOptimizer", callbacks)
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks):
         raise ValueError(
             "ShardedOptimizer does not support SwapEMAWeights, because averages of weights are "

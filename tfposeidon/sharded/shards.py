@@ -22,7 +22,12 @@ from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.plan import Bucket
-from tfposeidon.gradients.description import describe, is_overwritten, of_tensorflow
+from tfposeidon.gradients.description import (
+    describe,
+    distinct_paths,
+    is_overwritten,
+    of_tensorflow,
+)
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapping import innermost
 from tfposeidon.schemes import Scheme
@@ -107,6 +112,7 @@ class Shards:
         self._slots: list[_ShardSlot] = []
         self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
         self._loaded: dict[int, np.ndarray] = {}
+        self._loaded_at = 0
 
     @property
     def has_any(self) -> bool:
@@ -134,13 +140,14 @@ class Shards:
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
         """Variables with state of this rank's shards, with descriptions."""
+        descriptions = [describe(variable) for variable in self._variables]
+        paths = distinct_paths(descriptions)
         for slot in self._slots:
             begin, end = self._parts[slot.member]
-            whole = self._variables[slot.member]
-            description = describe(whole)
+            length = descriptions[slot.member].length
             # The single zero of a rank without a part covers no element of the variable.
-            offset = begin if begin < end else description.length
-            members = ((description.path, description.length),)
+            offset = begin if begin < end else length
+            members = ((paths[slot.member], length),)
             yield (
                 slot.variable,
                 StateDescription(
@@ -252,14 +259,14 @@ class Shards:
     def _gather_bucket(self, index: int, bucket: Bucket, scheme: OwnParts) -> list[tf.Tensor]:
         parts = [self._parts[member] for member in bucket.members]
         own = [
-            tf.convert_to_tensor(self.targets[member])
+            tf.cast(self.targets[member], bucket.dtype)
             for member, (begin, end) in zip(bucket.members, parts, strict=True)
             # The others are single zeros; see `received`.
             if begin < end
         ]
         vector = zeros([0], self._zeros[bucket.dtype])
         if own:
-            vector = tf.cast(tf.concat(own, 0), bucket.dtype)
+            vector = tf.concat(own, 0)
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
         whole = scheme.gather(vector, bucket.length, wire, name)
         # In the same way as other schemes unpack their results.
@@ -285,8 +292,10 @@ class Shards:
     def scatter_state(self, rank: int) -> None:
         """Distributes state that one rank has loaded, if any, to its owners; collective."""
         wire = self._exchanger.wire
+        # Later steps have moved on from it.
+        is_loaded = bool(self._loaded) and self._loaded_at == self._step()
         # Only that rank knows, and all ranks must take the same branch.
-        if not exchange_objects(bool(self._loaded), wire, "tp.scatter_state")[rank]:
+        if not exchange_objects(is_loaded, wire, "tp.scatter_state")[rank]:
             return
         for number, slot in enumerate(self._slots):
             whole = self._loaded.get(slot.index_in(self._inner))
@@ -348,6 +357,7 @@ class Shards:
                 flat = self._loaded[index].reshape(-1)
                 arrays[str(index)] = flat[begin:end] if begin < end else slot.variable.numpy()
         self._load_whole(arrays)
+        self._loaded_at = self._step()
 
     def _step(self) -> int:
         return int(self._inner.iterations.numpy())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import zipfile
@@ -32,6 +33,8 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.ranges import check_integer
 
 log = logging.getLogger("tfposeidon")
+
+_NAME = re.compile(r"snapshot-\d{6,}")
 
 Arrays = dict[str, np.ndarray]
 
@@ -65,6 +68,7 @@ class Snapshots:
         self.wire = wire
         self.keep = check_integer("keep", keep, 1)
         self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
+        self._unreadable: set[str] = set()
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Writes a snapshot with rank 0's `meta` and `shared`; raises on all if one fails."""
@@ -84,7 +88,7 @@ class Snapshots:
         name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
         part = self.folder / f".{name}-{token}.part"
         # All ranks wait here: none may write before rank 0 has created the folder.
-        self._together("prepare", lambda: _fresh(part) if rank == 0 else None)
+        self._together("prepare", lambda: self._make(part) if rank == 0 else None)
         meta = meta | {"nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
         self._writing = (
@@ -125,6 +129,7 @@ class Snapshots:
             if not any(everybody):
                 return snapshot
             problems.append(f"{name}: {next(p for p in everybody if p)}")
+            self._unreadable.add(name)
         if problems:
             raise SnapshotError(
                 f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
@@ -159,9 +164,9 @@ class Snapshots:
         return own
 
     def _names(self) -> list[str]:
-        return (
-            sorted(p.name for p in self.folder.glob("snapshot-*")) if self.folder.exists() else []
-        )
+        # Users may keep copies and archives beside them, under other names.
+        found = self.folder.glob("snapshot-*") if self.folder.exists() else ()
+        return sorted(one.name for one in found if _NAME.fullmatch(one.name) and one.is_dir())
 
     def _next_name(self) -> str:
         names = self._names()
@@ -171,12 +176,16 @@ class Snapshots:
         # Atomic in the file system: a killed job leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
-        for name in self._names()[: -self.keep]:
+        readable = [name for name in self._names() if name not in self._unreadable]
+        for name in readable[: -self.keep]:
             shutil.rmtree(self.folder / name)
-        # Left by jobs that were killed while they wrote.
+
+    def _make(self, part: Path) -> None:
+        # Left by jobs that were killed while they wrote. Deleted first, for their disk space.
         for leftover in self.folder.glob(".snapshot-*.part"):
             # A thread may still write into one if a server saves again after a failure.
             shutil.rmtree(leftover, ignore_errors=True)
+        part.mkdir(parents=True)
 
     def _together(self, stage: str, action: Any) -> None:
         """Runs an action on this rank; all ranks raise an error if it fails on any."""
@@ -208,11 +217,6 @@ def _attempt(action: Any) -> tuple[Any, str | None]:
         if not isinstance(error, OSError | ValueError | KeyError | EOFError | zipfile.BadZipFile):
             log.exception("tfposeidon: unexpected error while a snapshot was read or written")
         return None, f"{type(error).__name__}: {error}"
-
-
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _write_files(

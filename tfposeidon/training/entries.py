@@ -66,6 +66,16 @@ def _has_own_inner(optimizer: Any) -> bool:
     return getattr(optimizer, "has_own_inner", False)
 
 
+def _own_inner(held: Any) -> list[Any]:
+    """Returns the variables of an inner optimizer that differ between ranks, and its loss scale."""
+    optimizer = session.without_loss_scale(held)
+    if not (_has_own_inner(optimizer) and optimizer.built):
+        return []
+    around = [] if held is optimizer else held.variables
+    found = {id(variable): variable for variable in [*optimizer.inner_optimizer.variables, *around]}
+    return [one for key, one in found.items() if key not in set(map(id, optimizer.variables))]
+
+
 def variables_of(model: Any, *placements: Placement) -> list[Any]:
     """Returns the variables with one of these placements."""
     return [
@@ -131,12 +141,17 @@ def has_weights(model: keras.Model) -> bool:
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
-def share(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Copies the state of one rank to all ranks; collective."""
+def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False) -> None:
+    """Copies the state of one rank to all ranks; collective.
+
+    State of inner optimizers that differs between ranks is copied only on request.
+    """
+    own_inner = [v for held in held_optimizers(model) if with_own_inner for v in _own_inner(held)]
     variables = [
         *replicated_variables(model),
         *variables_of(model, Placement.AVERAGED),
         *seeds_of_layers(model),
+        *own_inner,
     ]
     replicas.broadcast(variables, wire, root_rank)
     if wire.topology.rank != root_rank:
@@ -150,14 +165,16 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
             scatter(root_rank)
 
 
-def begin_alike(model: keras.Model, wire: Wire) -> None:
-    """Makes all ranks start with the values of rank 0, and each with its own seeds; collective."""
+def begin_alike(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
+    """Makes all ranks start with the values of one, and each with its own seeds; collective."""
     # Within an epoch, a snapshot holds each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
-        share(model, wire)
-        runtime.say("tfposeidon: %s All ranks start with the values of rank 0.", problem)
+        share(model, wire, root_rank)
+        runtime.say(
+            "tfposeidon: %s All ranks start with the values of rank %d.", problem, root_rank
+        )
     seeds = seeds_of_layers(model)
     states = exchange_objects([v.numpy().tolist() for v in seeds], wire, "tp.seeds")
     rank = wire.topology.rank

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import entries, session
 from tfposeidon.training.global_metrics import GlobalMetrics
@@ -45,7 +46,7 @@ def with_equal_epochs(
     `AgreedStop` follows them, since they may request a stop. `rows` is this rank's batch size, or
     `None` if it is unknown or varies. `synchronizes` is `FitHooks.synchronizes_model` of all hooks.
     """
-    steps = EqualSteps(any(map(_may_stop, callbacks)), rows)
+    steps = EqualSteps(any(map(_may_stop, callbacks)), rows, synchronizes)
     first = [callback for one in hooks for callback in one.first]
     first += [LayerAverages(), GlobalMetrics()] if synchronizes else []
     last = [callback for one in hooks for callback in one.last]
@@ -57,8 +58,8 @@ def _may_stop(callback: Any) -> bool:
     """Returns whether a callback may set `stop_training` within an epoch."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
         return True
-    # All other callbacks of Keras and of `keras_callbacks` stop at the end of epochs only.
-    if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks"):
+    # All other callbacks of Keras and of this project stop at the end of epochs only.
+    if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks", "tfposeidon"):
         return False
     return has_batch_hooks(callback)
 
@@ -83,9 +84,11 @@ class EqualSteps(keras.callbacks.Callback):
     of the epoch.
     """
 
-    def __init__(self, may_stop: bool = False, rows: int | None = None) -> None:
+    def __init__(
+        self, may_stop: bool = False, rows: int | None = None, synchronizes: bool = True
+    ) -> None:
         super().__init__()
-        self._may_stop, self._rows = may_stop, rows
+        self._may_stop, self._rows, self._synchronizes = may_stop, rows, synchronizes
         self._is_open = self.is_over = self.is_skipping = False
 
     @override
@@ -129,6 +132,7 @@ class EqualSteps(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = 0
         self._is_open, self._has_trained, self._is_finished = True, False, False
+        self._steps = 0
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -147,6 +151,7 @@ class EqualSteps(keras.callbacks.Callback):
         if not self._watches or self.is_skipping:
             return
         steps, complete = np.subtract(self._session.steps_done, self._before)
+        self._steps += int(steps)
         are_absent = bool(self._session.absent_ranks)
         # Fewer steps than `steps_per_execution`: this rank's input ended within the execution.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
@@ -161,9 +166,22 @@ class EqualSteps(keras.callbacks.Callback):
         # first.
         self._is_finished = True
         self._session.finish_epoch()
-        everybody = exchange_objects(has_trained, runtime.wire(), "tp.last_execution")
+        # A step that finds no data may count, too, but does not end here.
+        own = [has_trained, self._steps]
+        ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
         # Ranks that train local weights decide independently.
-        return all(everybody) if self._session.is_in_step else has_trained
+        if not self._session.is_in_step:
+            return has_trained
+        self._undo_dropped_steps([steps for _, steps in ranks])
+        return all(has_trained for has_trained, _ in ranks)
+
+    def _undo_dropped_steps(self, steps: list[int]) -> None:
+        """Undoes what the train steps of dropped updates changed, such as a copy of weights."""
+        if self._synchronizes and len(set(steps)) > 1:
+            wire = runtime.wire()
+            if entries.difference(self.model, wire):
+                values = entries.replicated_variables(self.model)
+                replicas.broadcast(values, wire, steps.index(min(steps)))
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
@@ -195,11 +213,12 @@ class EqualSteps(keras.callbacks.Callback):
 class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
-    Ranks with local weights defer a stop within an epoch of known length to its end, since
-    callbacks may communicate before the others know. Before the first epoch and after each, ranks
-    compare settings: learning rates, momentum, weight decay, trainable variables and epoch. Before
-    each epoch, after the first step and at the end they compare values; a model's first `fit`
-    starts with those of rank 0.
+    In epochs of known length, a stop is deferred to the end of the epoch, unless ranks watch for it
+    because a callback may stop within epochs: the others may communicate before they know. Ranks
+    with local weights always defer it. Before the first epoch and after each, ranks compare
+    settings: learning rates, momentum, weight decay, trainable variables and epoch. Before each
+    epoch, after the first step and at the end they compare values; a model's first `fit` starts
+    with those of one rank.
     """
 
     def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
@@ -210,7 +229,9 @@ class AgreedStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_begun = self._wants_to_stop = self._has_stepped = False
         self._session = session.of(self.model)
-        self._puts_off = not self._session.is_in_step and self._session.knows_lengths
+        # Ranks that do not watch for absent ones would be left alone by a stop within an epoch.
+        waits = self._session.is_in_step and self._session.watches_absence
+        self._puts_off = self._session.knows_lengths and not waits
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

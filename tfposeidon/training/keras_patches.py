@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -211,11 +212,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _begin_alike(model: Any, callbacks: list[Any]) -> None:
-    """Starts a model's first `fit` with the values of rank 0, before callbacks see them."""
+    """Starts a model's first `fit` with the values of one rank, before callbacks see them."""
     layer_averages.check_saves(model, callbacks)
     # `AgreedStop` does so once more, since callbacks may restore values.
     if not session.of(model).has_begun:
-        entries.begin_alike(model, runtime.wire())
+        # That of `BroadcastVariables`, whose values would be lost.
+        root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
+        # A loop before `fit` leaves local weights, which each rank retains.
+        with session.of(model).global_weights(assign=True):
+            entries.begin_alike(model, runtime.wire(), root)
 
 
 def _can_shuffle(x: Any) -> bool:
@@ -249,7 +254,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Builds model and optimizer state before the first step, which is then traced only once."""
     optimizer = session.without_loss_scale(model.optimizer)
     if session.is_distributed(optimizer):
-        first = _first_batch(arguments) if not model.built else None
+        first = _first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Otherwise the first trace creates the exchange's variables, and TensorFlow traces the
@@ -297,15 +302,29 @@ def _trying(way: str) -> Iterator[None]:
         log.debug("tfposeidon: the model was not built %s: %s", way, error)
 
 
+_building = threading.RLock()
+_FUNCTION: Any = type(tf.function(lambda: None))
+
+
 @contextlib.contextmanager
 def _functions_run_as_python() -> Iterator[None]:
     """Leaves functions of metrics untraced: a trace would keep tensors of the build's graph."""
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
+    # In this thread only, unlike `tf.config.run_functions_eagerly`: other threads exchange samples
+    # and weights by functions, whose collectives would lose their names.
+    thread = threading.get_ident()
+    with _building:
+        call = _FUNCTION.__call__
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                return self.python_function(*args, **kwargs)
+            return call(self, *args, **kwargs)
+
+        _FUNCTION.__call__ = run
+        try:
+            yield
+        finally:
+            _FUNCTION.__call__ = call
 
 
 def _first_sample(x: Any) -> Any:
@@ -335,7 +354,9 @@ def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
 
     def restored() -> Iterator[Any]:
         yield first
-        yield from rest
+        # `yield from` would close the user's generator, which the next `fit` continues.
+        for batch in rest:  # noqa: UP028
+            yield batch
 
     arguments["x"] = restored()
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)

@@ -14,6 +14,7 @@ from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
 from tfposeidon.training.entries import variables_of
+from tfposeidon.training.one_writer import SAVING
 
 
 class LayerAverages(keras.callbacks.Callback):
@@ -67,8 +68,7 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
     if not own or not session.of(model).is_in_step:
         # With local weights, such callbacks see global weights and state.
         return
-    saving = keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore
-    within = [one for one in callbacks if isinstance(one, saving) and one.save_freq != "epoch"]
+    within = [one for one in callbacks if isinstance(one, SAVING) and one.save_freq != "epoch"]
     mine = [f"{type(one).__name__}(save_freq={one.save_freq})" for one in within]
     ranks = exchange_objects(mine, runtime.wire(), "tp.saves")
     if found := [one for names in ranks for one in names]:

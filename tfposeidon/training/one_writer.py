@@ -26,8 +26,15 @@ _PATHS = {
     keras.callbacks.CSVLogger: "filename",
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.BackupAndRestore: "backup_dir",
+    keras.callbacks.OrbaxCheckpoint: "directory",
 }
 """Callbacks that write files, and their path attributes."""
+SAVING = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.OrbaxCheckpoint,
+)
+"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
 
 
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
@@ -109,7 +116,7 @@ class SharedBackup(keras.callbacks.Callback):
         own = session.of(self.model)
         epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
         if epoch is not None:
-            entries.share(self.model, runtime.wire(), self._writer)
+            entries.share(self.model, runtime.wire(), self._writer, with_own_inner=True)
             own.resume_at(epoch, 0)
 
     @override

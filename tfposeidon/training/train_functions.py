@@ -5,6 +5,7 @@ Keras calls `model.train_function` for each execution, so a replacement can drop
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,11 +29,14 @@ class SkipBatches:
         if self.remaining <= 0:
             self.model.train_function = self.train
             return self.train(iterator)
-        for _ in range(self.model.steps_per_execution):
-            next(iterator)
-        self.remaining -= self.model.steps_per_execution
-        # Logs without metrics.
-        return {}
+        steps = self.model.steps_per_execution
+        dropped = sum(1 for _ in itertools.islice(iterator, steps))
+        # The last execution of an epoch may be shorter.
+        self.remaining = self.remaining - steps if dropped == steps else 0
+        if not dropped:
+            raise StopIteration
+        # Metrics that a snapshot holds, in case that no batches are left.
+        return {} if self.remaining > 0 else self.model.get_metrics_result()
 
 
 class OutsideOfFit:
