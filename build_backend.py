@@ -15,7 +15,11 @@ from setuptools import build_meta
 # The other hooks of PEP 517 and PEP 660 are setuptools' own.
 from setuptools.build_meta import *  # noqa: F403
 
-from tfposeidon.commands import cuda, install, versions
+from tfposeidon.commands import versions
+
+versions.require_python()  # Before modules whose syntax an older Python lacks.
+
+from tfposeidon.commands import cuda, install  # noqa: E402
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, str] | None = None) -> list[str]:
@@ -29,7 +33,6 @@ def get_requires_for_build_editable(config_settings: Mapping[str, str] | None = 
 
 
 def _tensorflow() -> list[str]:
-    versions.require_python()
     if install.target_has("tensorflow"):
         return []
     # CUDA's libraries are not needed to compile.

@@ -11,7 +11,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import OptionError
 
-from tfposeidon.commands import cuda, install, versions
+from tfposeidon.commands import versions
+
+try:
+    # Before modules whose syntax an older Python lacks.
+    versions.require_python()
+except versions.UnsupportedVersionError as error:
+    sys.exit(f"\n{error}\n")
+
+from tfposeidon.commands import cuda, install
 
 NATIVE = Path("tfposeidon/native")
 CUDA_SOURCE = NATIVE / "lib/gpu/gpu.cu"
@@ -40,11 +48,7 @@ CUDA_FLAGS = [
 
 
 def require_supported() -> None:
-    """Ends the build with a remedy where Python is not supported or TensorFlow is missing."""
-    try:
-        versions.require_python()
-    except versions.UnsupportedVersionError as error:
-        sys.exit(f"\n{error}\n")
+    """Ends the build with a remedy where TensorFlow is missing."""
     if not install.finds("tensorflow"):
         sys.exit(
             f"\ntfposeidon requires TensorFlow, which is not installed in {sys.prefix}.\n"
@@ -185,10 +189,9 @@ def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
         "tf.test.is_built_with_cuda()];"
         "print(json.dumps(config))"
     )
-    environment = dict(os.environ)
-    if install.target_has("tensorflow"):
-        # Without pip's isolated environment: the TensorFlow that will load the library counts.
-        environment.pop("PYTHONPATH", None)
+    # Without pip's isolated environment: the TensorFlow that will load the library counts.
+    has_own = install.target_has("tensorflow")
+    environment = install.without_isolation() if has_own else dict(os.environ)
     output = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )

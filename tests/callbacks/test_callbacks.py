@@ -137,13 +137,13 @@ def test_keras_callbacks_decide_alike(wire):
     assert rates[0] == rates[1] < 0.05
 
 
-def _rates_with_warmup(schedule_from):
-    """Rates of each step in four epochs: two of warm-up, and a tenth from an epoch on."""
+def _rates_with_warmup(schedule_from, together=1):
+    """Rates of each execution in four epochs: two of warm-up, and a tenth from an epoch on."""
     rates = []
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
-    model = compiled(optimizer=SGD(0.8, momentum=0.9))
+    model = compiled(optimizer=SGD(0.8, momentum=0.9), steps_per_execution=together)
     warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs=2)
     schedule = keras_callbacks.LearningRateSchedule(
         0.8, lambda epoch: 0.1, start_epoch=schedule_from
@@ -156,6 +156,12 @@ def _rates_with_warmup(schedule_from):
 def test_warmup_and_momentum_correction(wire):
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.8] * 4, *[0.08] * 4]
     np.testing.assert_allclose(_rates_with_warmup(3), expected, rtol=1e-5)
+
+
+def test_warmup_where_executions_do_not_fill_an_epoch(wire):
+    """Four steps, three together: the rate reaches its full value all the same."""
+    expected = [0.4, 0.55, 0.6, 0.75, *[0.8] * 2, *[0.08] * 2]
+    np.testing.assert_allclose(_rates_with_warmup(3, together=3), expected, rtol=1e-5)
 
 
 def test_a_schedule_right_behind_warmup(wire):

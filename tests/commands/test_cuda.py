@@ -11,7 +11,7 @@ from tfposeidon.commands import cuda, gpu_report, install
 NCCL_H = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
 
 
-def toolkit_in(home, release="12.5"):
+def toolkit_in(home, release="12.8"):
     """Makes a folder that looks like a toolkit; its nvcc only tells its release."""
     (home / "bin").mkdir(parents=True)
     (home / "lib64").mkdir()
@@ -43,7 +43,7 @@ def test_a_named_toolkit_comes_first(monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path / "named")))
     monkeypatch.setenv("PATH", str(toolkit_in(tmp_path / "other", "13.0") / "bin"))
     found = cuda.require_toolkit()
-    assert (found.home, found.version) == (tmp_path / "named", (12, 5))
+    assert (found.home, found.version) == (tmp_path / "named", (12, 8))
     assert found.static_runtime == tmp_path / "named" / "lib64" / "libcudart_static.a"
 
 
@@ -60,8 +60,8 @@ def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("release", "driver", "message"),
     [
-        (None, None, r"GPU code requires nvcc.*apt-get install cuda-nvcc-12-5.*pip install"),
-        ("11.8", None, r"nvcc 12 or later is needed. Received: nvcc 11.8"),
+        (None, None, r"GPU code requires nvcc.*apt-get install cuda-nvcc-12-8.*pip install"),
+        ("12.6", None, r"nvcc 12.8 or later is needed. Received: nvcc 12.6"),
         ("13.0", (12, 4), r"CUDA 13.0 needs NVIDIA's driver 580 or later.*up to 12.4"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     (home / "lib64" / "libcudart_static.a").unlink()
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
-    with pytest.raises(cuda.CudaError, match=r"no libcudart_static.a.*cuda-cudart-dev-12-5"):
+    with pytest.raises(cuda.CudaError, match=r"no libcudart_static.a.*cuda-cudart-dev-12-8"):
         cuda.require_toolkit()
 
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError, native
+from datacache.sources.tfrecord_format import find_records
 from tests import drawn
 
 COUNTS = (5, 0, 8)
@@ -150,3 +151,15 @@ def test_files_of_another_form(files, tmp_path):
     for other in (path, tmp_path / "text"):
         with pytest.raises(SourceError, match=r"must be uncompressed TFRecord files. Received"):
             datacache.from_tfrecords([other])
+
+
+def test_a_damaged_length_leaves_the_records_before_it(tmp_path):
+    path = str(tmp_path / "records")
+    with tf.io.TFRecordWriter(path) as writer:
+        for text in (b"a", b"bb", b"ccc"):
+            writer.write(text)
+    with open(path, "r+b") as stream:
+        # Of the second record: behind length, checksum, one byte and checksum of the first.
+        stream.seek(8 + 4 + 1 + 4)
+        stream.write(b"\xff" * 8)
+    assert find_records(path, 0, 3).tolist() == [[12, 1], [0, 0], [0, 0]]

@@ -1,6 +1,7 @@
 """Choices of HybComm, and plans of sufficient factors before and after a step."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -37,6 +38,19 @@ def test_each_variable_of_a_bucket_keeps_its_reason():
     assert small["reason"].startswith("factors 1.54 MB > ps 12.29 kB with K=1000")
     assert small["candidates"].keys() == large["candidates"].keys() == {"factors", "ps"}
     assert small["candidates"] != large["candidates"]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (6,), (3, 3)])
+def test_all_ranks_plan_alike_where_shards_differ(sizes):
+    """Sums in a node of three: its ranks hold unequal shards of a kernel, and send as much."""
+    ranks = iter(range(sum(sizes)))
+    nodes = tuple(tuple(itertools.islice(ranks, size)) for size in sizes)
+    kernel = Description("kernel", (64, 64), "float32", FactorShape(None, 64, 64, "float32"))
+    digests = {
+        make_plan([kernel], policies.parse("factors"), Topology(rank, nodes), 10**9).digest
+        for rank in range(sum(sizes))
+    }
+    assert len(digests) == 1
 
 
 def _hybcomm(m, n, rows, nodes, ranks_per_node=1):

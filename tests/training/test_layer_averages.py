@@ -88,6 +88,15 @@ def test_means_have_the_precision_of_their_values(wire):
     np.testing.assert_allclose(mean, [1 + 5e-13] * 2, rtol=1e-15)
 
 
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_a_callback_beside_validation_on_some_ranks(wire, synchronizes):
+    callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
+    validates = wire.topology.rank == 1
+    model, _ = _fit(wire, validates, callbacks=callbacks, synchronize_model=synchronizes)
+    mean = exchange_objects(model.layers[1].moving_mean.numpy().tolist(), wire, "mean")
+    assert mean[0] == mean[1]
+
+
 def test_nothing_is_synchronized_if_asked(wire):
     model, seen = _fit(wire, synchronize_model=False)
     assert seen[0]["epoch"] != seen[1]["epoch"]

@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
         rows = [*_versions(), *peers()]
         topology = _start(options.ranks_per_node)
         rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
-        problems = _wrong_schemes()
+        problems = _problems_of_all()
         if options.network:
             rows += _measured_links(topology, options.network)
     except (CheckError, ImportError, OSError, ValueError, RuntimeError) as error:
@@ -158,6 +158,15 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
         ("horovod with", f"{', '.join(built)}; ranks connect over {controller}"),
         *gpu_report.rows(gpus),
     ]
+
+
+def _problems_of_all() -> list[str]:
+    """Returns the wrong sums of all ranks, each with its rank; collective."""
+    from tfposeidon.communication import runtime
+    from tfposeidon.communication.wire import exchange_objects
+
+    ranks = exchange_objects(_wrong_schemes(), runtime.wire(), "check.problems")
+    return [f"rank {rank}: {one}" for rank, own in enumerate(ranks) for one in own]
 
 
 def _wrong_schemes() -> list[str]:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Version = tuple[int, int]
-OLDEST_NVCC = 12
+# The first whose Thrust has `tabulate_output_iterator`.
+OLDEST_NVCC = (12, 8)
 DRIVERS = {12: "525", 13: "580"}
 """First release of NVIDIA's driver that supports a major version of CUDA."""
 WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
@@ -146,10 +147,10 @@ def _homes_of_nvcc() -> list[Path]:
 
 
 def _problem_with(toolkit: Toolkit) -> str | None:
-    if toolkit.version[0] < OLDEST_NVCC:
+    if toolkit.version[:2] < OLDEST_NVCC:
         return (
-            f"nvcc {OLDEST_NVCC} or later is needed. Received: nvcc {dotted(toolkit.version)} in "
-            f"{toolkit.home}."
+            f"nvcc {dotted(OLDEST_NVCC)} or later is needed. Received: nvcc "
+            f"{dotted(toolkit.version)} in {toolkit.home}."
         )
     if not toolkit.static_runtime.exists():
         return f"nvcc needs the CUDA runtime. Received: no libcudart_static.a in {toolkit.home}."
@@ -170,12 +171,13 @@ def problem_with_driver(built_for: Version) -> str | None:
 
 
 def _how_to_get_nvcc() -> str:
-    cuda = (tensorflow_cuda() or "12.5").split(".")
-    release = "-".join(cuda[:2])
+    major, minor = map(int, (tensorflow_cuda() or "12.5").split(".")[:2])
+    cuda = max((major, minor), OLDEST_NVCC)
+    release = "{}-{}".format(*cuda)
     return (
-        f"Install nvcc {cuda[0]} from NVIDIA's repository (apt-get install cuda-nvcc-{release} "
-        f"cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers {DRIVERS[13]} and later, "
-        f"nvcc 13 (pip install {WHEELS_OF_NVCC}). "
+        f"Install nvcc {dotted(cuda)} from NVIDIA's repository (apt-get install "
+        f"cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers "
+        f"{DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). "
         "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
     )
 

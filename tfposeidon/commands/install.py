@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import importlib.machinery
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -63,9 +64,23 @@ def finds(module: str) -> bool:
 
 
 def target_has(module: str) -> bool:
-    """Returns whether pip's target has a top-level module, also from isolated builds."""
-    # Isolated builds run the interpreter of this environment, but with another `sys.path`.
-    return _finds(module, [sysconfig.get_path("purelib")])
+    """Returns whether this environment has a top-level module, also from isolated builds."""
+    return _finds(module, _path_of_environment())
+
+
+def without_isolation() -> dict[str, str]:
+    """Returns the environment variables without those by which pip isolates a build."""
+    isolating = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    return {name: value for name, value in os.environ.items() if name not in isolating}
+
+
+def _path_of_environment() -> list[str]:
+    """Returns a new interpreter's path, including a user's site that pip has just created."""
+    code = "import json, sys; print(json.dumps(sys.path[1:]))"
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, env=without_isolation(), capture_output=True, text=True)
+    path: list[str] = json.loads(output.stdout)
+    return path
 
 
 def _finds(module: str, path: list[str]) -> bool:
@@ -113,6 +128,10 @@ def cache_key(with_cuda: bool) -> str:
         repr(sorted(horovod_flags(with_cuda).items())),
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
+    if os.environ.get("HOROVOD_WITH_MPI") == "1":
+        # Open MPI and MPICH, and their releases, have libraries of their own.
+        shown = subprocess.run(["mpicxx", "-show"], capture_output=True, text=True)
+        parts.append(shown.stdout)
     if with_cuda:
         toolkit = cuda.require_toolkit()
         nccl = cuda.require_nccl(toolkit)
@@ -310,11 +329,10 @@ def _tensorflow_version() -> str | None:
     # Read the metadata, because importing TensorFlow takes seconds. Invalidate Python's caches of
     # folders: pip may have installed it after this process started.
     importlib.invalidate_caches()
+    path = _path_of_environment()
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        for found in importlib.metadata.distributions(name=name, path=path):
+            return f"{name} {found.version}"
     return None
 
 

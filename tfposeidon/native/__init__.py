@@ -24,6 +24,8 @@ def library() -> Any:
         "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or "
         "`make setup`."
     )
+    if LIBRARY.parents[2].joinpath("setup.py").exists():
+        remedy += " If it is installed, start Python outside of that folder, or with -P."
     if not LIBRARY.exists():
         raise RuntimeError(
             "Steps on several ranks, LARS, LAMB and tp.ops require tfposeidon's native library. "

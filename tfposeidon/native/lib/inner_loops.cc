@@ -14,6 +14,7 @@ namespace {
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Keys __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
+typedef float Half __attribute__((vector_size(32)));
 
 constexpr int64_t kGroups = kBlock / 16;
 
