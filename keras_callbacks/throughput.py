@@ -20,7 +20,8 @@ class Throughput(keras.callbacks.Callback):
 
     All ranks exchange their measurements at the end of the epoch and report the same numbers:
 
-    - `samples_per_second`: samples of all ranks together, over the time of the slowest rank.
+    - `samples_per_second`: samples of all ranks together, over the time of the slowest rank. It is
+      left out for models that override `metrics`, or do not update Keras's loss tracker.
     - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
       after its last gradient; mean over ranks. 0 without a communicating optimizer. On GPUs, where
       ops are queued, it is only an indication.
@@ -28,7 +29,7 @@ class Throughput(keras.callbacks.Callback):
       in several steps, the mean over these steps.
 
     The first step of an epoch is excluded, because the very first one traces and compiles; so is
-    validation. An epoch of one step reports 0 samples per second.
+    validation. An epoch of one step reports nothing.
 
     Args:
       log_dir: Folder in which the first rank that trains writes the scalars
@@ -90,10 +91,11 @@ class Throughput(keras.callbacks.Callback):
             return
         exposed = [exposed_s / (seconds or 1.0) for seconds, _, exposed_s in ranks]
         speed = {
-            "samples_per_second": sum(samples for _, samples, _ in ranks) / slowest_s,
             "exposed_communication": sum(exposed) / len(ranks),
             "megabytes_sent": self._bytes_sent() / 1e6,
         }
+        if samples := sum(samples for _, samples, _ in ranks):
+            speed = {"samples_per_second": samples / slowest_s, **speed}
         logs.update(speed)
         self._scalars.write({f"throughput/{name}": value for name, value in speed.items()}, epoch)
 

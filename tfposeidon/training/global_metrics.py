@@ -23,6 +23,9 @@ _OF_ONE_RANK = ("none", "only_first_replica")
 
 def samples_seen(model: keras.Model) -> float | None:
     """Returns the samples since Keras last reset its loss tracker, or `None` without a tracker."""
+    # A model with metrics of its own may have one of the same name that counts steps.
+    if type(model).metrics is not keras.Model.metrics:
+        return None
     # Keras weights each batch's loss by its samples, so the sum of weights is their number.
     tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
     count = getattr(tracker, "count", None)
