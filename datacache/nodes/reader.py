@@ -172,10 +172,10 @@ class PartitionedReader(Reader):
             self.close()
 
     def _ask(self, indices: np.ndarray) -> None:
-        """Requests those of the samples that other nodes own and memory does not hold."""
+        """Requests those of the samples that other nodes own and no store of this node holds."""
         elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
-        # Samples in memory are verified when they are copied.
-        elsewhere = self.tiers.not_ready(elsewhere)
+        # Samples of stores are verified when they are copied.
+        elsewhere = self.tiers.lacks(elsewhere)
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
@@ -244,7 +244,7 @@ def open_reader(tiers: StoreTier, samples: int, keeps_any: bool) -> Reader:
     # Without a store, the other node would produce a requested sample again each time.
     if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return Reader(tiers)
-    keep = tiers.pool is not None and tiers.pool.spec.shard.nodes == 1
+    keep = tiers.first_pool is not None and tiers.first_pool.spec.shard.nodes == 1
     # Must be the seed of the stores' shards: the owner of a sample is the node with space for it.
     owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
     name = f"tp.datacache{next(_cache_numbers)}"

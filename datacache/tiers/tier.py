@@ -66,6 +66,10 @@ class Tier(Owner):
         """Stores a sample in this and all tiers below of its form; returns whether it is here."""
         return False
 
+    def lacks(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the samples that no store of this tier and those below of its form holds."""
+        return indices
+
     def clear(self) -> None:
         """Removes the samples of this tier and of those below of its form."""
         return  # Tiers without a store hold none.
@@ -279,6 +283,16 @@ class StoreTier(Tier):
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
         """Returns the samples that the store lacks, without verifying the others, `[k]` int64."""
         return indices if self.pool is None else indices[~self.pool.ready(indices)]
+
+    @override
+    def lacks(self, indices: np.ndarray) -> np.ndarray:
+        return self._below.lacks(self.not_ready(indices))
+
+    @property
+    def first_pool(self) -> Pool | None:
+        """The store of this tier, or that of decoded samples below it."""
+        below = self._below
+        return self.pool or (below.first_pool if isinstance(below, StoreTier) else None)
 
     def has_room(self, indices: np.ndarray) -> np.ndarray:
         """Returns which of these samples have a place in the store, `[n]` bool."""

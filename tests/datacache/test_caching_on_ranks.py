@@ -26,9 +26,8 @@ on_equal_nodes_too = pytest.mark.ranks("2+1", "2x2")
 
 def _open(wire, folder, preprocess=drawn.decode, **arguments):
     memory = folder / f"memory{wire.topology.node_index}"
-    return datacache.Cache(
-        datacache.from_folder(folder / "images"), preprocess, memory=memory, **arguments
-    )
+    arguments = {"memory": memory, **arguments}
+    return datacache.Cache(datacache.from_folder(folder / "images"), preprocess, **arguments)
 
 
 def _over_ranks(wire, value):
@@ -110,6 +109,20 @@ def test_each_node_keeps_its_part(wire):
         assert cache.stats().received == sum(int((~home[share]).sum()) for share in shares)
         cache.close()
         assert not (folder / f"memory{wire.topology.node_index}" / cache.fingerprint[:20]).exists()
+
+
+def test_each_node_keeps_decoded_samples_without_memory(wire):
+    with make_folder(wire) as folder:
+        decoded = folder / f"decoded{wire.topology.node_index}"
+        cache = _open(wire, folder, memory=None, decoded=decoded)
+        cache.warm(progress=False)
+        exchange_objects(None, wire, "warm")
+        received = cache.stats().received
+        _check_epochs(wire, cache)
+        assert cache.stats().received == received, "all samples are on this node"
+        reads = sum(_over_ranks(wire, cache.stats().source_reads))
+        assert reads <= SAMPLES + 2 * len(wire.topology.nodes)
+        cache.close()
 
 
 def test_parts_that_do_not_fit_are_read_through(wire):
