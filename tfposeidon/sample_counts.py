@@ -53,7 +53,7 @@ def counted(count: SampleCount, data: Any) -> Any:
     number = count(data)
     if number is None:
         return None
-    with tf.control_dependencies(_tensors(data)):
+    with tf.control_dependencies(tensors(data)):
         number = tf.identity(number)
     if number.shape.rank != 0:
         raise ValueError(
@@ -186,7 +186,8 @@ class Unmasked(Configured):
         )
 
 
-def _tensors(data: Any) -> list[tf.Tensor]:
+def tensors(data: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, and those that ragged and sparse ones consist of."""
     leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 

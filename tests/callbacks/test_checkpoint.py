@@ -101,25 +101,26 @@ def test_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
         shutil.rmtree(folder)
 
 
-class _ByParts(keras.Sequential):
+class ByParts(keras.Sequential):
     """Updates its layers one after the other."""
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
+            predicted = self(x, training=True)
+            loss = self.compute_loss(x, y, predicted)
         variables = self.trainable_variables
         gradients = tape.gradient(loss, variables)
         if not self.optimizer.built:
             self.optimizer.build(variables)
         for part in (slice(0, 2), slice(2, 4)):
             self.optimizer.apply(gradients[part], variables[part])
-        return {"loss": loss}
+        return self.compute_metrics(x, y, predicted)
 
 
 def test_resume_where_steps_update_in_parts(wire):
     """Each residual returns to the exchange that kept it."""
-    check_resumes(wire, lambda: _ByParts(models.mlp().layers), sgd, scheme=SPARSE)
+    check_resumes(wire, lambda: ByParts(models.mlp().layers), sgd, scheme=SPARSE)
 
 
 def test_resume_behind_an_execution_that_the_epoch_ended(wire):
@@ -142,24 +143,21 @@ def test_resume_behind_an_execution_that_the_epoch_ended(wire):
 
 
 def test_resume_of_eager_steps(wire):
-    """Their metrics are built in the first of them."""
+    """Their metrics are built before the first of them, to receive what was saved."""
     folder = shared_folder(wire)
 
     def job(**options):
         model = compiled(models.mlp, sgd(), metrics=["accuracy"], run_eagerly=True)
         return checkpoint_job(models.mlp, folder, sgd, model=model, **options)
 
-    job(every_n_steps=1, epochs=1)
+    _, whole = job(every_n_steps=1, epochs=1)
     exchange_objects(None, wire, "saved")
     if wire.topology.rank == 0:
         shutil.rmtree(sorted(Path(folder).iterdir())[-1])
     exchange_objects(None, wire, "the one of its end is gone")
-    with LogLines() as lines:
-        resumed, history = job(epochs=2)
+    resumed, history = job(epochs=2)
     assert int(resumed.optimizer.iterations) == 2 * BATCHES
-    assert len(history["accuracy"]) == 2
-    said = [line for line in lines if "omit the batches before resuming" in line]
-    assert len(said) == (wire.topology.rank == 0)
+    assert history["accuracy"][0] == whole["accuracy"][0]
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
         shutil.rmtree(folder)

@@ -214,7 +214,7 @@ def test_a_stop_that_no_rank_expected_ends_the_epoch_first(wire):
     check_together(model, optimizer, wire, 8)
 
 
-class _Follows(keras.Sequential):
+class Follows(keras.Sequential):
     """Moves a copy of its weights after each update, and counts steps."""
 
     def build(self, shape):
@@ -232,7 +232,7 @@ class _Follows(keras.Sequential):
 
 
 def test_dropped_steps_leave_no_trace(wire):
-    model = _Follows(models.mlp().layers)
+    model = Follows(models.mlp().layers)
     model.build((None, 20))
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
     model.fit(of_unknown_length(2 + wire.topology.rank), epochs=2, verbose=0)

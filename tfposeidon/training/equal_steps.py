@@ -166,7 +166,6 @@ class EqualSteps(keras.callbacks.Callback):
         # first.
         self._is_finished = True
         self._session.finish_epoch()
-        # A step that finds no data may count, too, but does not end here.
         own = [has_trained, self._steps]
         ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
         # Ranks that train local weights decide independently.

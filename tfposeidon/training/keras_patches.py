@@ -279,8 +279,9 @@ def _as_list(callbacks: Any) -> list[Any]:
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """Builds model, metrics and optimizer before callbacks broadcast or restore them."""
     # Keras on TensorFlow builds in the first step. A model that can be built neither from shapes
-    # nor by a sample stays unbuilt, and callbacks that need a built model raise an error.
-    if not model.run_eagerly:
+    # nor by a sample stays unbuilt, and callbacks that need a built model raise an error. The call
+    # of an eager model may need values, but metrics of a built one do not.
+    if not model.run_eagerly or model.built:
         with _trying("from shapes"), _functions_run_as_python():
             specification = _batch_specification(x, y, sample_weight)
             if specification is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.joining import join_until_all_have_ended
@@ -335,11 +336,14 @@ class Session:
         """Surrounds the tracing of a train step, in which samples in `data` weight this rank."""
         if runtime.size() > 1:
             _refuse_synchronized(self._model)
-        if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
-            # An op of the traced step, so that it also counts the steps within an execution.
-            self._step_counter.assign_add(1)
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
+            if self._watches_absence:
+                # Otherwise a step that finds no data could change counters and copies of weights.
+                stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
+            if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
+                # An op of the traced step, so that it also counts the steps within an execution.
+                self._step_counter.assign_add(1)
 
             def join(held: Any, variables: list[Any]) -> None:
                 optimizer = without_loss_scale(held)

@@ -5,6 +5,7 @@ Keras calls `model.train_function` for each execution, so a replacement can drop
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,12 @@ class SkipBatches:
         self.remaining = self.remaining - steps if dropped == steps else 0
         if not dropped:
             raise StopIteration
-        # Metrics that a snapshot holds, in case that no batches are left.
-        return {} if self.remaining > 0 else self.model.get_metrics_result()
+        if self.remaining <= 0:
+            # Metrics that are not built have no result.
+            with contextlib.suppress(ValueError):
+                # In case that no batches are left: those of the snapshot.
+                return self.model.get_metrics_result()
+        return {}
 
 
 class OutsideOfFit:
