@@ -402,7 +402,7 @@ class Cache:
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         # After an error, other ranks do not close their caches: do not wait for them.
-        if kind is not None and self._reader.waits_to_close:
+        if kind is not None and not self._closed and self._reader.waits_to_close:
             return
         self.close()
 

@@ -36,15 +36,17 @@ class AverageBatchNorm(layer_averages.LayerAverages):
         self._trains = self._has_nothing_to_do = False
 
     @override
+    def set_params(self, params: Any) -> None:
+        # `fit` and `evaluate` begin with it; a `fit` may have been interrupted.
+        super().set_params(params)
+        self._trains = self._has_nothing_to_do = False
+
+    @override
     def on_train_begin(self, logs: Any = None) -> None:
         hooks = session.of(self.model).hooks
         # Where only some ranks validate, `fit` and this callback would wait for one another.
         self._has_nothing_to_do = bool(hooks) and all(one.synchronizes_model for one in hooks)
         self._trains = True
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._trains = self._has_nothing_to_do = False
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:

@@ -37,7 +37,7 @@ from tfposeidon.state.snapshots import (
 from tfposeidon.training import layer_state, session
 from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
 
-FORMAT = 8
+FORMAT = 9
 """Format number of a snapshot's contents; every change increments it."""
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """State that each rank saves separately."""

@@ -29,7 +29,7 @@ class Throughput(keras.callbacks.Callback):
       in several steps, the mean over these steps.
 
     The first step of an epoch is excluded, because the very first one traces and compiles; so is
-    validation. An epoch of one step reports nothing.
+    validation. An epoch of one step reports no `samples_per_second`.
 
     Args:
       log_dir: Folder in which the first rank that trains writes the scalars

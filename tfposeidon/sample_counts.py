@@ -53,7 +53,7 @@ def counted(count: SampleCount, data: Any) -> Any:
     number = count(data)
     if number is None:
         return None
-    with tf.control_dependencies(tensors(data)):
+    with tf.control_dependencies(_tensors(data)):
         number = tf.identity(number)
     if number.shape.rank != 0:
         raise ValueError(
@@ -77,14 +77,10 @@ def batch_size(data: Any) -> Any:
     >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))
     32
     """
-    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     # Eager steps receive the arrays of `train_on_batch` as they are.
-    leaves = [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-        for leaf in keras.tree.flatten(data)
-    ]
-    leaves = [leaf for leaf in leaves if isinstance(leaf, kinds)]
-    return next((_rows(leaf) for leaf in leaves if leaf.shape.rank != 0), None)
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
+    leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, kinds)]
+    return next((_rows(leaf) for leaf in leaves if tf.TensorShape(leaf.shape).rank != 0), None)
 
 
 def _rows(batch: Any) -> tf.Tensor:
@@ -92,6 +88,8 @@ def _rows(batch: Any) -> tf.Tensor:
         return batch.nrows(tf.int32)
     if isinstance(batch, tf.SparseTensor):
         return tf.cast(batch.dense_shape[0], tf.int32)
+    if isinstance(batch, np.ndarray):
+        return tf.constant(len(batch))
     return tf.shape(batch)[0]
 
 
@@ -186,8 +184,7 @@ class Unmasked(Configured):
         )
 
 
-def tensors(data: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a batch, and those that ragged and sparse ones consist of."""
+def _tensors(data: Any) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 

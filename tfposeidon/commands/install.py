@@ -65,7 +65,7 @@ def finds(module: str) -> bool:
 
 def target_has(module: str) -> bool:
     """Returns whether this environment has a top-level module, also from isolated builds."""
-    return _finds(module, _path_of_environment())
+    return _finds(module, _path_of_environment(without_isolation()))
 
 
 def without_isolation() -> dict[str, str]:
@@ -74,11 +74,11 @@ def without_isolation() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in isolating}
 
 
-def _path_of_environment() -> list[str]:
+def _path_of_environment(variables: dict[str, str]) -> list[str]:
     """Returns a new interpreter's path, including a user's site that pip has just created."""
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     command = [sys.executable, "-c", code]
-    output = subprocess.run(command, env=without_isolation(), capture_output=True, text=True)
+    output = subprocess.run(command, env=variables, capture_output=True, text=True)
     path: list[str] = json.loads(output.stdout)
     return path
 
@@ -329,7 +329,7 @@ def _tensorflow_version() -> str | None:
     # Read the metadata, because importing TensorFlow takes seconds. Invalidate Python's caches of
     # folders: pip may have installed it after this process started.
     importlib.invalidate_caches()
-    path = _path_of_environment()
+    path = _path_of_environment(dict(os.environ))
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
         for found in importlib.metadata.distributions(name=name, path=path):
             return f"{name} {found.version}"

@@ -96,8 +96,9 @@ class AgreedPlans:
 
     @property
     def lists(self) -> list[list[tf.Variable]]:
-        """Lists of variables that steps have exchanged, in the order of their first step."""
-        keys = [key for key, exchanger in self._exchangers.items() if exchanger.prefix]
+        """Lists of variables of `used_exchangers`, in their order."""
+        used = self.used_exchangers
+        keys = [key for key, exchanger in self._exchangers.items() if exchanger in used]
         return [[reference.deref() for reference in key] for key in keys]
 
     @property

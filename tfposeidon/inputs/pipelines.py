@@ -63,6 +63,11 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Returns a rank's share of a dataset, or raises an error with the line to write instead."""
     steps = chain(dataset)
     place = _place(steps, size)
+    if any(kind(one) == "CacheDataset" and one._filename.numpy() for one in below(steps[place])):
+        raise _refusal(
+            f"a cache in a file before {kind(steps[place])}, which all ranks would write",
+            "Put the cache behind that step.",
+        )
     share = steps[place].shard(size, rank)
     for step in steps[place + 1 :]:
         share = _applied_to(share, step, f".{rank}_of_{size}")

@@ -19,7 +19,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.training.equal_steps import has_batch_hooks
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.one_writer import SAVING
+from tfposeidon.training.layer_averages import SAVING
 
 
 class Showing:

@@ -207,12 +207,12 @@ def _seconds(preferences: str) -> float:
 
 
 def listen(host: str, ports: Sequence[int], identity: str, token: str | None) -> Store:
-    """Returns a store on the first free port, on all interfaces unless the host is 127.0.0.1.
+    """Returns a store on the first free port, on all interfaces unless the host is a loopback.
 
     Raises `OSError` if all ports stay taken.
     """
-    # Debian's 127.0.1.1 is another address, to which no rank could connect.
-    bind_to = "127.0.0.1" if host == "127.0.0.1" else ""
+    # Debian's 127.0.1.1 is another address than 127.0.0.1.
+    bind_to = host if host.startswith("127.") else ""
     deadline = time.monotonic() + BIND_S
     while True:
         for port in ports:

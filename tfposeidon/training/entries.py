@@ -6,6 +6,7 @@ Checkpoints, broadcasts and comparisons read this one list, so that they cover t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
+from tfposeidon.gradients.description import of_tensorflow
 from tfposeidon.state.placement import (
     Placement,
     StateEntry,
@@ -74,6 +76,17 @@ def _own_inner(held: Any) -> list[Any]:
     around = [] if held is optimizer else held.variables
     found = {id(variable): variable for variable in [*optimizer.inner_optimizer.variables, *around]}
     return [one for key, one in found.items() if key not in set(map(id, optimizer.variables))]
+
+
+def of_train_step(model: Any) -> list[Any]:
+    """Returns replicated variables that no optimizer has updated, and that are not its state."""
+    updated: list[Any] = []
+    for held in held_optimizers(model):
+        optimizer = session.without_loss_scale(held)
+        updated += [*held.variables, *optimizer.variables]
+        updated += itertools.chain(*optimizer.exchange.plans.lists)
+    known = {of_tensorflow(variable).ref() for variable in updated}
+    return [v for v in replicated_variables(model) if of_tensorflow(v).ref() not in known]
 
 
 def variables_of(model: Any, *placements: Placement) -> list[Any]:

@@ -175,12 +175,15 @@ class EqualSteps(keras.callbacks.Callback):
         return all(has_trained for has_trained, _ in ranks)
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
-        """Undoes what the train steps of dropped updates changed, such as a copy of weights."""
-        if self._synchronizes and len(set(steps)) > 1:
-            wire = runtime.wire()
-            if entries.difference(self.model, wire):
-                values = entries.replicated_variables(self.model)
-                replicas.broadcast(values, wire, steps.index(min(steps)))
+        """Undoes what the train steps of dropped updates changed: counters, copies of weights."""
+        is_one_step = len(set(steps)) == 1
+        if is_one_step or not self._synchronizes or not entries.has_weights(self.model):
+            return
+        # Optimizers have dropped their updates: if what they update differs, it is an error.
+        values, wire = entries.of_train_step(self.model), runtime.wire()
+        sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
+        if len(set(sums)) > 1:
+            replicas.broadcast(values, wire, steps.index(min(steps)))
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:

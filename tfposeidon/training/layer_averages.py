@@ -14,7 +14,13 @@ from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
 from tfposeidon.training.entries import variables_of
-from tfposeidon.training.one_writer import SAVING
+
+SAVING = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.OrbaxCheckpoint,
+)
+"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
 
 
 class LayerAverages(keras.callbacks.Callback):
@@ -22,6 +28,8 @@ class LayerAverages(keras.callbacks.Callback):
 
     Validation changes no such state. Partial state is summed at the end of the epoch.
     """
+
+    _is_due = True
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -29,12 +29,6 @@ _PATHS = {
     keras.callbacks.OrbaxCheckpoint: "directory",
 }
 """Callbacks that write files, and their path attributes."""
-SAVING = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.OrbaxCheckpoint,
-)
-"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
 
 
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
