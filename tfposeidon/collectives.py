@@ -25,6 +25,8 @@ _OF_CONTROL_FLOW = (
 # Dtypes that Horovod sums. Smaller ones are sent as wider ones, complex ones as pairs of real ones.
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
+    # The sum may exceed its range, although the mean does not.
+    "float16": tf.float32,
     "bfloat16": tf.float32,
     "bool": tf.int32,
     "int8": tf.int32,
@@ -319,8 +321,7 @@ def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
     content = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
     everything = wire.all_gather(opaque(content, zero), world, f"{name}.bytes")
     characters = tf.constant([bytes([byte]) for byte in range(256)])
-    joined = tf.strings.reduce_join(tf.gather(characters, tf.cast(everything, tf.int32)))
-    texts = tf.strings.substr(
-        tf.fill(tf.shape(lengths), joined), tf.cumsum(lengths, exclusive=True), lengths
-    )
+    letters = tf.gather(characters, tf.cast(everything, tf.int32))
+    count = tf.size(lengths)
+    texts = tf.strings.unsorted_segment_join(letters, tf.repeat(tf.range(count), lengths), count)
     return tf.reshape(texts, tf.concat([[-1], tf.shape(rows)[1:]], 0))

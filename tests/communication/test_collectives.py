@@ -30,6 +30,16 @@ def test_all_reduce(wire):
     for mean in _both(lambda: tp.all_reduce([1.0, float(rank)])):
         np.testing.assert_allclose(mean.numpy(), [1.0, (size - 1) / 2])
     assert int(tp.all_reduce(rank == 0, "sum")) == 1
+    # Its sum has no float16.
+    assert float(tp.all_reduce(tf.constant(40000.0, tf.float16))) == 40000.0
+
+
+def test_a_tensor_of_unknown_rank(wire):
+    unknown = tf.function(
+        lambda x: tp.all_gather(tf.py_function(lambda value: value, [x], tf.float32))
+    )
+    found = unknown(tf.fill([2], float(wire.topology.rank))).numpy()
+    assert found.tolist() == [float(r) for r in range(wire.topology.size) for _ in range(2)]
 
 
 def test_several_in_one_graph(wire):
@@ -116,6 +126,8 @@ def test_text(wire):
         expected = [row for r in range(size) for row in [[f"rank {r}", "é"], ["", "\0"]][: 1 + r]]
         assert joined.numpy().tolist() == [[text.encode() for text in row] for row in expected]
     assert tp.all_gather(str(rank)).numpy().tolist() == [b"0", b"1"]
+    many = [f"{number:060d}" for number in range(20_000)]
+    assert tp.all_gather(many).numpy().tolist() == [text.encode() for text in size * many]
     variable = tf.Variable([f"of rank {rank}", "é"])
     tp.broadcast_variables({"text": variable})
     assert variable.numpy().tolist() == [b"of rank 0", "é".encode()]

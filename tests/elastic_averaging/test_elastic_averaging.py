@@ -246,11 +246,14 @@ def test_files_are_the_servers(wire):
 
 @rank_1_serves
 def test_a_resumed_run_begins_at_the_servers_epoch(wire):
+    """With the server's rate, which a callback has changed."""
     folder, data = shared_folder(wire), models.mlp.data(48)
 
     def trained(*arguments, **options):
         # After all steps some are left, which the last snapshot has.
         made = tp.ElasticAveraging(sgd(), sync_every=5, alpha=ALPHA)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 * 0.5**epoch)
+        options["callbacks"] = [rate, *options["callbacks"]]
         return elastic_fitted(*arguments, optimizer=made, **options)
 
     trained(data, epochs=2, callbacks=[keras_callbacks.Checkpoint(folder)])

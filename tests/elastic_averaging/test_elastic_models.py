@@ -158,6 +158,9 @@ def test_state_of_layers_travels(wire):
     served = [peak.peak, normalization.moving_mean, normalization.moving_variance]
     assert all((v.numpy() != start).all() for v, start in zip(served, (0, 0, 1), strict=True))
     same_on_all_ranks([v.numpy() for v in served], wire)
+    # Though the layer was made with the same seed on all ranks.
+    seeds = exchange_objects(str(model.layers[3].seed_generator.state.numpy()), wire, "seeds")
+    assert len(set(seeds)) == wire.topology.size
     # Neither frozen weights nor seeds.
     trained = [normalization.gamma, normalization.beta, *last.trainable_variables]
     exchanged = model.optimizer.exchanged_variables

@@ -72,6 +72,7 @@ def main(trouble):
         transport_timeout_s=10,
         network="measure" if is_measuring else "unknown",
     )
+    announce("a rank")
     if is_measuring:
         stop_while_links_are_measured()
     keras.utils.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""Every benchmark runs its smallest case to the end, installed peers included, and plots it."""
+"""Every benchmark runs its smallest case to the end and plots it; test_peers.py runs the peers."""
 
 import json
 import shutil

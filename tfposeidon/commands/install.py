@@ -79,7 +79,8 @@ def _path_of_environment(variables: dict[str, str]) -> list[str]:
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     command = [sys.executable, "-c", code]
     output = subprocess.run(command, env=variables, capture_output=True, text=True)
-    path: list[str] = json.loads(output.stdout)
+    # Code that runs at every start may print.
+    path: list[str] = json.loads(output.stdout.splitlines()[-1])
     return path
 
 

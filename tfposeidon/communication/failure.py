@@ -132,8 +132,8 @@ class Reporter:
             )
         if ended:
             known += (
-                f" Rank(s) {ended} had already finished their script: check whether they have "
-                "fewer batches or epochs."
+                f" Rank(s) {ended} had already finished their script, or called sys.exit: see "
+                "their own messages, and check whether they have fewer batches or epochs."
             )
         return known
 

@@ -207,6 +207,8 @@ def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Returns the same tensor, without a copy, in a form that TensorFlow cannot fold."""
     # A slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape is not
     # sufficient: if all dimensions but one are known, TensorFlow infers the last.
+    if tensor.shape.rank is None:
+        return tensor
     begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 

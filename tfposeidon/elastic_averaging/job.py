@@ -22,7 +22,7 @@ from tfposeidon.elastic_averaging.server import ServedCentre, Server
 from tfposeidon.elastic_averaging.worker import Worker
 from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapping import rates, slots, step_counter
-from tfposeidon.state.placement import Placement, is_seed
+from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.training import entries, layer_state, session
 
 
@@ -312,7 +312,9 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
     local = entries.variables_of(model, Placement.LOCAL, Placement.PARTIAL)
     left_out |= {id(variable) for variable in local if not is_seed(variable)}
-    rest = [variable for variable in model.weights if id(variable) not in left_out]
+    # Keras leaves seeds out of `weights`.
+    weights = [*model.weights, *seeds_of_layers(model)]
+    rest = [variable for variable in weights if id(variable) not in left_out]
     replicas.broadcast(rest, runtime.wire(), server)
     layer_state.broadcast(model, runtime.wire(), server)
 

@@ -186,11 +186,17 @@ class ElasticAveraging(CommunicatingOptimizer):
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
+        # Callbacks set rates; a resumed server has that of its snapshot, and sends it to workers.
+        inner = {
+            name: value
+            for name, value in settings(self.inner_optimizer, "inner optimizer").items()
+            if not (name.endswith(".learning_rate") and isinstance(value, float))
+        }
         return {
             "sync_every": self._every,
             "alpha": self.alpha,
             "server_alpha": self.server_alpha,
-            **settings(self.inner_optimizer, "inner optimizer"),
+            **inner,
         }
 
     @property
