@@ -1,5 +1,7 @@
 """`auto` on real ranks: it measures, plans, and trains as one process would."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -273,5 +275,15 @@ def test_ranks_must_be_given_the_same_links(wire):
     with (
         links(given(wire, rate)),
         Raises(RuntimeError, "All ranks must use the same exchange settings.*links"),
+    ):
+        train_together(model, data, tp.DistributedOptimizer(sgd()), wire)
+
+
+def test_a_network_that_only_some_ranks_know_is_named(wire):
+    model, data = small()
+    known = links(given(wire, "1gbit")) if wire.topology.rank == 0 else contextlib.nullcontext()
+    with (
+        known,
+        Raises(RuntimeError, "choose plans by the network, or none. Received: 1 on rank 0, 0 on"),
     ):
         train_together(model, data, tp.DistributedOptimizer(sgd()), wire)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tfposeidon.autotune.search import RACED_WITHIN
 from tfposeidon.autotune.simulation import Timeline
-from tfposeidon.communication import runtime
+from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.exchange.plan import Plan
@@ -127,7 +127,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._is_changing = False
+        self._is_skipping = self._is_changing = self._has_compared = False
         self._epoch = self._batches = self._batches_before = 0
         # Steps since timing began, the last timed one (0 while none are), and steps per exchange.
         self._steps, self._end, self._calls = 0, 0, 1
@@ -153,6 +153,7 @@ class ChoosePlan(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
         self._optimizers = self._session.optimizers
+        self._compare_plans()
         # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
@@ -164,6 +165,19 @@ class ChoosePlan(keras.callbacks.Callback):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
             self._continue()
+
+    def _compare_plans(self) -> None:
+        # Fixed schemes have nothing to choose, and only some ranks may have this callback for them.
+        chooses = any(not one.exchange.plans.policy.is_fixed for one in self._optimizers)
+        if self._has_compared or not chooses:
+            return
+        self._has_compared = True
+        agreement.require_equal(
+            exchange_objects(len(self._plans), runtime.wire(), "tp.choose_plan.tunable"),
+            "All ranks must choose plans by the network, or none",
+            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
+            "op determinism on all or none.",
+        )
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
