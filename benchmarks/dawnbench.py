@@ -208,7 +208,7 @@ def plot(cells, path):
                 times.annotate("below target", (0, height), va="center", fontsize=9)
         times.set_yticks(range(len(runs)), [name(*key) for key in runs])
         times.margins(x=0.06)
-        times.set(xlabel=f"seconds to {target:g} %, a point for each seed")
+        times.set(xlabel=f"seconds to {target:g} %, by seed")
         times.set_xlim(left=0)
         times.set_ylim(len(runs) - 0.5, -0.5)
         curves.axhline(target, **figures.REFERENCE)

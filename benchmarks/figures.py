@@ -191,7 +191,7 @@ def legend(figure, columns=4, more=(), title=None):
 
     Args:
       figure: Figure with labeled lines or bars.
-      columns: Number of entries in a line.
+      columns: Number of entries in a line; fewer if these are wider than the figure.
       more: Labels to be printed in bold beside those of our systems.
       title: Line above the entries; by default it says what is bold and dashed, if both occur.
     """
@@ -205,16 +205,20 @@ def legend(figure, columns=4, more=(), title=None):
     theirs = {own.label for own in STYLES.values() if not own.ours}
     if title is None and theirs & set(labels):
         title = "bold: tfposeidon; dashed or hatched: other frameworks"
-    drawn = figure.legend(
-        [found[label] for label in labels],
-        labels,
-        title=title,
-        loc="outside lower center",
-        ncols=columns,
-        handlelength=3,
-    )
-    for text in drawn.get_texts():
-        text.set_fontweight("bold" if text.get_text() in ours else "normal")
+    for count in range(columns, 0, -1):
+        drawn = figure.legend(
+            [found[label] for label in labels],
+            labels,
+            title=title,
+            loc="outside lower center",
+            ncols=count,
+            handlelength=3,
+        )
+        for text in drawn.get_texts():
+            text.set_fontweight("bold" if text.get_text() in ours else "normal")
+        if drawn.get_window_extent().width <= figure.bbox.width or count == 1:
+            return
+        drawn.remove()
 
 
 def save(path, panels, draw, columns=2, height_in=3.0):
