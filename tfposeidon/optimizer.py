@@ -310,7 +310,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         if self.built and not self._exchange.plans.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = self._accumulation.rank_state(runtime.size()) if self._accumulation else []
-        return [*accumulated, *self._exchange.plans.rank_state()]
+        of_schemes = self._exchange.plans.rank_state(self._trainable_variables)
+        return [*accumulated, *of_schemes]
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:

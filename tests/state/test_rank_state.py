@@ -158,6 +158,17 @@ def test_rates_are_described_by_their_variables_whatever_list_came_first():
     ]
 
 
+def test_equal_paths_in_two_lists_are_two():
+    scheme = schemes.TopK(min_elements=0)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
+    both = [keras.Variable(tf.zeros([3]), name="kernel") for _ in range(2)]
+    optimizer.build(both)
+    for variable in both:
+        optimizer.apply([tf.ones([3])], [variable])
+    found = [d.members for _, d in optimizer.rank_state if d.name == "residual"]
+    assert found == [(("kernel", 3),), (("kernel#1", 3),)]
+
+
 def test_descriptions_survive_json():
     piece = StateDescription(
         name="residual",

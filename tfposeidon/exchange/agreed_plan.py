@@ -7,7 +7,7 @@ that is trained in parts, has several.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,12 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import Plan, sized
 from tfposeidon.exchange.planner import Planner, planner_for
 from tfposeidon.exchange.scheme_states import EffectiveRate
-from tfposeidon.gradients.description import Description, describe, of_tensorflow
+from tfposeidon.gradients.description import (
+    Description,
+    describe,
+    distinct_paths,
+    of_tensorflow,
+)
 from tfposeidon.optimizers.layer_wise import Norms
 from tfposeidon.policies import Policy
 from tfposeidon.state.rank_state import StateDescription
@@ -185,15 +190,24 @@ class AgreedPlans:
             self.forget()
         return has_resumed
 
-    def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Yields the variables of schemes' state on this rank, each with its description."""
+    def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
+        """Yields the variables of schemes' state on this rank, each with its description.
+
+        `variables` are those of all lists.
+        """
+        # Over all lists, of which two may have variables of equal paths.
+        distinct = distinct_paths([describe(variable) for variable in variables])
+        of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
         for key, exchanger in self._exchangers.items():
             states = exchanger.states
             if states.exist:
-                yield from zip(itertools.chain(*states.variables), states.describe(), strict=True)
+                pairs = zip(key, states.plan.descriptions, strict=True)
+                paths = [of_variables.get(reference, own.path) for reference, own in pairs]
+                described = states.describe(paths)
+                yield from zip(itertools.chain(*states.variables), described, strict=True)
                 # Identify it by the variables, not by a number: another run may use the lists in
                 # another order.
-                members = states.members
+                members = states.members(paths)
                 rate = StateDescription(name="effective_rate", members=members)
                 yield self._effective_rates[key].variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)

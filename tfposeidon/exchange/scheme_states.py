@@ -6,8 +6,7 @@ variables between steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -121,12 +120,12 @@ class SchemeStates:
             for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
         )
 
-    def describe(self) -> Iterator[StateDescription]:
-        """Yields the description of each of `variables`, in their order."""
-        topology = self.plan.topology
+    def describe(self, paths: Sequence[str] | None = None) -> Iterator[StateDescription]:
+        """Yields the description of each of `variables`; `paths` are those of `members`."""
+        topology, of_variables = self.plan.topology, self.members(paths)
         for bucket in self.plan.buckets:
             everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
-            members = tuple(self.members[member] for member in bucket.members)
+            members = tuple(of_variables[member] for member in bucket.members)
             for index, slot in enumerate(bucket.slots(topology)):
                 if slot.shape:
                     # The shards of all ranks together cover the bucket this many times.
@@ -141,12 +140,11 @@ class SchemeStates:
                 else:
                     yield StateDescription(name=slot.name, members=members, scalar=True)
 
-    @cached_property
-    def members(self) -> tuple[tuple[str, int], ...]:
-        """Distinct path and number of elements of each variable of the plan, in their order."""
+    def members(self, paths: Sequence[str] | None = None) -> tuple[tuple[str, int], ...]:
+        """Returns distinct path and number of elements of each variable of the plan, in order."""
         descriptions = self.plan.descriptions
         lengths = [description.length for description in descriptions]
-        return tuple(zip(distinct_paths(descriptions), lengths, strict=True))
+        return tuple(zip(paths or distinct_paths(descriptions), lengths, strict=True))
 
 
 def _variable(slot: Slot, bucket: int) -> tf.Variable:

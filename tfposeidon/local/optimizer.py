@@ -213,7 +213,8 @@ class LocalUpdates(CommunicatingOptimizer):
             for index, variable in enumerate(self.inner_optimizer.variables)
         ]
         own = [] if self._synchronization is None else self._synchronization.rank_state
-        return [*slots, *own, *self._exchange.plans.rank_state()]
+        of_schemes = self._exchange.plans.rank_state(self._trainable_variables)
+        return [*slots, *own, *of_schemes]
 
     @property
     @override
