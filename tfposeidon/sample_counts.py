@@ -53,7 +53,7 @@ def counted(count: SampleCount, data: Any) -> Any:
     number = count(data)
     if number is None:
         return None
-    with tf.control_dependencies(_tensors(data)):
+    with tf.control_dependencies(tensors(data)):
         number = tf.identity(number)
     if number.shape.rank != 0:
         raise ValueError(
@@ -61,6 +61,23 @@ def counted(count: SampleCount, data: Any) -> Any:
             f"{tuple(number.shape)}. Return its sum."
         )
     return number
+
+
+def tensors(data: Any) -> list[tf.Tensor]:
+    """Returns the tensors of a batch, and those that ragged and sparse ones consist of.
+
+    Args:
+      data: Batch, the argument of a train step.
+
+    Returns:
+      Tensors, in the order of the batch.
+
+    >>> import tensorflow as tf
+    >>> len(tensors((tf.zeros([2]), tf.ragged.constant([[1], [2, 3]]))))
+    3
+    """
+    leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
 def batch_size(data: Any) -> Any:
@@ -182,11 +199,6 @@ class Unmasked(Configured):
         return tf.reduce_sum(
             tf.cast(tf.not_equal(tokens, tf.cast(self.padding, tokens.dtype)), tf.float32)
         )
-
-
-def _tensors(data: Any) -> list[tf.Tensor]:
-    leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
 
 def _single(tensors: Any, name: str) -> tf.Tensor:

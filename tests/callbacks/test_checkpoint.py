@@ -101,6 +101,14 @@ def test_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
         shutil.rmtree(folder)
 
 
+def _drop_newest(folder, wire):
+    """Removes the snapshot of an epoch's end, so that the one before it is resumed."""
+    exchange_objects(None, wire, "saved")
+    if wire.topology.rank == 0:
+        shutil.rmtree(sorted(Path(folder).iterdir())[-1])
+    exchange_objects(None, wire, "the newest is gone")
+
+
 class ByParts(keras.Sequential):
     """Updates its layers one after the other."""
 
@@ -130,11 +138,7 @@ def test_resume_behind_an_execution_that_the_epoch_ended(wire):
 
     folder = shared_folder(wire)
     checkpoint_job(models.mlp, folder, sgd, every_n_steps=4, epochs=1, model=make())
-    exchange_objects(None, wire, "saved")
-    if wire.topology.rank == 0:
-        # Of the epoch's end.
-        shutil.rmtree(sorted(Path(folder).iterdir())[-1])
-    exchange_objects(None, wire, "the one of its end is gone")
+    _drop_newest(folder, wire)
     resumed, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2, model=make())
     assert int(resumed.optimizer.iterations) == 2 * BATCHES
     exchange_objects(None, wire, "done")
@@ -143,7 +147,7 @@ def test_resume_behind_an_execution_that_the_epoch_ended(wire):
 
 
 def test_resume_of_eager_steps(wire):
-    """Their metrics are built before the first of them, to receive what was saved."""
+    """`fit` builds metrics before the first step, so that they receive their saved values."""
     folder = shared_folder(wire)
 
     def job(**options):
@@ -151,10 +155,7 @@ def test_resume_of_eager_steps(wire):
         return checkpoint_job(models.mlp, folder, sgd, model=model, **options)
 
     _, whole = job(every_n_steps=1, epochs=1)
-    exchange_objects(None, wire, "saved")
-    if wire.topology.rank == 0:
-        shutil.rmtree(sorted(Path(folder).iterdir())[-1])
-    exchange_objects(None, wire, "the one of its end is gone")
+    _drop_newest(folder, wire)
     resumed, history = job(epochs=2)
     assert int(resumed.optimizer.iterations) == 2 * BATCHES
     assert history["accuracy"][0] == whole["accuracy"][0]
@@ -302,10 +303,7 @@ def test_an_order_that_fit_draws_is_told_of(wire):
         folder = shared_folder(wire)
         checkpoint = keras_callbacks.Checkpoint(folder, every_n_steps=3)
         model.fit(*data, verbose=0, callbacks=[checkpoint], **options)
-        exchange_objects(None, wire, "stopped")
-        if wire.topology.rank == 0:
-            shutil.rmtree(sorted(Path(folder).iterdir())[-1])
-        exchange_objects(None, wire, "the one of its end is gone")
+        _drop_newest(folder, wire)
         with LogLines() as lines:
             model.fit(*data, verbose=0, callbacks=[keras_callbacks.Checkpoint(folder)], **options)
         said = [line for line in lines if "shuffles the data in another order" in line]

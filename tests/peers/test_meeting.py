@@ -1,5 +1,6 @@
 """The store and the meeting of ranks in it, as threads of this process."""
 
+import dataclasses
 import json
 import os
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import client, meeting, sources, store
+from tfposeidon.peers import client, meeting, run, sources, store
 from tfposeidon.peers.client import Client
 from tfposeidon.peers.meeting import Entry
 from tfposeidon.peers.sources import Job
@@ -203,10 +204,28 @@ def test_a_host_without_an_address_is_named(server):
         client.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
 
 
-def test_a_store_answers_at_any_loopback_address():
-    """Debian's address of a host's own name is 127.0.1.1."""
+def test_a_store_answers_at_any_loopback_address(monkeypatch):
+    """Debian's address of a host's own name is 127.0.1.1. Node 0 finds it there, too."""
     with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
-        client.connect(job(found, host="127.0.1.1"), "secret", 5.0)
+        there = job(found, host="127.0.1.1")
+        client.connect(there, "secret", 5.0)
+        assert client.running(there, "secret") is not None
+    ports = found.server_address[1:]
+    own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
+    with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:
+        reached.put_first("nodes", "0", "node 0")
+    start, started = store.start_process, []
+
+    def starting(*place):
+        started.append(start(*place))
+        return started[-1]
+
+    monkeypatch.setattr(store, "start_process", starting)
+    entries, reached = meeting.meet_ranks(own, "secret", 5.0)
+    for process, _ in started:
+        process.kill()
+        process.wait()
+    assert (len(entries), reached.host) == (1, "127.0.1.1")
 
 
 def test_a_taken_port_is_named(server, monkeypatch):

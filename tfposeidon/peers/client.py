@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
-from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, prefix_of
+from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, address_at_home, prefix_of
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -130,8 +130,7 @@ def running_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | 
 
 def running(job: Job, token: str | None) -> Client | None:
     """Returns a client of the job's store if it runs on this host already."""
-    # The host's own name may lead to another address, such as that of a service.
-    *_, last = _attempts(replace(job, host="127.0.0.1"), token)
+    *_, last = _attempts(replace(job, host=address_at_home(job.host)), token)
     return last if isinstance(last, Client) else None
 
 

@@ -119,8 +119,7 @@ def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entr
         found = running_or(job, token, lambda: store.start_process(*place))
         if isinstance(found, tuple):
             _store, port = found
-            # Its own name may lead to another address, such as that of a service.
-            job = dataclasses.replace(job, host="127.0.0.1", ports=(port,))
+            job = dataclasses.replace(job, host=store.address_at_home(job.host), ports=(port,))
     client = found if isinstance(found, Client) else connect(job, token, timeout_s)
     own = {"node": job.node or _this_node(), "address": client.local_address}
     entries = meet(client, RANKS, job, own, deadline)

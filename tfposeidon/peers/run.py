@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
         count = ranks_here(options.per_node, variables, gpus)
         if options.output_folder:
             options.output_folder.mkdir(parents=True, exist_ok=True)
-        with _job_store(job, token, options.start_timeout) as client:
+        with job_store(job, token, options.start_timeout) as client:
             environments = _environments(job, token, client, count, gpus, options.start_timeout)
             starts = [
                 Start(number=number, node=job.rank, command=command, environment=environment)
@@ -176,7 +176,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 
 
 @contextlib.contextmanager
-def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
+def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Connects to the store of node 0, which lives in this process if this is node 0."""
     server: Client | store.Store
     if job.rank > 0:
@@ -189,7 +189,8 @@ def _job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client
         yield server
         return
     with server.serving():
-        yield Client("127.0.0.1", server.server_address[1], server.prefix, "127.0.0.1")
+        here = store.address_at_home(job.host)
+        yield Client(here, server.server_address[1], server.prefix, here)
         if job.size > 1:
             # The ranks of this node have ended; those of others may still look for the cause.
             server.wait_for_last_words(len(server.all(meeting.RANKS, 0) or ()))

@@ -206,13 +206,21 @@ def _seconds(preferences: str) -> float:
     return float(value) if name == "wait" else 0.0
 
 
+def address_at_home(host: str) -> str:
+    """Returns the address at which the store is reached on its own host.
+
+    A name may lead to another address, such as that of a service. Debian's 127.0.1.1 is another
+    loopback than 127.0.0.1.
+    """
+    return host if host.startswith("127.") else "127.0.0.1"
+
+
 def listen(host: str, ports: Sequence[int], identity: str, token: str | None) -> Store:
     """Returns a store on the first free port, on all interfaces unless the host is a loopback.
 
     Raises `OSError` if all ports stay taken.
     """
-    # Debian's 127.0.1.1 is another address than 127.0.0.1.
-    bind_to = host if host.startswith("127.") else ""
+    bind_to = host if host == address_at_home(host) else ""
     deadline = time.monotonic() + BIND_S
     while True:
         for port in ports:

@@ -75,7 +75,8 @@ def _own_inner(held: Any) -> list[Any]:
         return []
     around = [] if held is optimizer else held.variables
     found = {id(variable): variable for variable in [*optimizer.inner_optimizer.variables, *around]}
-    return [one for key, one in found.items() if key not in set(map(id, optimizer.variables))]
+    equal = set(map(id, optimizer.variables))
+    return [variable for key, variable in found.items() if key not in equal]
 
 
 def of_train_step(model: Any) -> list[Any]:

@@ -176,10 +176,11 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
         """Undoes what the train steps of dropped updates changed: counters, copies of weights."""
-        is_one_step = len(set(steps)) == 1
-        if is_one_step or not self._synchronizes or not entries.has_weights(self.model):
+        have_dropped = len(set(steps)) > 1
+        if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # Optimizers have dropped their updates: if what they update differs, it is an error.
+        # Optimizers dropped their updates: a difference in their variables is an error, which
+        # `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:

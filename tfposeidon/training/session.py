@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.joining import join_until_all_have_ended
@@ -339,9 +340,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             if self._watches_absence:
                 # Otherwise a step that finds no data could change counters and copies of weights.
-                found = tf.nest.flatten(data, expand_composites=True)
-                read = [one for one in found if isinstance(one, tf.Tensor)]
-                stack.enter_context(tf.control_dependencies(read[:1]))
+                stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
                 # An op of the traced step, so that it also counts the steps within an execution.
                 self._step_counter.assign_add(1)
