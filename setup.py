@@ -1,5 +1,6 @@
 """Builds tfposeidon for the TensorFlow that is installed; refuses where there is none."""
 
+import importlib.util
 import json
 import os
 import re
@@ -49,7 +50,8 @@ CUDA_FLAGS = [
 
 def require_supported() -> None:
     """Ends the build with a remedy where TensorFlow is missing."""
-    if not install.finds("tensorflow"):
+    # In the build, or in the environment, whose user's site-packages an isolated build hides.
+    if not (importlib.util.find_spec("tensorflow") or install.target_has("tensorflow")):
         sys.exit(
             f"\ntfposeidon requires TensorFlow, which is not installed in {sys.prefix}.\n"
             f"Run in this folder: {sys.executable} -m tfposeidon install\n"
@@ -152,6 +154,12 @@ class BuildNative(build_ext):
             [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
         ).stdout.split()
         gpus = [gpu for gpu in self.gpus if f"compute_{gpu}" in known]
+        # An nvcc may lack some of the default ones, but not those that were named.
+        if (self.gpus is not GPUS and len(gpus) < len(self.gpus)) or (self.cuda and not gpus):
+            sys.exit(
+                f"\n`--gpus` must be architectures that nvcc supports. Received: {self.gpus}. "
+                f"{nvcc} supports {', '.join(known)}.\n"
+            )
         if not gpus:
             self.warn(
                 f"nvcc supports none of the GPU architectures {self.gpus}: native ops on GPU "
@@ -193,8 +201,13 @@ def tensorflow_flags() -> tuple[str, list[str], list[str], bool]:
     has_own = install.target_has("tensorflow")
     environment = install.without_isolation() if has_own else dict(os.environ)
     output = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
+    if output.returncode:
+        sys.exit(
+            f"\n{output.stderr}\nThe native ops are compiled for the installed TensorFlow, which "
+            f"cannot be imported: see above. Reinstall it for {sys.executable}.\n"
+        )
     # Only the last line: importing TensorFlow may print others.
     return tuple(json.loads(output.stdout.splitlines()[-1]))
 

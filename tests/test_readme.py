@@ -29,3 +29,7 @@ def test_documents_that_are_pointed_to_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} points to {target}"
+        for path in re.findall(
+            r"\b(?:tests|benchmarks|examples)/[\w/]+\.\w+", document.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{document.name} names {path}"

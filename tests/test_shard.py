@@ -69,7 +69,7 @@ def test_ranks_that_do_not_exist_are_refused():
 
 
 class Numbers(keras.utils.PyDataset):
-    ends = 0
+    begins = ends = 0
 
     def __init__(self, batches, **options):
         super().__init__(**options)
@@ -82,6 +82,9 @@ class Numbers(keras.utils.PyDataset):
     def __getitem__(self, index):
         return np.array([index])
 
+    def on_epoch_begin(self):
+        self.begins += 1
+
     def on_epoch_end(self):
         self.ends += 1
 
@@ -93,8 +96,9 @@ def test_batches_of_a_py_dataset(size):
     check_law([samples(part) for part in parts])
     assert [len(part) for part in parts] == [part.num_batches for part in parts]
     assert (parts[0].workers, parts[0].max_queue_size) == (2, 3)
+    parts[-1].on_epoch_begin()
     parts[-1].on_epoch_end()
-    assert data.ends == 1
+    assert (data.begins, data.ends) == (1, 1)
     endless = tp.shard(Numbers(None), rank=size - 1, size=size)
     assert endless.num_batches is None
     assert endless[2] == [3 * size - 1]
@@ -192,6 +196,8 @@ def test_orders_and_structure_stay():
 def test_repeated_data_are_whole_in_each_epoch():
     parts = shares(Dataset.range(N).shuffle(N).repeat(2).batch(5), 3)
     check_law([samples(part) for part in parts], [*range(N)] * 2, most=2)
+    # Fewer samples than ranks: the share is one of all repetitions.
+    check_law([samples(part) for part in shares(Dataset.range(3).repeat(4), 7)], [*range(3)] * 4)
 
 
 def test_functions_of_a_share_read_the_same_variable():
@@ -206,7 +212,7 @@ def test_functions_of_a_share_read_the_same_variable():
 def test_files(files, form, size):
     names = Dataset.list_files(files, shuffle=form not in ("list", "readers"))
     if size > 4 and form not in ("list", "readers"):
-        with pytest.raises(ValueError, match="fewer than 7 elements before ShuffleDataset"):
+        with pytest.raises(ValueError, match=r"fewer than 7 .* ShuffleDataset.*shuffle=False"):
             shares(numbers(tf.data.TFRecordDataset(names)), size)
         return
     if form in ("list", "shuffled"):
@@ -266,6 +272,12 @@ def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
         (lambda: Dataset.range(N).shuffle(N).enumerate(), "ZipDataset"),
         (lambda: tp.shard(Dataset.range(N), rank=0, size=2), "a dataset with a `shard`"),
         (lambda: _opaque(Dataset.range(N).shuffle(N)), "VariantDataset"),
+        (lambda: _mapped(deterministic=False).take(9), "TakeDataset, which depends on the order"),
+        (lambda: _mapped().take(9).with_options(_free()), "TakeDataset, which depends on the ord"),
+        (
+            lambda: Dataset.range(4).flat_map(lambda n: _mapped(deterministic=False)).take(9),
+            "TakeDataset, which depends on the order of FlatMap",
+        ),
     ],
 )
 def test_pipelines_without_a_place_are_refused(data, received):
@@ -275,6 +287,16 @@ def test_pipelines_without_a_place_are_refused(data, received):
 
 def _kept(n):
     return tf.random.uniform([]) < 0.5
+
+
+def _mapped(**options):
+    return Dataset.range(N).map(abs, num_parallel_calls=2, **options)
+
+
+def _free():
+    options = tf.data.Options()
+    options.deterministic = False
+    return options
 
 
 def _opaque(data):

@@ -18,15 +18,9 @@ SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()
 # The same units as in `tc`, where "bps" means bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
-DURATIONS = {
-    unit: seconds
-    for units, seconds in (
-        ("us usec usecs", 1e-6),
-        ("ms msec msecs", 1e-3),
-        ("s sec secs", 1.0),
-    )
-    for unit in units.split()
-}
+DURATIONS = dict.fromkeys(("us", "usec", "usecs"), 1e-6)
+DURATIONS |= dict.fromkeys(("ms", "msec", "msecs"), 1e-3)
+DURATIONS |= dict.fromkeys(("s", "sec", "secs"), 1.0)
 SHARES = {"%": 0.01}
 
 SLOWEST_RATE, FASTEST_RATE = 8e3, 1e12

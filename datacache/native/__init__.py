@@ -165,7 +165,12 @@ def _compiled() -> Any:
     if not LIBRARY.exists():
         _warn_slow(f"{LIBRARY} is missing")
         return None
-    library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
+    try:
+        library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
+    except OSError as error:
+        # As on a machine with another processor or an older C library.
+        _warn_slow(f"{LIBRARY} cannot be loaded ({error})")
+        return None
     # Check its newest function: an older library would be called with wrong arguments.
     if not hasattr(library, "crc32c"):
         _warn_slow(f"{LIBRARY} is outdated")

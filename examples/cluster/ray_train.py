@@ -1,6 +1,6 @@
 """Trains a small CNN on two workers of Ray. Change: `train`, the workers, `use_gpu=True` for GPUs.
 
-ray job submit --working-dir . -- python examples/cluster/ray_train.py
+ray job submit --working-dir examples/cluster -- python ray_train.py
 """
 
 from ray.train import ScalingConfig

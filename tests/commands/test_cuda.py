@@ -1,11 +1,16 @@
 """Toolkits, NCCL and drivers that are found, and the remedies where they are missing."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tensorflow as tf
 
+from tests.launch import ROOT
+from tfposeidon import native, ops
 from tfposeidon.commands import cuda, gpu_report, install
 
 NCCL_H = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
@@ -163,3 +168,26 @@ def test_the_report_names_what_does_not_go_together(monkeypatch):
     assert rows["GPUs"] == "1"
     with pytest.raises(gpu_report.GpuError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
         report(monkeypatch, 1, driver=(12, 8), tensorflow="12.5.1", horovod="13.0.88")
+
+
+def test_native_ops_for_another_gpu_are_named(monkeypatch):
+    def fail(tensors):
+        raise tf.errors.InternalError(None, None, "no kernel image is available")
+
+    monkeypatch.setattr(native, "has_gpu_kernels", lambda: True)
+    monkeypatch.setattr(ops, "l2_norms", fail)
+    message = "architecture of this GPU. Received: no kernel image"
+    with pytest.raises(gpu_report.GpuError, match=message):
+        report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
+
+
+def test_architectures_that_nvcc_does_not_support_end_the_build(tmp_path):
+    home = toolkit_in(tmp_path / "cuda")
+    with (home / "bin" / "nvcc").open("a") as nvcc:
+        nvcc.write("echo compute_80\n")
+    command = [sys.executable, "setup.py", "build_ext", "--cuda", "--gpus", "80,103"]
+    command += ["--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    environment = os.environ | {"HOROVOD_CUDA_HOME": str(home)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "must be architectures that nvcc supports. Received: (80, 103)" in done.stderr

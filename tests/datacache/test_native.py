@@ -1,11 +1,14 @@
 """Compiled copies and checksums are NumPy's and zlib's, at any address."""
 
+import subprocess
+import sys
 import zlib
 
 import numpy as np
 import pytest
 
 from datacache import native
+from tests.launch import ROOT
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (63,), (64, 65), (100, 100, 3)])
@@ -81,3 +84,13 @@ def test_words_are_marked_where_nobody_else_has_been():
         True,
     ]
     assert words.tolist() == [0, 2**63 + 1, 2, 0, 2**63 + 4]
+
+
+def test_a_library_of_another_machine_is_not_used(tmp_path):
+    other = tmp_path / "other.so"
+    other.write_bytes(b"of another processor")
+    script = f"from datacache import native; native.LIBRARY = native.Path({str(other)!r}); "
+    command = [sys.executable, "-c", script + "print(native.checksum_lanes())"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "0\n"
+    assert "other.so cannot be loaded" in done.stderr

@@ -1,6 +1,7 @@
 """Jobs in `examples/cluster`, as far as they can be checked without a platform."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -113,6 +114,16 @@ def test_mpi_starts_a_rank_on_each_slot():
     (launcher,) = replicas["Launcher"]["template"]["spec"]["containers"]
     ranks = int(launcher["command"][launcher["command"].index("-np") + 1])
     assert ranks == job["spec"]["slotsPerWorker"] * replicas["Worker"]["replicas"]
+    # Names of workers resolve only once they are ready, and a failed launcher is not tried again.
+    assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
+
+
+def test_ray_does_not_upload_the_sources_of_the_package():
+    """Workers would import them, and they are not compiled."""
+    for path in (FOLDER / "ray_train.py", ROOT / "docs" / "clusters.md"):
+        folder = re.search(r"--working-dir (\S+) -- python ray_train.py", path.read_text())[1]
+        assert (ROOT / folder / "ray_train.py").exists()
+        assert not (ROOT / folder / "tfposeidon").exists()
 
 
 def test_each_file_is_documented_and_says_what_to_change():

@@ -21,7 +21,9 @@ def environment():
         "folder": os.getcwd(),
         "address of node1": socket.gethostbyname("node1"),
     }
-    print(json.dumps(seen | {"interfaces": sorted(os.listdir("/sys/class/net"))}))
+    for name, folder in (("interfaces", "/sys/class/net"), ("groups", "/sys/fs/cgroup")):
+        seen[name] = sorted(os.listdir(folder))
+    print(json.dumps(seen))
 
 
 def rates(size_bytes):
@@ -126,6 +128,14 @@ def lost(count=500):
                 own.settimeout(2)
         except TimeoutError:
             print(f"part lost {1 - came / count:.3f}")
+
+
+def flood(count=100_000):
+    """Rank 0 sends more than a process that delays packets can read."""
+    if RANK == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+            for _ in range(count):
+                own.sendto(bytes(100), ("10.99.0.2", PORT))
 
 
 def fail():

@@ -1,24 +1,42 @@
 """Setup and commands where TensorFlow is missing, and what an sdist holds."""
 
+import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
+from pathlib import Path
 
 from tests.launch import ROOT
 
 
-def test_setup_without_tensorflow_says_which_command_to_run(tmp_path):
-    venv.create(tmp_path / "bare", with_pip=True)
+def test_setup_without_a_tensorflow_that_works_says_so(tmp_path):
+    venv.create(tmp_path / "bare")
     python = tmp_path / "bare" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "setuptools<80"], capture_output=True, timeout=300
-    )
-    command = [python, "setup.py", "build", "--build-base", tmp_path / "build"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    (tmp_path / "isolated").mkdir()
+    for name in ("setuptools", "_distutils_hack", "pkg_resources"):
+        ours = Path(sysconfig.get_path("purelib")) / name
+        (packages / name).symlink_to(ours)
+        (tmp_path / "isolated" / name).symlink_to(ours)
+
+    def built(*flags, **variables):
+        command = [python, *flags, "setup.py", "build", "--build-base", tmp_path / "build"]
+        environment = os.environ | variables
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    done = built()
     assert done.returncode != 0
     assert "tfposeidon requires TensorFlow, which is not installed" in done.stderr
     assert "python -m tfposeidon install" in done.stderr
+    (packages / "tensorflow").mkdir()
+    (packages / "tensorflow" / "__init__.py").write_text("raise ImportError('no libmissing.so')")
+    assert "no libmissing.so" in built().stderr
+    # As in pip's isolated build, which hides a user's site-packages.
+    assert "no libmissing.so" in built("-S", PYTHONPATH=str(tmp_path / "isolated")).stderr
 
 
 def test_an_sdist_holds_what_the_build_needs(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import LIMIT_S, ROOT, ahead, descendants, finish, lab, start
+from tests.launch import LIMIT_S, ROOT, ahead, descendants, finish, lab, lab_command, start
 
 PROBES = ROOT / "tests" / "jobs" / "probes.py"
 TRIES = 5
@@ -52,6 +52,37 @@ def test_ranks_see_what_horovodrun_shows_them():
         assert own["folder"] == str(ROOT)
         assert own["address of node1"] == "10.99.0.2"
         assert own["interfaces"] == ["eth0", "lo"]
+        # Those of this machine, with the limits of containers.
+        assert own["groups"] == sorted(os.listdir("/sys/fs/cgroup"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="replaces /etc/hosts, which root may")
+def test_names_of_nodes_hide_those_of_the_machine(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.1.1 node1\n" + Path("/etc/hosts").read_text())
+    replace = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
+    seen = lab_command("--nodes 2", sys.executable, str(PROBES), "environment")
+    done = finish(start([*replace, str(hosts), *seen]))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count('"address of node1": "10.99.0.2"') == 2
+
+
+def test_packets_that_the_lab_is_too_slow_for_count_as_dropped(tmp_path):
+    path = tmp_path / "report.json"
+    assert probe(f"--nodes 2 --loss 1% --report {path}", "flood").returncode == 0
+    assert report(path)["traffic"][0]["dropped_packets"] > 0
+
+
+def test_nohup_protects_a_lab():
+    process = start(["nohup", *lab_command("--nodes 1", sys.executable, str(PROBES), "wait")])
+    for line in process.stdout:
+        if "ready" in line:
+            break
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 128 + signal.SIGTERM
 
 
 def test_links_have_the_rate_that_was_asked_for(tmp_path):

@@ -1,9 +1,14 @@
 """The lab's parts that need no namespaces: its delay line, its report, and what it refuses."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tfposeidon.lab import demo, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.delay_line import DelayLine
 from tfposeidon.lab.report import Report
@@ -97,3 +102,26 @@ def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypa
         status = error.code
     assert status == 2
     assert REFUSED[arguments] in capsys.readouterr().err
+
+
+def test_modules_that_a_lab_starts_ignore_the_current_folder_if_it_does(monkeypatch):
+    """Sources there would hide the installed package from the ranks."""
+    for is_safe, flags in ((False, []), (True, ["-P"])):
+        monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=is_safe))
+        assert sandbox.python("module") == [sys.executable, *flags, "-m", "module"]
+
+
+def test_the_demo_has_time_for_its_steps_and_no_gpus(monkeypatch):
+    """100 steps take 1,060 s; NCCL would refuse its ranks on one GPU."""
+    asked = {}
+
+    def run(command, **keywords):
+        asked.update(keywords)
+        path = command[command.index("tfposeidon.lab.demo_worker") + 1]
+        Path(path).write_text(json.dumps({"allreduce": {"step_s": 1.0, "sent_bytes": 1.0}}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert list(demo.measure(steps=100)) == ["allreduce"]
+    assert asked["timeout"] > 1060
+    assert asked["env"]["CUDA_VISIBLE_DEVICES"] == ""

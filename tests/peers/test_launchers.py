@@ -7,7 +7,7 @@ import pytest
 
 from tests.peers.test_sources import SLURM, TORCHRUN, cluster
 from tfposeidon.commands import check
-from tfposeidon.communication import launcher, runtime
+from tfposeidon.communication import launcher, start
 from tfposeidon.communication.launcher import ProcessRank
 from tfposeidon.peers import meeting, sources
 
@@ -62,16 +62,16 @@ def horovod(rank=0, size=1):
 def test_mpirun_with_a_horovod_without_mpi_is_refused():
     message = "must agree. Received: rank 2 of 4 from the environment, rank 0 of 1 from Horovod"
     with pytest.raises(RuntimeError, match=message):
-        runtime.start_over_mpi(horovod(), ProcessRank(2, 4), None)
+        start.start_over_mpi(horovod(), ProcessRank(2, 4), None)
 
 
 def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
     environment(TORCHRUN)
     message = r"found one rank, but the environment describes 4\. Replace hvd\.init\(\)"
     with pytest.raises(RuntimeError, match=message):
-        runtime.adopt(horovod(), None, None)
+        start.adopt(horovod(), None, None)
     environment(ONE_WORKER)
-    assert runtime.adopt(horovod(), None, None).topology.size == 1
+    assert start.adopt(horovod(), None, None).topology.size == 1
 
 
 def test_check_claims_no_key_where_a_launcher_counts(environment):

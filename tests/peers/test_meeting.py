@@ -293,7 +293,7 @@ def entries(*nodes, addresses=None):
 def test_ranks_in_any_order_have_local_and_cross_ranks():
     found = entries("a", "b", "a", "c", "a", "b")
     reached = Client("10.0.0.1", 4711, "PREFIX")
-    assert meeting.nodes_of(found) == ((0, 2, 4), (1, 5), (3,))
+    assert meeting.nodes_of([entry.node for entry in found]) == ((0, 2, 4), (1, 5), (3,))
     numbers = [
         [
             int(meeting.horovod_variables(found, rank, reached)[f"HOROVOD_{name}"])

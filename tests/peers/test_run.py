@@ -102,7 +102,7 @@ def test_visible_gpus_are_those_of_the_variable(given, gpus):
 
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "/no/such/program"]])
 def test_a_command_is_required(words):
-    with pytest.raises(ValueError, match="A command is required"):
+    with pytest.raises(ValueError, match=r"A command is required|must be an executable file"):
         run.read_command(words)
     assert run.read_command(["--", "true", "-x"]) == ["true", "-x"]
 

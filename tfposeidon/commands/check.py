@@ -43,8 +43,13 @@ def main(options: argparse.Namespace) -> int:
     """Runs the command; returns 0, or 1 if a check fails."""
     try:
         rows = [*_versions(), *peers()]
-        topology = _start(options.ranks_per_node)
-        rows += [*horovod_build(_ranks_here(topology)), ("topology", str(topology))]
+        # Modules that need TensorFlow are imported here and below, because `_versions` first
+        # reports a missing or unsupported TensorFlow with the remedy.
+        from tfposeidon.communication import launcher, runtime
+
+        topology = runtime.init(ranks_per_node=options.ranks_per_node)
+        ranks_here = launcher.ranks_of_node() or topology.node.size
+        rows += [*horovod_build(ranks_here), ("topology", str(topology))]
         problems = _problems_of_all()
         if options.network:
             rows += _measured_links(topology, options.network)
@@ -59,34 +64,29 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _versions() -> list[tuple[str, str]]:
-    rows = [("python", f"{platform.python_version()} on {platform.machine()}")]
-    for names in (("tensorflow", "tensorflow-cpu"), ("keras",), ("horovod",), ("numpy",)):
-        version = next((v for v in map(version_of, names) if v), None)
+    package = "tensorflow" if version_of("tensorflow") else "tensorflow-cpu"
+    found = {}
+    for name in ("tensorflow", "keras", "horovod", "numpy"):
+        version = version_of(package if name == "tensorflow" else name)
         if version is None:
-            raise CheckError(f"{names[0]} is missing. Run: python -m tfposeidon install")
-        rows.append((names[0], version))
-    _check_tensorflow()
-    keras = version_of("keras") or ""
-    if not keras.startswith(install.KERAS_VERSION.rstrip("*")):
+            raise CheckError(f"{name} is missing. Run: python -m tfposeidon install")
+        found[name] = version
+    _check_tensorflow(package, found["tensorflow"])
+    if not found["keras"].startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
-            f"Keras {install.KERAS_VERSION} is needed. Received: {keras}. Run: pip install "
-            f"'keras=={install.KERAS_VERSION}'"
+            f"Keras {install.KERAS_VERSION} is needed. Received: {found['keras']}. Run: "
+            f"pip install 'keras=={install.KERAS_VERSION}'"
         )
-    if not (version_of("horovod") or "").endswith(CORRECTED_MARK):
+    if not found["horovod"].endswith(CORRECTED_MARK):
         raise CheckError(
             "Horovod requires patches to work over several hosts. Received: "
-            f"{version_of('horovod')} without patches. "
+            f"{found['horovod']} without patches. "
             "Run: python -m tfposeidon install --horovod-only"
         )
-    return rows
+    return [("python", f"{platform.python_version()} on {platform.machine()}"), *found.items()]
 
 
-def _check_tensorflow() -> None:
-    package, version = next(
-        (name, version)
-        for name in ("tensorflow", "tensorflow-cpu")
-        if (version := version_of(name)) is not None
-    )
+def _check_tensorflow(package: str, version: str) -> None:
     versions.require_tensorflow(package, version)
     built_for = install.built_for()
     if built_for and versions.release_of(built_for) != versions.release_of(version):
@@ -107,7 +107,7 @@ def version_of(name: str) -> str | None:
 
 def peers() -> list[tuple[str, str]]:
     """Returns rows about the platforms whose variables are set, and about the job's token."""
-    # Imported here for the reason in `_start`.
+    # Imported here for the reason in `main`.
     import_tensorflow()
     from tfposeidon.communication import launcher
 
@@ -123,21 +123,6 @@ def peers() -> list[tuple[str, str]]:
         else "requests bear the job's identity, which keeps jobs apart but is not secret"
     )
     return [("peers by", "; ".join(found)), ("rendezvous", secret)]
-
-
-def _start(ranks_per_node: int | None) -> Any:
-    # Modules that need TensorFlow are imported here and below, because `_versions` first reports a
-    # missing or unsupported TensorFlow with the remedy.
-    import_tensorflow()
-    from tfposeidon.communication import runtime
-
-    return runtime.init(ranks_per_node=ranks_per_node)
-
-
-def _ranks_here(topology: Any) -> int:
-    from tfposeidon.communication import launcher
-
-    return launcher.ranks_of_node() or len(topology.node.ranks)
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
@@ -161,19 +146,11 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
 
 
 def _problems_of_all() -> list[str]:
-    """Returns the wrong sums of all ranks, each with its rank; collective."""
-    from tfposeidon.communication import runtime
-    from tfposeidon.communication.wire import exchange_objects
-
-    ranks = exchange_objects(_wrong_schemes(), runtime.wire(), "check.problems")
-    return [f"rank {rank}: {one}" for rank, own in enumerate(ranks) for one in own]
-
-
-def _wrong_schemes() -> list[str]:
-    """Runs every scheme once in a graph; returns a message for each with a wrong mean."""
+    """Runs every scheme once in a graph; returns the messages of all ranks on wrong means."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
+    from tfposeidon.communication.wire import exchange_objects
     from tfposeidon.schemes import REGISTRY
 
     wire = runtime.wire()
@@ -188,7 +165,8 @@ def _wrong_schemes() -> list[str]:
                 f"PROBLEM: scheme {name!r} returned {mean} instead of {expected}. "
                 "Reinstall Horovod: python -m tfposeidon install --horovod-only"
             )
-    return problems
+    everybody = exchange_objects(problems, wire, "check.problems")
+    return [f"rank {rank}: {one}" for rank, own in enumerate(everybody) for one in own]
 
 
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:

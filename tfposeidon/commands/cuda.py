@@ -193,8 +193,8 @@ def _version_of(nvcc: Path) -> Version:
     return int(match[1]), int(match[2])
 
 
-def find_nccl(toolkit: Toolkit) -> Nccl | None:
-    """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or the system, in this order."""
+def require_nccl(toolkit: Toolkit) -> Nccl:
+    """Returns the first NCCL of its variable, pip, the toolkit and /usr, or raises `CudaError`."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     places = [*(place / "nccl" for place in wheels()), toolkit.home, Path("/usr")]
     for home in [Path(given)] if given else places:
@@ -203,20 +203,12 @@ def find_nccl(toolkit: Toolkit) -> Nccl | None:
             if libraries and (home / "include" / "nccl.h").exists():
                 include = home / "include"
                 return Nccl(include=include, library=libraries[0], version=_version_in(include))
-    return None
-
-
-def require_nccl(toolkit: Toolkit) -> Nccl:
-    """Returns NCCL, or raises `CudaError`."""
-    nccl = find_nccl(toolkit)
-    if nccl is None:
-        raise CudaError(
-            "Horovod on GPUs requires NCCL (nccl.h and libnccl.so). Received: none in "
-            f"{os.environ.get('HOROVOD_NCCL_HOME') or 'the environment, the toolkit and /usr'}. "
-            "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
-            "Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
-        )
-    return nccl
+    raise CudaError(
+        "Horovod on GPUs requires NCCL (nccl.h and libnccl.so). Received: none in "
+        f"{given or 'the environment, the toolkit and /usr'}. "
+        "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
+        "Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
+    )
 
 
 def _version_in(include: Path) -> str:

@@ -132,6 +132,8 @@ def _native_ops(gpus: int) -> str:
     from tfposeidon import native
 
     if native.has_gpu_kernels():
+        if gpus:
+            _check_native_ops()
         return "on CPUs and GPUs"
     if not gpus:
         return "on CPUs"
@@ -139,3 +141,20 @@ def _native_ops(gpus: int) -> str:
         "on CPUs only, so TensorFlow copies GPU tensors to host memory. Install nvcc, then run in "
         "tfposeidon's folder: pip install --force-reinstall --no-deps ."
     )
+
+
+def _check_native_ops() -> None:
+    import tensorflow as tf
+
+    from tfposeidon import ops
+
+    try:
+        with tf.device("/GPU:0"):
+            ops.l2_norms([tf.ones([1])])
+    except tf.errors.InternalError as error:
+        raise GpuError(
+            "The native ops must be compiled for the architecture of this GPU. Received: "
+            f"{error.message}. In tfposeidon's folder, name the architecture in setup.cfg "
+            "([build_ext] gpus=70 for a V100, 60 for a P100) and run: pip install "
+            "--force-reinstall --no-deps . These two need nvcc 12: set HOROVOD_CUDA_HOME to it."
+        ) from error

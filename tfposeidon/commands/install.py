@@ -22,7 +22,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
@@ -58,14 +57,10 @@ def built_for(library: Path = LIBRARY) -> str | None:
     return match[1].decode() if match else None
 
 
-def finds(module: str) -> bool:
-    """Returns whether the build or pip's target has a top-level module; does not import it."""
-    return _finds(module, [*sys.path, sysconfig.get_path("purelib")])
-
-
 def target_has(module: str) -> bool:
     """Returns whether this environment has a top-level module, also from isolated builds."""
-    return _finds(module, _path_of_environment(without_isolation()))
+    path = _path_of_environment(without_isolation())
+    return importlib.machinery.PathFinder.find_spec(module, path) is not None
 
 
 def without_isolation() -> dict[str, str]:
@@ -80,12 +75,7 @@ def _path_of_environment(variables: dict[str, str]) -> list[str]:
     command = [sys.executable, "-c", code]
     output = subprocess.run(command, env=variables, capture_output=True, text=True)
     # Code that runs at every start may print.
-    path: list[str] = json.loads(output.stdout.splitlines()[-1])
-    return path
-
-
-def _finds(module: str, path: list[str]) -> bool:
-    return importlib.machinery.PathFinder.find_spec(module, path) is not None
+    return json.loads(output.stdout.splitlines()[-1])
 
 
 def cache_folder() -> Path:
@@ -220,16 +210,8 @@ def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
     # Without isolation, pip runs setup.py for the name, with the setuptools installed above.
-    _pip(
-        "download",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "--no-build-isolation",
-        "-d",
-        str(scratch),
-        requirement,
-    )
+    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(scratch)]
+    _pip("download", *options, requirement)
     archive = next(scratch.glob("horovod-*.tar.gz"))
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
@@ -245,22 +227,11 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
     if with_cuda:
         environment |= cuda_environment(scratch)
     # Without isolation, Horovod gets headers and flags from the installed TensorFlow.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-v",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(target),
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
+    command += ["-w", str(target), str(source)]
     log = cache_folder() / "horovod-build.log"
     with log.open("w") as stream:
-        result = subprocess.run(
-            [*command, str(source)], env=environment, stdout=stream, stderr=subprocess.STDOUT
-        )
+        result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if result.returncode:
         raise InstallError(
             f"{_compilers_last_lines(log)}\n\nHorovod could not be built; the full log is {log}. "

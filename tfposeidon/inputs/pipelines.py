@@ -120,7 +120,12 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
     if _has_at_least(steps[end - 1], size):
         return end - 1
     if any(kind(step) in _SELECTING for step in steps[end:]):
-        raise _refusal(f"fewer than {size} elements before {kind(steps[end])}")
+        # Behind that step, a `shard` would select from another order on each rank.
+        raise _refusal(
+            f"fewer than {size} elements before {kind(steps[end])}",
+            "Provide one file per rank, or read the files in one order: tf.data.TFRecordDataset("
+            "tf.data.Dataset.list_files(pattern, shuffle=False)).",
+        )
     return place
 
 

@@ -79,12 +79,8 @@ class EmulatedLayer(keras.layers.Layer):
         **options: Any,
     ) -> None:
         super().__init__(name=layer.name.replace("/", "_"), **options)
-        self.layer, self.forward_s, self.backward_s, self.first = (
-            layer,
-            forward_s,
-            backward_s,
-            first,
-        )
+        self.layer, self.first = layer, first
+        self.forward_s, self.backward_s = forward_s, backward_s
         self._accelerator = accelerator
 
     @override
@@ -107,17 +103,12 @@ class EmulatedLayer(keras.layers.Layer):
             def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
                 back, offset = self._accelerator.work(upstream, self.backward_s)
                 kernel = self._kernel_gradient(token.shape[0], offset)
-                return [
-                    back,
-                    kernel,
-                    *(self._accelerator.values((n,), offset) for n in self.layer.vectors),
-                ]
+                vectors = (self._accelerator.values((n,), offset) for n in self.layer.vectors)
+                return [back, kernel, *vectors]
 
             return passed, backward
 
-        return work(
-            token, *(keras.ops.convert_to_tensor(parameter) for parameter in self.parameters)
-        )
+        return work(token, *map(keras.ops.convert_to_tensor, self.parameters))
 
     @override
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""Description of the emulated cluster: nodes, and the links between them."""
+"""Description of the emulated cluster: nodes, the links between them, and faults."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class Cluster:
     (200000000.0, 50000000.0)
 
     Each node has one link to a switch without a limit of its own, and its ranks communicate over
-    its loopback. Rates (`inter`, `intra`, `slow`, `flow`) are in bits per second per direction,
-    `None` is unshaped, and `flow` limits each TCP connection between nodes. Times are in seconds:
-    `rtt` is added to each round trip, `jitter` bounds the variation of one direction's delay, and
-    `loss` is the fraction of packets lost on the way to the switch.
+    its loopback. Rates are in bits per second, and `None` is unshaped: `inter` and `slow` for each
+    direction of a link, `flow` for each TCP connection between nodes, and `intra` for all traffic
+    of a node's loopback. Times are in seconds: `rtt` is added to each round trip, `jitter` bounds
+    the variation of one direction's delay, and `loss` is the fraction of packets lost on the way to
+    the switch.
     """
 
     nodes: int
@@ -53,7 +54,7 @@ class Cluster:
                 f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
             )
         for node, _ in self.slow:
-            self.check_node("--slow", node)
+            self.check("--slow", "node", node)
 
     @property
     def size(self) -> int:
@@ -69,18 +70,12 @@ class Cluster:
         """True if packets have to be delayed or dropped, which token buckets cannot do."""
         return self.rtt > 0 or self.loss > 0
 
-    def check_node(self, option: str, node: int) -> None:
-        """Raises `ValueError` if the node that a command-line option names does not exist."""
-        if not 0 <= node < self.nodes:
+    def check(self, option: str, what: str, number: int) -> None:
+        """Raises `ValueError` if an option names a "node" or a "rank" that does not exist."""
+        count = self.nodes if what == "node" else self.size
+        if not 0 <= number < count:
             raise ValueError(
-                f"`{option}` must name a node in 0..{self.nodes - 1}. Received: node {node}"
-            )
-
-    def check_rank(self, option: str, rank: int) -> None:
-        """Raises `ValueError` if the rank that a command-line option names does not exist."""
-        if not 0 <= rank < self.size:
-            raise ValueError(
-                f"`{option}` must name a rank in 0..{self.size - 1}. Received: rank {rank}"
+                f"`{option}` must name a {what} in 0..{count - 1}. Received: {what} {number}"
             )
 
     def __str__(self) -> str:
@@ -95,6 +90,25 @@ class Cluster:
         parts += [f"{1e3 * self.jitter:g} ms jitter"] if self.jitter else []
         parts += [f"{self.loss:.2%} lost"] if self.loss else []
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Fault of a rank or a node, `at_s` seconds after the start of the ranks.
+
+    >>> str(Fault(kind="cut", target=1, at_s=30.0))
+    "cut node 1's link after 30 s"
+
+    `kind` is "kill", "stop" or "continue" for a rank, and "cut" for a node's link.
+    """
+
+    kind: str
+    target: int
+    at_s: float
+
+    def __str__(self) -> str:
+        what = f"node {self.target}'s link" if self.kind == "cut" else f"rank {self.target}"
+        return f"{self.kind} {what} after {self.at_s:g} s"
 
 
 def burst_bytes(rate: float) -> int:

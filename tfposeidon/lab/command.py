@@ -13,24 +13,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import shutil
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfposeidon.lab import faults, sandbox
-from tfposeidon.lab.cluster import Cluster
-from tfposeidon.lab.faults import Fault
+from tfposeidon.lab import sandbox
+from tfposeidon.lab.cluster import Cluster, Fault
 from tfposeidon.memory import available_memory
-from tfposeidon.units import (
-    parse_duration,
-    parse_rate,
-    parse_share,
-    parse_size,
-    readable_size,
-)
+from tfposeidon.peers.run import read_command
+from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size, readable_size
 
 RANK_BYTES = 4e8
 """Memory that TensorFlow alone takes in each rank."""
@@ -70,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--intra",
         type=rate,
         metavar="RATE",
-        help="rate between the ranks of a node, such as 10gbit (default: not limited)",
+        help="rate that the ranks of a node share, both directions together, such as 10gbit "
+        "(default: not limited)",
     )
     cluster.add_argument(
         "--rtt",
@@ -111,9 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "faults (may be repeated; seconds count from the start of the ranks)"
     )
     for name, reader, syntax, help_text in (
-        ("--kill", faults.kill, "RANK@SECONDS", "kill a rank"),
-        ("--stop", faults.stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
-        ("--cut", faults.cut, "NODE@SECONDS", "cut a node's link permanently"),
+        ("--kill", _kill, "RANK@SECONDS", "kill a rank"),
+        ("--stop", _stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
+        ("--cut", _cut, "NODE@SECONDS", "cut a node's link permanently"),
     ):
         trouble.add_argument(
             name,
@@ -171,18 +166,8 @@ def read_request(options: argparse.Namespace) -> Request:
         flow=options.flow,
     )
     for fault in options.faults:
-        check = cluster.check_node if fault.kind == "cut" else cluster.check_rank
-        check(f"--{fault.kind}", fault.target)
-    command = (
-        options.command_line[1:] if options.command_line[:1] == ["--"] else options.command_line
-    )
-    if not command:
-        raise ValueError("A command is required. Received: none. Append it: ... -- python train.py")
-    if not shutil.which(command[0]):
-        raise ValueError(
-            f"The command must be an executable file, or on PATH. Received: {command[0]!r}. Check "
-            "its name, or pass its full path."
-        )
+        cluster.check(f"--{fault.kind}", "node" if fault.kind == "cut" else "rank", fault.target)
+    command = read_command(options.command_line)
     show = None if options.show == "all" else {0}
     return Request(
         cluster=cluster, command=command, faults=options.faults, show=show, report=options.report
@@ -191,24 +176,11 @@ def read_request(options: argparse.Namespace) -> Request:
 
 def check_machine(cluster: Cluster, rank_bytes: float) -> None:
     """Raises `ValueError` if this machine lacks Horovod, or memory for all ranks."""
-    _check_horovod()
-    _check_memory(cluster, rank_bytes)
-
-
-def _check_horovod() -> None:
     if not importlib.util.find_spec("horovod"):
         raise ValueError(
             "The lab requires Horovod, whose rendezvous server connects the ranks. Run: "
             "python -m tfposeidon install"
         )
-
-
-def _check_report(path: Path | None) -> None:
-    if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-        raise ValueError(f"`--report` must name a file in a writable directory. Received: {path}")
-
-
-def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
     # The kernel would kill ranks that do not fit, one by one and minutes later.
     free_bytes = available_memory()
     if cluster.size * rank_bytes > free_bytes:
@@ -218,6 +190,47 @@ def _check_memory(cluster: Cluster, rank_bytes: float) -> None:
             f"{readable_size(free_bytes)} free. "
             "Start fewer ranks, or lower --rank-memory if they need less."
         )
+
+
+def _check_report(path: Path | None) -> None:
+    if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+        raise ValueError(f"`--report` must name a file in a writable directory. Received: {path}")
+
+
+def _kill(text: str) -> list[Fault]:
+    """Parses the value of `--kill`, `RANK@SECONDS`."""
+    rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, such as 1@30")
+    return [Fault(kind="kill", target=int(rank), at_s=at_s)]
+
+
+def _stop(text: str) -> list[Fault]:
+    """Parses the value of `--stop`, `RANK@SECONDS+SECONDS`, into its start and its end.
+
+    >>> [str(fault) for fault in _stop("1@30+5")]
+    ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
+    """
+    rank, at_s, for_s = _numbers(
+        r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, such as 1@30+5"
+    )
+    return [
+        Fault(kind="stop", target=int(rank), at_s=at_s),
+        Fault(kind="continue", target=int(rank), at_s=at_s + for_s),
+    ]
+
+
+def _cut(text: str) -> list[Fault]:
+    """Parses the value of `--cut`, `NODE@SECONDS`."""
+    node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, such as 1@30")
+    return [Fault(kind="cut", target=int(node), at_s=at_s)]
+
+
+def _numbers(pattern: str, text: str, form: str) -> tuple[float, ...]:
+    found = re.fullmatch(pattern, text.strip())
+    try:
+        return tuple(float(part) for part in found.groups())  # type: ignore[union-attr]
+    except (AttributeError, ValueError):
+        # The pattern did not match, or a number is malformed, such as "1.2.3".
+        raise ValueError(f"A fault must have the form {form}. Received: {text!r}") from None
 
 
 def _slow(text: str) -> tuple[int, float]:

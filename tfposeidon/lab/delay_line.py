@@ -21,9 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
-from tfposeidon.lab.sandbox import UnavailableError
+from tfposeidon.lab.sandbox import UnavailableError, python
 
 TUN_DEVICE = "/dev/net/tun"
 # From linux/if_tun.h.
@@ -31,15 +31,6 @@ TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 OFFLOAD_CHECKSUM, OFFLOAD_TSO4 = 0x01, 0x02
 LARGEST_FRAME = 2**16 + 256
-
-
-@dataclass(order=True)
-class _HeldFrame:
-    # The number orders frames that are due at the same time by their arrival.
-    due_s: float
-    number: int
-    target: int = field(compare=False)
-    frame: bytes = field(compare=False)
 
 
 @dataclass(kw_only=True)
@@ -62,7 +53,9 @@ class DelayLine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._held: list[_HeldFrame] = []
+        # Due time, number, target and frame. The number orders frames that are due at the same time
+        # by their arrival.
+        self._held: list[tuple[float, int, int, bytes]] = []
         self._last_due: dict[int, float] = {}
         self._count = 0
 
@@ -75,19 +68,19 @@ class DelayLine:
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
         self._count += 1
-        heapq.heappush(self._held, _HeldFrame(due, self._count, target, frame))
+        heapq.heappush(self._held, (due, self._count, target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
         """Removes and returns the frames that are due: pairs of target and frame, in due order."""
         ready = []
-        while self._held and self._held[0].due_s <= now_s:
-            held = heapq.heappop(self._held)
-            ready.append((held.target, held.frame))
+        while self._held and self._held[0][0] <= now_s:
+            _, _, target, frame = heapq.heappop(self._held)
+            ready.append((target, frame))
         return ready
 
     def until_next(self, now_s: float) -> float | None:
         """Returns the seconds until a frame is due, or `None` if none is held."""
-        return max(0.0, self._held[0].due_s - now_s) if self._held else None
+        return max(0.0, self._held[0][0] - now_s) if self._held else None
 
 
 def start(
@@ -98,14 +91,8 @@ def start(
     The devices stay connected when they are moved to other namespaces. The process runs until it is
     killed. `UnavailableError` reports that the machine has no TAP devices.
     """
-    options = {
-        "delay_s": line.delay_s,
-        "jitter_s": line.jitter_s,
-        "loss": line.loss,
-        "seed": line.seed,
-    }
-    argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": options})
-    command = [sys.executable, "-m", "tfposeidon.lab.delay_line", argument]
+    argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": asdict(line)})
+    command = [*python("tfposeidon.lab.delay_line"), argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     # Devices can be moved only once they exist, which only the process knows.

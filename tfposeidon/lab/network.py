@@ -58,13 +58,15 @@ CLASS_OF_PACKET = ",".join(
     ]
 )
 # sysfs shows the interfaces of the namespace that mounted it, and `payload_bytes` reads them there.
+# It would cover the control groups, in which `available_memory` finds the limits of containers.
 # Each node has its own /dev/shm, because data caches share a store there that other machines would
 # not see. Reno is the only congestion control that every kernel allows in a namespace. The default
 # differs between kernels, and BBR, for example, leaves up to half of a link idle when both
 # directions are busy.
 HOLD_NODE = """
 hostname "$0" && ip link set dev lo up &&
-mount -t sysfs none /sys && mount -t tmpfs none /dev/shm &&
+mount --rbind /sys/fs/cgroup /mnt && mount -t sysfs none /sys &&
+mount --rbind /mnt /sys/fs/cgroup && umount -l /mnt && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
 # Uses a tmpfs over /mnt in our mount namespace, so that no file outside is written.
@@ -79,7 +81,8 @@ class Traffic:
     """Traffic over one node's link, headers included; sent is from the node to the switch.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
-    `dropped_packets` counts those lost in full queues, in either direction.
+    `dropped_packets` counts those lost in full queues, in either direction, and those for which the
+    process that delays packets was too slow.
     """
 
     sent_bytes: int
@@ -107,17 +110,8 @@ class Network:
         """Returns the prefix of a command that runs it on a node, in the current directory."""
         target = str(self._holders[node])
         # A process that enters a mount namespace starts in its root directory.
-        return [
-            "nsenter",
-            "--target",
-            target,
-            "--net",
-            "--uts",
-            "--mount",
-            "env",
-            "--chdir",
-            str(Path.cwd()),
-        ]
+        enter = ["nsenter", "--target", target, "--net", "--uts", "--mount"]
+        return [*enter, "env", "--chdir", str(Path.cwd())]
 
     def cut(self, node: int) -> None:
         """Cuts a node's link permanently, at the switch."""
@@ -136,8 +130,17 @@ class Network:
             sent_packets=sent["packets"],
             received_bytes=received["bytes"],
             received_packets=received["packets"],
-            dropped_packets=sent["drops"] + received["drops"],
+            dropped_packets=sent["drops"] + received["drops"] + self._unread_packets(node),
         )
+
+    def _unread_packets(self, node: int) -> int:
+        """Returns the packets of a node's link that the process for delays was too slow for."""
+        if self._line is None:
+            return 0
+        # A TAP device drops them behind its queue, which has counted them as sent.
+        show = ("ip", "-s", "-j", "link", "show", "dev")
+        both = (_call(*show, port(node)), _call(*self.entering(node), *show, INTERFACE))
+        return sum(json.loads(text)[0]["stats64"]["tx"]["dropped"] for text in both)
 
     def byte_counts(self) -> list[int]:
         """Returns the bytes that each node has sent; raises `UnavailableError` for dead links."""
@@ -192,9 +195,12 @@ def network(cluster: Cluster) -> Iterator[Network]:
     `CalledProcessError` has the kernel's message, and `UnavailableError` reports that the machine
     has no TAP devices for delays.
     """
-    hosts = Path("/etc/hosts").read_text() + "".join(
-        f"{address(node)} {host_name(node)}\n" for node in range(cluster.nodes)
-    )
+    ours = {host_name(node): address(node) for node in range(cluster.nodes)}
+    lines = [f"{ours[name]} {name}" for name in ours]
+    # This machine may have a node0 of its own, whose address would be used as well.
+    others = Path("/etc/hosts").read_text().splitlines()
+    lines += [line for line in others if ours.keys().isdisjoint(line.split())]
+    hosts = "\n".join([*lines, ""])
     # Must precede the creation of the nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")

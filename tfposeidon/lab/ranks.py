@@ -8,7 +8,7 @@ import sys
 import time
 from functools import partial
 
-from tfposeidon.lab.faults import Fault
+from tfposeidon.lab.cluster import Fault
 from tfposeidon.lab.network import Network
 from tfposeidon.peers.runner import Runner, Start
 

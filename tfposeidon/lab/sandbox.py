@@ -36,19 +36,16 @@ class UnavailableError(Exception):
     """Error of a machine that cannot run a lab; the message names what is missing."""
 
 
+def python(module: str) -> list[str]:
+    """Returns the command that runs a module, with `-P` if this process was started with it."""
+    # Without it, sources in the current folder would hide the installed package.
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module]
+
+
 def run(module: str, arguments: list[str]) -> int:
     """Runs a Python module in new namespaces; returns its status, 128 + number for a signal."""
     # If this process is killed, setpriv makes the kernel kill the processes inside.
-    command = [
-        "setpriv",
-        "--pdeathsig",
-        "KILL",
-        *namespaces(),
-        sys.executable,
-        "-m",
-        module,
-        *arguments,
-    ]
+    command = ["setpriv", "--pdeathsig", "KILL", *namespaces(), *python(module), *arguments]
     # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe, so that the
     # module's standard input ends and the module ends its ranks in order. A second signal kills
     # everything. The signal is not passed on, because it would also reach processes that the module
@@ -66,7 +63,9 @@ def run(module: str, arguments: list[str]) -> int:
         signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+        # nohup ignores SIGHUP.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
     # A session of its own, because Ctrl-C in a terminal would reach the module directly.
     inside = subprocess.Popen(command, start_new_session=True, stdin=standard_input)
     status = inside.wait()

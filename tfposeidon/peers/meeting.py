@@ -85,7 +85,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     # Jobs that this rank starts have their own.
     for name in sources.OF_RUN:
         os.environ.pop(name, None)
-    _nodes = nodes_of(entries)
+    _nodes = nodes_of([entry.node for entry in entries])
     return _nodes
 
 
@@ -203,17 +203,17 @@ def _this_node() -> str:
     )
 
 
-def nodes_of(entries: Sequence[Entry]) -> Nodes:
+def nodes_of(names: Sequence[str]) -> Nodes:
     """Returns the ranks of each node, ordered by the first; they need not be consecutive."""
     nodes: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        nodes.setdefault(entry.node, []).append(rank)
+    for rank, name in enumerate(names):
+        nodes.setdefault(name, []).append(rank)
     return tuple(map(tuple, nodes.values()))
 
 
 def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> dict[str, str]:
     """Returns the variables with which Horovod starts as a rank over Gloo."""
-    nodes = nodes_of(entries)
+    nodes = nodes_of([entry.node for entry in entries])
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     local_rank = nodes[node].index(rank)
     # Nodes that have this local rank form a group.
@@ -255,8 +255,7 @@ def _address_towards(host: str) -> str:
     """Returns this host's address in connections to another; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
-        address: str = probe.getsockname()[0]
-        return address
+        return probe.getsockname()[0]
 
 
 def _interface_of(address: str) -> str | None:

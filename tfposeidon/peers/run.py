@@ -102,10 +102,12 @@ def main(options: argparse.Namespace) -> int:
 def read_command(words: list[str]) -> list[str]:
     """Returns the command of each rank, without the dashes before it."""
     command = words[1:] if words[:1] == ["--"] else words
-    if not command or not shutil.which(command[0]):
+    if not command:
+        raise ValueError("A command is required. Received: none. Append it: ... -- python train.py")
+    if not shutil.which(command[0]):
         raise ValueError(
-            "A command is required, which must be an executable file or on PATH. Received: "
-            f"{command[0] if command else 'none'}. Append it: ... -- python train.py"
+            f"The command must be an executable file, or on PATH. Received: {command[0]!r}. Check "
+            "its name, or pass its full path."
         )
     return command
 

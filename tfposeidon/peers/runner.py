@@ -115,11 +115,7 @@ class Runner:
         assert status is not None
         return status if status >= 0 else 128 - status
 
-    async def run(
-        self,
-        starts: Sequence[Start],
-        background: Background = (),
-    ) -> None:
+    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
         """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, and the error

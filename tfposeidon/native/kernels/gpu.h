@@ -24,7 +24,10 @@ class TensorFlowMemory : public gpu::Memory {
     tensorflow::Tensor memory;
     const absl::Status status = context_->allocate_temp(
         tensorflow::DT_INT8, tensorflow::TensorShape({static_cast<int64_t>(bytes)}), &memory);
-    if (!status.ok()) throw std::runtime_error(status.ToString());
+    if (!status.ok()) {
+      context_->SetStatus(status);  // The first counts: out of memory stays ResourceExhausted.
+      throw std::runtime_error(status.ToString());
+    }
     held_.push_back(memory);
     return memory.flat<int8_t>().data();
   }
