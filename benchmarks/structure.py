@@ -276,7 +276,7 @@ def private_names(modules: list[Module]) -> set[str]:
         if isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             (defined if own and isinstance(node.ctx, ast.Store) else used).add(node.attr)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.add(node.id)

@@ -179,8 +179,7 @@ class Cache:
             samples or of a different order.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        memory = self._tiers.pool
-        warm = memory is not None and memory.is_whole
+        warm = self._tiers.is_complete
         data = batches(epochs, self._tiers.layout, self._make.structure, self._reader, warm)
         return self._positions.add(data, epochs)
 

@@ -165,20 +165,15 @@ class Checkpoint(keras.callbacks.Callback):
         self._epoch = epoch
         pending, self._pending_metrics = self._pending_metrics, []
         # Keras resets metrics at the start of each epoch, just before this hook.
-        if pending and len(self._metrics()) == len(pending):
-            _assign(self._metrics(), pending)
+        if pending and len(self.model.metrics_variables) == len(pending):
+            _assign(self.model.metrics_variables, pending)
         elif pending:
             # Keras builds metrics in the first step if it cannot before, as with `run_eagerly`.
             runtime.say("tfposeidon: the metrics of this epoch omit the batches before resuming.")
 
     @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Checked before the batch, since the last skipped batch ends the skipping.
-        self._is_skipping = self._session.is_skipping
-
-    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._is_skipping:
+        if self._session.was_skipped:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         self._look_at_files()
@@ -217,16 +212,18 @@ class Checkpoint(keras.callbacks.Callback):
             "batches": batches,
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
-            "variables": as_json(replicas.describe_any(self._shared())),
+            "variables": as_json(replicas.describe_any(replicated_variables(self.model))),
             "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
         # Not between epochs: Keras resets metrics at the start of the next one.
-        metrics = self._metrics() if batches else []
-        own = to_named_arrays(_values(self._own()), "own")
+        metrics = self.model.metrics_variables if batches else []
+        own = to_named_arrays(_values(variables_of(self.model, *_OWN)), "own")
         own |= to_named_arrays(_values(metrics), "metric")
         variables, descriptions = self._parts()
         own |= to_named_arrays(_values(variables), "sum")
-        own |= {"pieces": _json_array([p.to_dict() for p in descriptions])}
+        # A snapshot's files hold arrays only.
+        pieces = json.dumps([description.to_dict() for description in descriptions])
+        own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
         own |= self._layers(Placement.LOCAL)
         self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
 
@@ -242,7 +239,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
 
     def _written_once(self) -> dict[str, np.ndarray]:
-        shared = to_named_arrays(_values(self._shared()), "shared")
+        shared = to_named_arrays(_values(replicated_variables(self.model)), "shared")
         return shared | self._layers(Placement.REPLICATED)
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
@@ -283,19 +280,10 @@ class Checkpoint(keras.callbacks.Callback):
             "planning": planning,
         }
 
-    def _shared(self) -> list[Any]:
-        return replicated_variables(self.model)
-
-    def _own(self) -> list[Any]:
-        return variables_of(self.model, *_OWN)
-
     def _parts(self) -> tuple[list[Any], list[StateDescription]]:
         """Returns per-rank variables of the optimizers, and their descriptions."""
         pairs = list(parts(self.model))
         return [variable for variable, _ in pairs], [description for _, description in pairs]
-
-    def _metrics(self) -> list[Any]:
-        return [variable for metric in self.model.metrics for variable in metric.variables]
 
     # --------------------------------------------------------------- restoring
 
@@ -313,7 +301,7 @@ class Checkpoint(keras.callbacks.Callback):
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
-        _assign(self._shared(), to_array_list(snapshot.shared, "shared"))
+        _assign(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
         layer_state.assign(
@@ -366,7 +354,7 @@ class Checkpoint(keras.callbacks.Callback):
         own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
         local = variables_of(self.model, Placement.LOCAL) if is_new else []
         before = _values(local)
-        _assign(self._own(), to_array_list(own, "own"))
+        _assign(variables_of(self.model, *_OWN), to_array_list(own, "own"))
         for variable, value in zip(local, before, strict=True):
             if is_seed(variable):
                 value = another_seed(tf.convert_to_tensor(variable), rank)
@@ -374,7 +362,7 @@ class Checkpoint(keras.callbacks.Callback):
         if not snapshot.same_layout:
             everybody = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
             partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
-            for variable, *values in zip(self._own(), *everybody, strict=True):
+            for variable, *values in zip(variables_of(self.model, *_OWN), *everybody, strict=True):
                 if id(variable) in partial:
                     total = np.sum(values, axis=0)
                     variable.assign(
@@ -449,7 +437,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
         """Returns the current paths of variables by saved paths, which differ in a loaded model."""
-        now = replicas.describe_any(self._shared())
+        now = replicas.describe_any(replicated_variables(self.model))
         pairs = zip(snapshot.meta["variables"], now, strict=False)
         return {saved: description.path for (saved, _, _), description in pairs}
 
@@ -473,9 +461,8 @@ class Checkpoint(keras.callbacks.Callback):
                     f"{', '.join(now)}, and {', '.join(before)} in {self.folder}. Use another "
                     "folder, or Checkpoint(..., resume=False)."
                 )
-        difference = first_difference(
-            snapshot.meta["variables"], as_json(replicas.describe_any(self._shared()))
-        )
+        described = as_json(replicas.describe_any(replicated_variables(self.model)))
+        difference = first_difference(snapshot.meta["variables"], described)
         if difference:
             index, saved, built = difference
             raise SnapshotError(
@@ -488,11 +475,6 @@ class Checkpoint(keras.callbacks.Callback):
 def _classes(held: Any) -> list[str]:
     """Returns the names of an optimizer's innermost classes."""
     return [type(leaf).__name__ for leaf in leaves(held)]
-
-
-def _json_array(value: Any) -> np.ndarray:
-    # A snapshot's files hold arrays only.
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def _saved_descriptions(

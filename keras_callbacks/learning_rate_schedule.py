@@ -90,7 +90,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self.given_optimizer = optimizer
         self._epoch = 0
         self._steps = 0
-        self._scaling = _Scaling()
+        self._scaled: list[Any] = []
 
     @property
     def optimizer(self) -> Any:
@@ -163,7 +163,19 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer.learning_rate = new
         # A velocity accumulated at rate 0 is 0, and needs no correction.
         if self.momentum_correction and old > 0:
-            self._scaling.apply(_velocities(optimizer), new / old)
+            self._multiply(_velocities(optimizer), new / old)
+
+    def _multiply(self, variables: list[Any], factor: float) -> None:
+        """Multiplies variables by a factor, in one function, traced again if they have changed."""
+        if not variables:
+            return
+        # They change when an optimizer is built or changes its scheme.
+        if list(map(id, variables)) != list(map(id, self._scaled)):
+            self._scaled = variables
+            # Eagerly, each variable would need two ops before each batch that changes the rate.
+            traced = tf.function(lambda factor: _scale(variables, factor), autograph=False)
+            self._scale = traced.get_concrete_function(tf.TensorSpec([], tf.float64))
+        self._scale(tf.constant(factor, tf.float64))
 
 
 def _velocities(optimizer: Any) -> list[Any]:
@@ -185,27 +197,6 @@ def _velocities(optimizer: Any) -> list[Any]:
             if part.name == "velocity" and part.placement == Placement.PARTIAL
         ]
     return velocities
-
-
-class _Scaling:
-    """Multiplies variables by a factor, in one traced function.
-
-    Eagerly, each variable would need two ops before each batch that changes the rate.
-    """
-
-    def __init__(self) -> None:
-        self._variables: list[Any] = []
-
-    def apply(self, variables: list[Any], factor: float) -> None:
-        """Multiplies variables by a factor; traces again if the variables have changed."""
-        if not variables:
-            return
-        # They change when an optimizer is built or changes its scheme.
-        if list(map(id, variables)) != list(map(id, self._variables)):
-            self._variables = variables
-            traced = tf.function(lambda factor: _scale(variables, factor), autograph=False)
-            self._scale = traced.get_concrete_function(tf.TensorSpec([], tf.float64))
-        self._scale(tf.constant(factor, tf.float64))
 
 
 def _scale(variables: list[Any], factor: tf.Tensor) -> None:

@@ -64,7 +64,6 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
-        self._is_skipping = False
         self._epoch = self._batches = self._batches_before = 0
         # True once schemes flush before an epoch that changes them.
         self._flushes_ahead = False
@@ -90,7 +89,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         for optimizer in self._optimizers:
             for policy in self.schedule.values():
                 optimizer.check_change(policy)
-        self._session.announce_scheme_changes()
+        self._session.has_scheme_changes = True
         # The epochs of this `fit` may differ in length from those of the previous one.
         self._batches = self.params.get("steps") or 0
 
@@ -119,14 +118,9 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._change_if_flushed()
 
     @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # Checked before the batch, since the last skipped batch ends the skipping.
-        self._is_skipping = self._session.is_skipping
-
-    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
-        if self._is_skipping:
+        if self._session.was_skipped:
             return
         # Where epochs may end early, a rank that joins after its last batch knows only the traced
         # exchange.

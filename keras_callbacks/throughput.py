@@ -47,7 +47,7 @@ class Throughput(keras.callbacks.Callback):
         self.log_dir = log_dir
         self._scalars = ScalarWriter(log_dir)
         # Seconds, samples and seconds of exposed communication: after the first step, and for all
-        # later steps.
+        # later steps. Sums over steps are variables of `optimizer.exchange`, made in `Step.build`.
         self._begin: tuple[float, float, float] | None = None
         self._spent: list[float] = [0.0, 0.0, 0.0]
 
@@ -66,12 +66,8 @@ class Throughput(keras.callbacks.Callback):
         self._spent = [0.0, 0.0, 0.0]
 
     @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._is_skipping = session.of(self.model).is_skipping
-
-    @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._is_skipping:
+        if session.of(self.model).was_skipped:
             return
         if self._begin is None:
             self._begin = self._now()

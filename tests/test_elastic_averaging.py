@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
-from tfposeidon.communication import runtime
+from tfposeidon.communication import runtime, start
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import GroupWire
 from tfposeidon.elastic_averaging.calls import (
@@ -69,7 +69,7 @@ def test_one_rank_is_refused_when_it_trains():
 )
 def test_server_ranks_that_are_refused(rank, size, message):
     with pytest.raises(ValueError, match=message):
-        runtime.check_server_rank(rank, size)
+        start.check_server_rank(rank, size)
 
 
 def test_models_are_saved_and_loaded_on_one_rank(tmp_path):

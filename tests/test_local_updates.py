@@ -47,11 +47,22 @@ def test_it_is_saved_with_the_model(rule, tmp_path):
         name="mine",
     )
     model = _trained(optimizer)
+    # As on several ranks, after three synchronizations.
+    optimizer.variables[0].assign(3)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert int(loaded.optimizer.variables[0].numpy()) == 3
     assert loaded.optimizer.get_config() == optimizer.get_config()
     assert loaded.optimizer.agreed_settings() == optimizer.agreed_settings()
     assert type(loaded.optimizer) is tp.LocalUpdates
+
+
+def test_rules_without_arguments_are_those_of_their_sources():
+    assert tp.local.Elastic().get_config() == {"beta": 0.9}
+    assert tp.local.SlowMomentum().get_config() == {"momentum": 0.7, "rate": 1.0}
+    config = tp.local.Outer().optimizer.get_config()
+    assert config["learning_rate"] == pytest.approx(0.7)
+    assert (config["momentum"], config["nesterov"]) == (0.9, True)
 
 
 def test_scripts_may_ask_for_the_centre_on_one_rank():
@@ -67,3 +78,5 @@ def test_a_scheme_that_keeps_something_is_refused_later_too():
     optimizer.change_scheme(tp.schemes.AllToAll(wire_dtype="float16"))
     with pytest.raises(ValueError, match="would otherwise count twice"):
         optimizer.change_scheme("topk")
+    with pytest.raises(ValueError, match=r"must support pseudo-gradients.*scheme=Auto"):
+        optimizer.change_scheme("auto")

@@ -13,6 +13,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tfposeidon import native, policies, schemes
+from tfposeidon.exchange.means import Means
 from tfposeidon.training import layer_state
 from tfposeidon.training.session import optimizers_of
 
@@ -73,15 +74,18 @@ def test_learning_rate_and_iterations_are_the_inner_ones():
 def test_fractions_of_an_epoch_are_those_of_each_fit():
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(SGD(1.0)), loss=models.LOSS)
-    schedule = keras_callbacks.LearningRateSchedule(1.0, lambda epoch: 1.0 + epoch, staircase=False)
+    schedule = keras_callbacks.LearningRateSchedule(
+        1.0, lambda epoch: 1.0 + epoch, end_epoch=1, staircase=False
+    )
     rates = []
     seen = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
     )
     for samples in (32, 16):
         data = models.mlp.data(samples)
-        model.fit(*data, batch_size=8, verbose=0, callbacks=[schedule, seen])
-    assert rates == pytest.approx([1.0, 1.25, 1.5, 1.75, 1.0, 1.5])
+        model.fit(*data, batch_size=8, epochs=2, verbose=0, callbacks=[schedule, seen])
+    # From `end_epoch` on, the last rate stays.
+    assert rates == pytest.approx([1.0, 1.25, 1.5, 1.75, *[1.75] * 4, 1.0, 1.5, *[1.5] * 2])
 
 
 def test_schedules_work():
@@ -102,6 +106,7 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
     assert loaded.optimizer.gradient_accumulation_steps == accumulation
+    assert loaded.optimizer.exchange.plans.bucket_bytes == 77
     for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     loaded.fit(*models.mlp.data(16), verbose=0)
@@ -298,6 +303,14 @@ def test_accumulation_of_gradients_that_are_missing_equals_keras():
             optimizer.apply(grads, variables)
         ends.append([float(v.numpy()[0]) for v in variables])
     np.testing.assert_allclose(*ends, rtol=1e-6)
+
+
+def test_gradients_that_are_missing_together_are_elsewhere_together():
+    """Other ranks would update some of them, and this one all or none."""
+    there = tf.constant([True, True, False])
+    means = Means([tf.zeros(2)] * 3, missing=([1, 2],), present=there, expected=there)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Received: some have one"):
+        means.update(lambda found: None)
 
 
 def test_layers_that_are_not_built_hold_nothing():

@@ -1,5 +1,6 @@
 """Bad arguments of the optimizer and of the callbacks are refused, before training."""
 
+import re
 from unittest import mock
 
 import keras
@@ -36,6 +37,10 @@ from tfposeidon import schemes
         (
             lambda: tp.DistributedOptimizer(SGD(), scheme={"(": "alltoall"}),
             "must be a regular expression",
+        ),
+        (
+            lambda: tp.DistributedOptimizer(SGD(), scheme={re.compile("kernel"): "alltoall"}),
+            r"must be a regular expression, as a string\. Received: re.compile\('kernel'\)",
         ),
         (
             lambda: tp.DistributedOptimizer(SGD(), bucket_bytes=-1),

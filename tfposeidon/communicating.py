@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, ranges, sample_counts
 from tfposeidon.communication import surroundings
-from tfposeidon.exchange.joining import JoinHook, join_hooks
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe
@@ -48,14 +47,15 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self,
         inner_optimizer: keras.optimizers.Optimizer,
         policy: policies.Policy,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         sample_count: sample_counts.SampleCount | None,
         gradient_accumulation_steps: int | None,
         name: str,
     ) -> None:
         surroundings.check_surroundings()
         arguments.check_inner(type(self).__name__, inner_optimizer, CommunicatingOptimizer)
-        bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
+        if bucket_bytes is not None:
+            bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
@@ -230,15 +230,12 @@ class CommunicatingOptimizer(OptimizerWrapper):
         """Object that exchanges the gradients, for training loops and callbacks."""
         return self._exchange
 
-    def join_hooks(self) -> list[JoinHook]:
-        """Returns callables that join other ranks' exchanges once this rank has no more data."""
-        return join_hooks(self._exchange)
-
     # ------------------------------------------------------------------ weights of each rank
 
     def fit_hooks(self, model: Any) -> FitHooks:
         """Returns the callbacks and step hooks that `fit` of a model needs for this optimizer."""
-        return FitHooks(prepare=self._exchange.exchanger)
+        exchange = self._exchange
+        return FitHooks(prepare=exchange.exchanger, join_hooks=exchange.join_hooks)
 
     def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the variables hold weights that are equal on all ranks."""

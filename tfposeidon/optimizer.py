@@ -20,9 +20,7 @@ from tfposeidon.communicating import CommunicatingOptimizer
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import layer_norms
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
-from tfposeidon.exchange.joining import JoinHook, join_hooks, join_with_zeros
 from tfposeidon.exchange.means import Means
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.gradients.accumulation import Accumulation, Call
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizers.wrapping import (
@@ -51,10 +49,10 @@ class DistributedOptimizer(CommunicatingOptimizer):
         lists all); an object of `tfposeidon.schemes` such as `AllToAll(wire_dtype="float16")`, of
         `tfposeidon.policies` or of a custom scheme; or rules `[(pattern, scheme), ...]`, of which
         the first whose pattern is found in a variable's path decides.
-      bucket_bytes: Maximum size in bytes of a bucket of fused gradients (default 4 MiB); gradients
-        of a quarter of it or more are not fused. Smaller buckets start earlier. Larger ones need
-        fewer messages, which matters more for `"alltoall"` and `"torus2d"` than for `"allreduce"`.
-        With 0, nothing is fused.
+      bucket_bytes: Maximum size in bytes of a bucket of fused gradients (default `None`: 4 MiB, or
+        what `auto` predicts to be fastest); gradients of a quarter of it or more are not fused.
+        Smaller buckets start earlier. Larger ones need fewer messages, which matters more for
+        `"alltoall"` and `"torus2d"` than for `"allreduce"`. With 0, nothing is fused.
       gradient_accumulation_steps: Number of calls of `apply` whose gradients are averaged for one
         exchange and one update (default `None`: that of the inner optimizer, which takes
         precedence). It is set in the inner optimizer, which must not be built.
@@ -94,7 +92,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         inner_optimizer: keras.optimizers.Optimizer,
         scheme: Any = "auto",
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         synchronize_model: bool = True,
@@ -234,12 +232,12 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _update(
         self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
     ) -> None:
+        # The inner optimizer clips, so norms are those of the whole batch, as in one process.
         means = self._means(grads, variables, count)
         if factor is not None:
             means = means.times(factor, variables)
-        with layer_norms.override_norms(
-            self.inner_optimizer, self._exchange.plans.norms(variables)
-        ):
+        norms = self._exchange.exchanger(variables).norm_method.norms
+        with layer_norms.override_norms(self.inner_optimizer, norms):
             self._apply(means, variables)
         # Last, because a skipped step must not change the state, and the means determine whether a
         # step is skipped.
@@ -253,13 +251,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         """Updates the variables with the means of all ranks."""
         means.update(lambda found: self.updater.apply(found, variables))
 
-    @override
-    def join_hooks(self) -> list[JoinHook]:
-        join = self._join_exchange if self._accumulation is None else self._join_call
-        return join_hooks(self._exchange, join)
-
     def _join_exchange(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
-        return join_with_zeros(exchanger, call, eagerly, self._afterwards)
+        return exchanger.join(call, eagerly, self._afterwards)
 
     def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         """Joins the other ranks' call, whose gradients may be accumulated without an update."""
@@ -277,10 +270,11 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
-        abandon = self._abandon_update if self._accumulation else None
+        join = self._join_exchange if self._accumulation is None else self._join_call
         return replace(
             super().fit_hooks(model),
-            abandon_update=abandon,
+            join_hooks=functools.partial(self._exchange.join_hooks, join),
+            abandon_update=self._abandon_update if self._accumulation else None,
             synchronizes_model=self.synchronize_model,
         )
 

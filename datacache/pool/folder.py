@@ -21,7 +21,7 @@ from typing import Any
 from typing_extensions import override
 
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.pool.spec import HEAP_POSITION_BYTES, PoolSpec
+from datacache.pool.spec import PoolSpec
 from datacache.system.access import Directory, Others
 from datacache.system.descriptors import (
     Descriptor,
@@ -93,7 +93,8 @@ class Folder(Owner):
             header = None if make_spec else read_checked_header(self.directory)
             self._users = self.open("users", make=True)
             self._claims = self.open("claims", make=True)
-            self.is_only_user = _has_no_users(self._users)
+            # The lock is granted if no other process has the store open.
+            self.is_only_user = lock_file(self._users, wait=False)
             # Downgrade at once: a child that is forked while the store is created inherits this
             # lock, and must not exclude others. The change is not atomic, but the folder's lock
             # blocks other requests in the meantime.
@@ -103,18 +104,9 @@ class Folder(Owner):
                 header = header or _make(self.directory, make_spec)
             assert header is not None
             self.header = header
-            self._begin_use()
+            # Reading through a mapping changes no times, so record when the store was last opened.
+            os.utime(self._users.fileno())
             self._opened = on_error.pop_all()
-
-    def _begin_use(self) -> None:
-        # Reading through a mapping changes no times, so record when the store was last opened.
-        os.utime(self._users.fileno())
-        if self.is_only_user and "end" in self.header["files"]:
-            # After a power loss, samples on a disk may be newer than the state of their heap. The
-            # heap's lock, since a cleaner may have removed `users` while another process adds.
-            with closed_on_fork(lambda: self.directory.open("end")) as end:
-                lock_byte(end, 0, wait=True)
-                os.pwrite(end.fileno(), bytes(HEAP_POSITION_BYTES), 0)
 
     def open(self, name: str, *, make: bool = False) -> Descriptor:
         """Opens a file of the store until the folder is closed."""
@@ -335,7 +327,7 @@ def remove(path: Path) -> None:
     with _locked(lambda: open_pool_folder(path, "ignored")) as directory, directory:
         _refuse_to_remove(directory)
         with directory.open("users", make=True) as users:
-            if not _has_no_users(users):
+            if not lock_file(users, wait=False):
                 raise CacheError(
                     f"A store in use cannot be removed. Received: {directory.path}, which a "
                     "process has open. Wait for the process, or end it."
@@ -356,11 +348,6 @@ def _refuse_to_remove(directory: Directory) -> None:
             f"A folder to remove must contain only a store. Received: {directory.path}, which "
             f"contains {min(strangers)!r}. Inspect the folder, and remove it manually."
         )
-
-
-def _has_no_users(users: Descriptor) -> bool:
-    """Returns whether no other process has the store open; if so, locks `users` exclusively."""
-    return lock_file(users, wait=False)
 
 
 @contextlib.contextmanager

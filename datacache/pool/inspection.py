@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -185,14 +186,9 @@ def _in_use(directory: Directory) -> bool:
     """Returns whether a process has the store open, or creates, opens or removes it."""
     # A process that opens or creates the store holds the folder's lock, and must not mistake the
     # short lock of this process for another user of the store.
-    with lock_folder(directory, wait=False) as mine:
-        return not mine or _has_users(directory)
-
-
-def _has_users(directory: Directory) -> bool:
-    try:
-        with closed_on_fork(lambda: directory.open("users", os.O_RDONLY)) as handle:
-            # The lock is granted if no other process has the store open.
-            return not lock_file(handle, wait=False)
-    except FileNotFoundError:
-        return False
+    with lock_folder(directory, wait=False) as mine, contextlib.suppress(FileNotFoundError):
+        if mine:
+            with closed_on_fork(lambda: directory.open("users", os.O_RDONLY)) as handle:
+                # The lock is granted if no other process has the store open.
+                return not lock_file(handle, wait=False)
+    return not mine

@@ -56,15 +56,6 @@ class Pool(Owner):
         return int((self._words.array >= READY).sum())
 
     @property
-    def is_whole(self) -> bool:
-        """True if any batch is a copy of columns: all samples are ready, and of one size."""
-        return (
-            self._heap is None
-            and self.slots == len(self._slot_indices)
-            and self.filled == self.slots
-        )
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of columns and words, and of the heap's samples."""
         return sum(self.spec.files.values()) + (

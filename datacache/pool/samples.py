@@ -133,8 +133,10 @@ class Heap:
         self._bytes = folder.map_file("heap")
         values = (os.fstat(self._end.fileno()).st_size - TAIL_BYTES) // 8
         self._state = np.ndarray((values,), np.int64, folder.map_file("end"))
-        # A new file contains zeros, which would refuse every sample.
-        self.note_freed()
+        # After a power loss, samples on a disk may be newer than the cursor. Another process may be
+        # adding.
+        with self.adding():
+            self._state[:] = 0, 0, 0, NONE_REFUSED
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:

@@ -22,9 +22,7 @@ TEXT = "string"
 """Dtype of components of Python's bytes, in object arrays."""
 WORD = np.dtype(np.uint64)
 """Dtype of the metadata word of each sample, which is stored next to the columns."""
-HEAP_POSITION_BYTES = 3 * 8
-"""Bytes of the positions in a heap, which its processes share."""
-HEAP_STATE_BYTES = HEAP_POSITION_BYTES + 8
+HEAP_STATE_BYTES = 4 * 8
 """Bytes of the state that processes share for a heap: positions, and the bytes last refused."""
 Arrays = list[np.ndarray]
 """Components of one sample, or of a batch."""

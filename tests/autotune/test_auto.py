@@ -1,6 +1,7 @@
 """`auto` on real ranks: it measures, plans, and trains as one process would."""
 
 import contextlib
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -27,6 +28,7 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
+from tfposeidon.autotune.choose_plan import StepTimes
 from tfposeidon.autotune.planner import AutoPlanner
 from tfposeidon.communication import runtime
 from tfposeidon.gradients.description import Description
@@ -117,6 +119,36 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
     assert seen[0] == seen[1]
     assert len(seen[0].hosts) == len(wire.topology.nodes)
     assert seen[2] == given(wire, "123mbit")
+
+
+def test_residuals_of_plans_that_are_computed_again(wire):
+    """As on other hosts, whose network is measured again: the earlier schemes send them first."""
+    folder = shared_folder(wire)
+    for epochs in (1, 2):
+        keras.utils.clear_session(free_memory=False)
+        scheme = tp.policies.Auto(compression=("topk",), density=0.1)
+        model, optimizer = large(), tp.DistributedOptimizer(sgd(), scheme)
+        checkpoint = keras_callbacks.Checkpoint(folder)
+        with links("measure"), LogLines() as lines:
+            if epochs == 1:
+                runtime.keep_links(given(wire, "1mbit"))
+            data = models.mlp.data(2 * BATCH)
+            train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
+        others = [line for line in lines if "differs from the snapshot" in line]
+        assert bool(others) == (epochs == 2 and wire.topology.rank == 0), lines
+        assert any(one.scheme.name != "allreduce" for one in optimizer.plan.buckets)
+        same_on_all_ranks(model.get_weights(), wire)
+
+
+def test_sizes_are_those_of_all_timed_steps():
+    """The last step of an epoch may have fewer samples."""
+    seen = iter([[64.0], [32.0], [8.0]])
+    reader = SimpleNamespace(sizes=lambda *_: tf.constant(next(seen)))
+    times, gradient = StepTimes(1, reader), tf.ones([4])
+    for _ in range(3):
+        times.ready([], [gradient], [gradient], [])([gradient])
+    # The first step has no beginning.
+    assert times.measured.sizes == [20.0]
 
 
 def _slowdowns(plan):

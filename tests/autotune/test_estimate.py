@@ -104,6 +104,21 @@ def test_sums_behind_a_slow_link_are_found_too():
         )
 
 
+def test_rates_are_found_in_times_of_work():
+    made = dataclasses.replace(CPU, half_s=0.0)
+    n, few, many, rows, side = 2**20, 2**10, 2**16, 32, 512
+    times = {
+        "sum": made.sum_s * n,
+        "encode": made.encode_s * n,
+        "select": made.select_s * n + made.pair_s * few,
+        "select_many": made.select_s * n + made.pair_s * many,
+        "multiply": (made.encode_s + made.operation_s * 2 * rows) * side**2,
+    }
+    found = measurement.rates_of(times, n, (few, many), (rows, side))
+    expected = pytest.approx(dataclasses.asdict(made), rel=0.01, abs=0)
+    assert dataclasses.asdict(found) == expected
+
+
 def test_a_connection_as_fast_as_its_link_is_no_limit():
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)

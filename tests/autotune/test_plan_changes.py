@@ -6,6 +6,7 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_callbacks
 import tfposeidon as tp
@@ -232,6 +233,20 @@ def test_where_absence_is_watched_one_execution_sends_what_was_kept(wire):
         _fit(model, end, wire, callbacks=[watching], epochs=3)
     sparse = [False] * (2 * executions - 1)
     assert watching.seen == [*sparse, *[True] * (1 + executions)], watching.seen
+    _check_turned(model, expected, wire)
+
+
+def test_a_plan_changes_where_the_length_of_epochs_is_unknown(wire):
+    executions = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
+    begin, end = _turning_data(2), _turning_data(executions)
+    model = _compiled(parallel_layers())
+    expected = _trained_alone(model, begin, end, end, end)
+    own = models.share(end, BATCH, wire.topology)
+    batches = tf.data.Dataset.from_tensor_slices(own).batch(BATCH // wire.topology.size)
+    with _turning(wire):
+        _fit(model, begin, wire)
+        TURNING[:] = [tp.schemes.AllReduce()]
+        model.fit(batches.filter(lambda *_: True), epochs=3, verbose=0)
     _check_turned(model, expected, wire)
 
 

@@ -84,6 +84,9 @@ def test_what_is_allowed_is_taken_where_it_pays():
     sparse = choose(policies.Auto(compression=("topk",), density=0.05), slow)
     assert {type(bucket.scheme) for bucket in sparse.buckets} == {schemes.HiTopK}
     assert {bucket.scheme.density for bucket in sparse.buckets} == {0.05}
+    assert {bucket.scheme.wire_dtype for bucket in sparse.buckets} == {None}
+    both = choose(policies.Auto(compression=("fp16", "topk"), density=0.05), slow)
+    assert {bucket.scheme.wire_dtype for bucket in both.buckets} == {"float16"}
 
 
 def test_few_rows_travel_as_factors_and_many_do_not():
@@ -142,8 +145,9 @@ def test_large_variables_may_go_another_way():
 
 
 def test_a_bucket_size_that_is_asked_for_is_kept():
-    plan = choose(bucket_bytes=2**20)
-    assert plan.forecasts[0].chosen.bucket_bytes == 2**20
+    for size in (2**20, DEFAULT_BUCKET_BYTES):
+        forecast = choose(bucket_bytes=size).forecasts[0]
+        assert {one.bucket_bytes for one in (forecast.chosen, *forecast.others)} == {size}
     # Without the times of computation large buckets would always seem best.
     assert choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
 
@@ -256,9 +260,20 @@ def test_close_plans_are_raced():
 def test_what_was_not_timed_is_no_better_than_what_was():
     """Slowed down together, the best stay the best."""
     race, calls = _race(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
-    chosen = choose(links=NEAR, race=race).forecasts[0].chosen
+    forecast = choose(links=NEAR, race=race).forecasts[0]
+    chosen = forecast.chosen
     assert calls == [["torus2d", "allreduce"]]
     assert chosen.name in ("allreduce", "torus2d")
+    (shown,) = [line for line in forecast.lines() if line.startswith("timed exchanges")]
+    assert "alltoall" not in shown
+
+
+def test_a_plan_in_use_that_is_faster_than_the_default_is_not_called_slower():
+    forecast = choose(policies.Auto(margin=0.9), NEAR).forecasts[0]
+    ordered = sorted((forecast.chosen, *forecast.others), key=lambda one: one.step_s)
+    assert ordered[0].step_s < forecast.chosen.step_s
+    assert not forecast.kept(ordered[0]).is_kept
+    assert forecast.kept(ordered[-1]).is_kept
 
 
 def test_uncertain_links_widen_what_is_timed():

@@ -8,11 +8,17 @@ from benchmarks.baselines import FactorServer
 from tests import contract
 from tests.helpers.automatic import exchange_seconds
 from tfposeidon import schemes
-from tfposeidon.autotune.simulation import EXPOSED, load_of, stage_times
+from tfposeidon.autotune.simulation import (
+    EXPOSED,
+    SUMS_PER_PAIR,
+    load_of,
+    stage_times,
+    work_seconds,
+)
 from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.schemes.cost import Transfer
+from tfposeidon.schemes.cost import Transfer, Work
 
 LINKS = NetworkProfile.of("1gbit", ranks_per_node=2)
 NOTHING = Rates(sum_s=0, encode_s=0, select_s=0, pair_s=0, half_s=0, operation_s=0)
@@ -178,3 +184,17 @@ def test_what_hides_is_counted_in_part():
     in_node = 1.5 * 2**22 / links.node.bytes_per_s
     assert ring.load_s == pytest.approx(on_link + EXPOSED * in_node)
     assert ring.latency_s == pytest.approx(6 * links.across.latency_s)
+
+
+def test_each_kind_of_work_has_its_rates():
+    rates = Rates(sum_s=1, encode_s=10, select_s=100, pair_s=1e3, half_s=1e4, operation_s=1e5)
+    summed = 2 * SUMS_PER_PAIR
+    for kind, seconds in (
+        ("sum", 3 + summed),
+        ("encode", 30 + summed),
+        ("select", 300 + 2 * 1e3),
+        ("scatter", 30 + summed),
+        ("multiply", 30 + summed + 5 * 1e5),
+    ):
+        work = Work(name="", kind=kind, elements=3, pairs=2, operations=5)
+        assert work_seconds(work, rates) == seconds, kind

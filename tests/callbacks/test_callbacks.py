@@ -1,8 +1,10 @@
 """Callbacks on two ranks."""
 
+import itertools
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -169,6 +171,24 @@ def test_a_schedule_right_behind_warmup(wire):
     np.testing.assert_allclose(_rates_with_warmup(2), expected, rtol=1e-5)
 
 
+def test_the_full_rate_follows_where_a_run_is_resumed(wire):
+    """Its snapshot has the rate of the last execution of the warm-up."""
+    for together, warmup_epochs, epoch, batch, last in (
+        (1, 2, 2, 0, 1.75),
+        (2, 2, 2, 0, 1.5),
+        (1, 1.5, 1, 2, 1.25),
+    ):
+        model = compiled(optimizer=SGD(0.8), steps_per_execution=together)
+        warmup = keras_callbacks.LearningRateWarmup(0.8, warmup_epochs, momentum_correction=False)
+        warmup.set_model(model)
+        warmup.set_params({"steps": 4})
+        model.optimizer.learning_rate = 0.8 * warmup.multiplier(last)
+        warmup.on_train_begin()
+        warmup.on_epoch_begin(epoch)
+        warmup.on_train_batch_begin(batch)
+        assert float(model.optimizer.learning_rate) == np.float32(0.8)
+
+
 def test_momentum_correction_scales_the_velocity(wire):
     model = compiled(optimizer=SGD(0.8, momentum=0.9))
     model.fit(*models.mlp.data(8), batch_size=4, verbose=0)
@@ -245,7 +265,11 @@ def test_replica_check_reports(wire):
     assert digests[0] != digests[1]
 
 
-def test_throughput(wire):
+def test_throughput(wire, monkeypatch):
+    """By a clock that shows a second more each time on rank 0, and two on rank 1."""
+    clock = itertools.count(0, 1 + wire.topology.rank)
+    timing = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("keras_callbacks.throughput.time", timing)
     folder = shared_folder(wire)
     model = compiled()
     throughput = keras_callbacks.Throughput(log_dir=os.path.join(folder, "logs"))
@@ -262,7 +286,8 @@ def test_throughput(wire):
     assert everybody[0] == everybody[1]
     assert all(0 < share < 1 for share in history["exposed_communication"])
     assert history["megabytes_sent"][0] * 1e6 == model.optimizer.plan.cost.bytes > 0
-    assert all(speed > 0 for speed in history["samples_per_second"])
+    # After the first batch of 4, there are 15 on each rank. Rank 1 has looked 16 times meanwhile.
+    assert history["samples_per_second"] == [2 * 15 * 4 / 32] * 2
     if wire.topology.rank == 0:
         assert _scalars(os.path.join(folder, "logs")) == {f"throughput/{n}" for n in names}
         shutil.rmtree(folder)

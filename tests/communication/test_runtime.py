@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tfposeidon.commands import check
-from tfposeidon.communication import launcher, runtime
+from tfposeidon.communication import launcher, runtime, start
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_init_twice_is_one_start():
     ("asked", "warning", "limit"), [(None, "60", "300"), (20, "5", "20"), (3600, "60", "3600")]
 )
 def test_stall_limits(fresh, asked, warning, limit):
-    runtime.set_limits(asked, 45)
+    start.set_limits(asked, 45)
     assert os.environ[launcher.STALL_WARNING] == warning
     assert os.environ[launcher.STALL_LIMIT] == limit
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
@@ -38,17 +38,17 @@ def test_stall_limits(fresh, asked, warning, limit):
 
 def test_what_the_environment_says_stays(fresh, monkeypatch):
     monkeypatch.setenv(launcher.STALL_LIMIT, "77")
-    runtime.set_limits(None, None)
+    start.set_limits(None, None)
     assert os.environ[launcher.STALL_LIMIT] == "77"
     assert launcher.TRANSPORT_LIMIT not in os.environ
 
 
 def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
-    runtime.set_limits(None, None, serves=True)
+    start.set_limits(None, None, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "300"
-    runtime.set_limits(None, 45, serves=True)
+    start.set_limits(None, 45, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
-    runtime.set_limits(None, None, serves=True)
+    start.set_limits(None, None, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
 
 
@@ -93,16 +93,16 @@ def _running(size, local_size):
 
 
 def test_a_horovod_that_runs_is_adopted_without_groups():
-    assert runtime.adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
+    assert start.adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
 
 
 def test_a_horovod_that_runs_has_no_groups_to_offer():
     with pytest.raises(
         RuntimeError, match=r"needs? 4 process sets\. Replace hvd.init\(\) by tfposeidon.init\(\)"
     ):
-        runtime.adopt(_running(4, 2), None, None)
+        start.adopt(_running(4, 2), None, None)
     with pytest.raises(RuntimeError, match="need 3 process sets"):
-        runtime.adopt(_running(4, 4), None, server_rank=0)
+        start.adopt(_running(4, 4), None, server_rank=0)
 
 
 def test_another_layout_is_refused():
@@ -118,7 +118,7 @@ def test_each_rank_of_a_node_gets_its_gpu():
         mock.patch.object(tf.config, "set_visible_devices") as visible,
         mock.patch.object(tf.config.experimental, "set_memory_growth") as growth,
     ):
-        runtime.choose_gpu(2, 4)
+        start.choose_gpu(2, 4)
     visible.assert_called_once_with(gpus[2], "GPU")
     growth.assert_called_once_with(gpus[2], True)
 
@@ -132,7 +132,7 @@ def test_gpus_that_all_ranks_have_initialized_are_an_error(caplog, ranks):
         if ranks > 1
         else contextlib.nullcontext(),
     ):
-        runtime.choose_gpu(0, ranks)
+        start.choose_gpu(0, ranks)
     assert ("its visible GPUs stay unchanged" in caplog.text) == (ranks == 1)
 
 
@@ -140,8 +140,12 @@ def test_gpus_that_all_ranks_have_initialized_are_an_error(caplog, ranks):
     ("gpus", "ranks", "warned"), [(0, 1, False), (1, 1, False), (8, 1, True), (8, 8, False)]
 )
 def test_gpus_that_no_rank_uses_are_named(caplog, gpus, ranks, warned):
-    with mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus):
-        runtime.warn_of_idle_gpus(ranks)
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
+        mock.patch.object(tf.config, "set_visible_devices"),
+        mock.patch.object(tf.config.experimental, "set_memory_growth"),
+    ):
+        start.choose_gpu(0, ranks)
     assert ("one of the 8 GPUs of this node is used" in caplog.text) == warned
 
 
@@ -158,17 +162,17 @@ def test_ranks_share_a_gpu_without_nccl_only(monkeypatch, gpus, ranks, nccl, ref
         if refused
         else contextlib.nullcontext(),
     ):
-        runtime.require_gpu_per_rank(ranks)
+        start.require_gpu_per_rank(ranks)
     # Each rank may see another GPU.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
         mock.patch("horovod.tensorflow.nccl_built", return_value=True),
     ):
-        runtime.require_gpu_per_rank(8)
+        start.require_gpu_per_rank(8)
         # Nor may more be known than the launcher says.
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        runtime.require_gpu_per_rank(None)
+        start.require_gpu_per_rank(None)
 
 
 @pytest.mark.parametrize(

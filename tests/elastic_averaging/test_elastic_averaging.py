@@ -219,15 +219,21 @@ def test_fit_ends_with_the_centre_everywhere(wire):
 @rank_1_serves
 def test_early_stopping_at_the_server_stops_all(wire):
     data = models.mlp.data(48)
+    # Four batches of six, half of the samples.
+    weights, part = np.arange(48) % 3.0, slice(0, 24)
+    validation = {"validation_data": (*data, weights), "validation_batch_size": 6}
     stop = keras.callbacks.EarlyStopping(
         "val_loss", mode="max", patience=1, restore_best_weights=True
     )
-    model, history = elastic_fitted(data, epochs=200, callbacks=[stop])
+    model, history = elastic_fitted(
+        data, epochs=200, callbacks=[stop], validation_steps=4, **validation
+    )
     same_on_all_ranks(model.get_weights(), wire)
     assert len(history["val_loss" if is_server() else "loss"]) < 200
     # Those of the best epoch, which the server's callback has restored.
     if is_server():
-        found = model.evaluate(*data, verbose=0, return_dict=True)
+        x, y = (array[part] for array in data)
+        found = model.evaluate(x, y, sample_weight=weights[part], verbose=0, return_dict=True)
         np.testing.assert_allclose(found["loss"], max(history["val_loss"]), rtol=1e-5)
 
 

@@ -1,12 +1,19 @@
 """Order, buckets, bytes and printed text of plans."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tests.in_process import Cluster
 from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.agreed_plan import AgreedPlans
+from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients.description import Description
 
@@ -42,8 +49,14 @@ def test_large_variables_go_by_themselves():
 
 def test_bucket_sizes():
     assert len(_plan(0).buckets) == 12
-    assert len(_plan(4224 * 4).buckets) == 2
+    # The first is exactly full.
+    assert [len(b.members) for b in _plan(4224 * 4).buckets] == [8, 4]
     assert len(_plan(10**9).buckets) == 1
+
+
+def test_variables_of_exactly_the_least_length_are_not_small():
+    buckets = _plan(0, schemes.HiTopK(min_elements=32 * 32)).buckets
+    assert {(b.length, b.scheme.name) for b in buckets} == {(1024, "hitopk"), (32, "allreduce")}
 
 
 def test_dtypes_are_not_mixed():
@@ -127,3 +140,41 @@ def test_servers_hold_equal_bytes():
             held += here
         assert max(held) - min(held) <= store.pair_bytes
         assert sum(held) == 4 * sum(sizes)
+
+
+def test_ranks_that_take_part_are_whole_numbers():
+    """41 times a 41st is less than 1 in 32 bits: ranks would seem to be out of data."""
+
+    def count(wire):
+        exchanger = Exchanger(_plan(0, "allreduce", wire.topology, LAYERS[1:2]), wire)
+        exchanger.prefix = "x"
+        found = exchanger.presence([tf.ones(32)], True, with_means=True)
+        return float(found.total), float(found.absent), float(found.gradients[0])
+
+    nodes = Topology.regular(0, 41, 41).nodes
+    assert set(Cluster(nodes).run(count)) == {(41.0, 0.0, 41.0)}
+
+
+class OfEachRank(policies.HybComm):
+    """Chooses by the rank once gradients were read, as where processors round differently."""
+
+    reader = SimpleNamespace(
+        find=lambda *_: None,
+        describe=lambda found, _: [replace(one, why_no_structure="read") for one in found],
+    )
+
+    def choose(self, description, topology):
+        is_other = bool(description.why_no_structure) and topology.rank == 1
+        return policies.Choice(schemes.AllReduce(wire_dtype="float16" if is_other else None), "")
+
+
+def test_plans_that_differ_between_ranks_are_refused():
+    weight, inner = keras.Variable(np.zeros(3, "float32"), name="weight"), keras.optimizers.SGD()
+    settings = dict.fromkeys(("sample_count", "counted", "gradient_accumulation_steps"))
+
+    def agree(wire):
+        plans = AgreedPlans(OfEachRank(), 2**20, lambda: wire, lambda: "x")
+        plans.agree([tf.ones(3)], [weight], inner, settings)
+
+    with pytest.raises(RuntimeError, match="All ranks must compute the same plan"):
+        Cluster(((0,), (1,))).run(agree)

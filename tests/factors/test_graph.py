@@ -1,6 +1,7 @@
 """Factors read off the graph: their product is the gradient, for all layers of Keras."""
 
 import contextlib
+import dataclasses
 import math
 
 import keras
@@ -10,7 +11,9 @@ import tensorflow as tf
 
 from tests import keras_layers
 from tfposeidon.factors import graph, rows
-from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, as_factors
+from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError
+from tfposeidon.factors.reader import FactorReader
+from tfposeidon.gradients.description import Description
 
 L = keras.layers
 
@@ -236,13 +239,23 @@ def test_terms_that_may_differ_between_ranks():
 
     assert decay(0.1).local is not None
     assert decay(0.1).constants == decay(0.1).constants != decay(0.2).constants
+    found = [
+        [{**dataclasses.asdict(one.shape), "constants": one.constants}]
+        for one in map(decay, (0.1, 0.1, 0.2))
+    ]
+    description = Description("kernel", (6, 4), "float32")
+    (alike,) = FactorReader().describe([description], found[:2])
+    assert alike.structure == FactorShape(None, 6, 4, "float32", has_local=True)
+    (apart,) = FactorReader().describe([description], found)
+    assert apart.structure is None
+    assert "differ between ranks" in apart.why_no_structure
 
 
 def test_any_gradient_is_a_product_with_the_unit_matrix():
     for shape in ((2, 3, 5), (5, 2, 3)):
         gradient = np.random.default_rng(0).normal(size=shape).astype("float32")
         like = FactorShape(None, math.prod(shape[:-1]), shape[-1], "float32")
-        factors = as_factors(gradient, like)
+        factors = rows.as_product(gradient, like)
         np.testing.assert_array_equal(factors.product(factors.packed), gradient.ravel())
         np.testing.assert_array_equal(factors.own_product, gradient.ravel())
         assert factors.packed.shape[0] == min(like.left, like.right)

@@ -73,6 +73,8 @@ def test_best_scheme_is_the_papers():
     assert _hybcomm(1024, 1000, 128, 16).scheme.name == "ps"
     # Ranks of a node share its link: their rows count together.
     assert "K=128, P=2" in _hybcomm(4096, 4096, 32, 2, ranks_per_node=4).reason
+    at_limit, beyond = (_hybcomm(512, 512, rows, 2, ranks_per_node=4) for rows in (64, 65))
+    assert (at_limit.scheme.name, beyond.scheme.name) == ("factors", "ps")
 
 
 @pytest.mark.parametrize(("rows", "sums"), [(4, False), (400, True)])

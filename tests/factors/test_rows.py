@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
+from tfposeidon.exchange.presence import weight_of
 from tfposeidon.factors import rows as embedding_rows
 from tfposeidon.factors.pairs import FactorShape, NoFactorsError
 from tfposeidon.factors.reader import FactorReader
@@ -47,8 +48,9 @@ def test_weights(dtype):
     rows = _rows(dtype, [5, 7, 5])
     weighted = rows.weighted(tf.constant(1.37))
     np.testing.assert_allclose(weighted.product(weighted.packed), 1.37 * _dense(rows), atol=5e-3)
-    # No samples, no say.
-    empty = Rows(rows.left, rows.right * float("nan"), table=TABLE).weighted(tf.constant(0.0))
+    # No samples, no weight, also where no rank has any.
+    nothing = weight_of(tf.constant(0.0), tf.constant(0.0), 2)
+    empty = Rows(rows.left, rows.right * float("nan"), table=TABLE).weighted(nothing)
     np.testing.assert_array_equal(empty.product(empty.packed), 0.0)
 
 
@@ -97,7 +99,7 @@ def test_rows_are_found_in_a_model():
 
 def test_a_matrix_among_rows():
     matrix = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
-    rows = embedding_rows.as_rows(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
+    rows = embedding_rows.as_product(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
     np.testing.assert_array_equal(rows.product(rows.packed), matrix.reshape(-1))
     np.testing.assert_array_equal(rows.own_product, matrix.reshape(-1))
 

@@ -133,6 +133,28 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
             check_equal(model.get_weights(), mean)
 
 
+def test_a_rank_without_samples_gives_nothing_to_an_elastic_centre(wire):
+    """The other one gives beta / ranks of its difference, which is what the centre gains."""
+    weight = keras.Variable([0.0, 0.0], name="weight")
+    optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1, tp.local.Elastic(0.8))
+    is_empty = wire.topology.rank == 1
+    optimizer.apply([tf.ones([2])], [weight], sample_count=0.0 if is_empty else 1.0)
+    optimizer.end_step()
+    np.testing.assert_allclose(weight.numpy(), [-1.0 if is_empty else -0.6] * 2, rtol=1e-5)
+    with optimizer.global_weights():
+        np.testing.assert_allclose(weight.numpy(), [-0.4] * 2, rtol=1e-5)
+
+
+def test_constraints_hold_for_the_centre(wire):
+    """A mean of weights of unit norm is shorter than they are."""
+    weight = keras.Variable([1.0, 0.0], name="weight")
+    weight.constraint = keras.constraints.UnitNorm()
+    optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1)
+    optimizer.apply([tf.constant([0.0, 1.0 - 2.0 * wire.topology.rank])], [weight])
+    optimizer.end_step()
+    np.testing.assert_allclose(weight.numpy(), [1.0, 0.0], atol=1e-5)
+
+
 def _unequal_in_one_process(start, data, pieces, batches):
     """The mean after two rounds of replicas that have other numbers of batches of four."""
     replicas = []

@@ -1,5 +1,6 @@
 """LARS and LAMB in what Keras's optimizers take part in: fit, saving, mixed precision, configs."""
 
+import inspect
 import json
 
 import keras
@@ -267,6 +268,14 @@ def test_configs_round_trip(optimizer):
     restored = keras.optimizers.deserialize(json.loads(json.dumps(config)))
     assert type(restored) is type(optimizer)
     assert restored.get_config() == optimizer.get_config()
+
+
+@BOTH
+def test_configs_have_all_arguments(make):
+    """One that is missing would have its default again."""
+    optimizer = make()
+    arguments = inspect.signature(type(optimizer).__init__).parameters.keys()
+    assert arguments - {"self", "options"} <= optimizer.get_config().keys()
 
 
 @BOTH

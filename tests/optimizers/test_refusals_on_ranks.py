@@ -8,9 +8,11 @@ import tensorflow as tf
 
 import tfposeidon as tp
 from tests.helpers import models
+from tests.helpers.automatic import ideal, links
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import sgd
+from tfposeidon.communication import runtime
 
 pytestmark = pytest.mark.ranks("2")
 
@@ -25,6 +27,12 @@ def test_different_accumulation_is_refused(wire):
         RuntimeError, "All ranks must use the same exchange settings.*gradient_accumulation_steps"
     ):
         optimizer.apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
+    weight, inner = keras.Variable([1.0], name="w"), SGD(0.1, gradient_accumulation_steps=2)
+    inner.build([weight])
+    if wire.topology.rank == 1:
+        inner.apply([tf.constant([1.0])], [weight])
+    with Raises(RuntimeError, "calls since the last update 0 on rank 0, 1 on rank 1"):
+        tp.DistributedOptimizer(inner).apply([tf.constant([1.0])], [weight])
 
 
 def test_different_settings_inside_are_refused(wire):
@@ -137,3 +145,16 @@ def test_means_over_rows_of_what_was_selected_are_refused(wire):
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
     with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Adam"):
         optimizer.apply([tf.ones([8, 8])], [keras.Variable(tf.ones([8, 8]), name="w")])
+
+
+def test_means_over_rows_are_refused_where_auto_selects(wire):
+    """The first plan, of a network that is not measured, sends all elements."""
+    scheme = tp.policies.Auto(compression=("topk",), race=False)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
+    weight = keras.Variable(tf.ones([512, 512]), name="w")
+    optimizer.build([weight])
+    with links("measure"):
+        assert [one.scheme.name for one in optimizer.plan.buckets] == ["allreduce"]
+        runtime.keep_links(ideal(wire, bytes_per_s=1e5))
+        with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Adam"):
+            optimizer.apply([tf.ones([512, 512])], [weight])

@@ -90,6 +90,8 @@ def test_the_schedule_round_trips():
     restored = keras.optimizers.schedules.deserialize(config)
     assert type(restored) is PolynomialDecayWithWarmup
     assert restored.get_config() == schedule.get_config()
+    steps = range(16)
+    assert [float(restored(step)) for step in steps] == [float(schedule(step)) for step in steps]
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,7 @@ def test_bfloat16_variables(wire):
     model.compile(optimizer=tp.ShardedOptimizer(sgd(), SERVED), loss=models.LOSS)
     model.fit(*models.cnn.data(16), batch_size=8, verbose=0)
     same_on_all_ranks([np.asarray(w, "float32") for w in model.get_weights()], wire)
+    model.optimizer.gather_state()
 
 
 def test_no_bucket_waits_for_another(wire):

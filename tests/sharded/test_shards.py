@@ -158,6 +158,12 @@ def test_rules_that_need_whole_variables_are_refused(optimizer):
     tp.ShardedOptimizer(_Elementwise(), SERVED)
 
 
+def test_rules_for_each_element_are_taken():
+    names = "SGD RMSprop Adagrad Adadelta Adam AdamW Adamax Nadam Ftrl Lion"
+    for name in names.split():
+        tp.ShardedOptimizer(getattr(keras.optimizers, name)(), SERVED)
+
+
 def test_bad_settings_are_refused():
     for other, why in (
         ("hybcomm", "it depends on the graph of the first step"),

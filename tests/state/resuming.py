@@ -9,7 +9,7 @@ from tests.helpers import models
 from tests.helpers.training import adam
 
 
-def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):
+def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1, **options):
     """Trains on batches of eight samples, a share of each on every rank, and returns the model.
 
     Args:
@@ -19,6 +19,7 @@ def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):
       samples: Samples of an epoch, in whole batches.
       rank: Share of each batch that this process takes.
       ranks: Number of shares.
+      **options: Further arguments of `Checkpoint`.
     """
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
@@ -33,7 +34,7 @@ def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1):
         epochs=epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[keras_callbacks.Checkpoint(folder)],
+        callbacks=[keras_callbacks.Checkpoint(folder, **options)],
     )
     return model
 

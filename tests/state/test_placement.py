@@ -22,6 +22,7 @@ from tfposeidon.state.placement import (
     Placement,
     another_seed,
     is_seed,
+    placement_outside_variables,
     seeds_of_layers,
     state_of_layers,
 )
@@ -67,6 +68,18 @@ class Counter(L.Layer):
 
 
 tp.state.register(Counter, "partial")
+
+
+class OwnStatistics(L.BatchNormalization):
+    """Of a class that is registered, too."""
+
+
+class OwnScale(L.Normalization):
+    """As that, with values outside of variables."""
+
+
+tp.state.register(OwnStatistics, "local")
+tp.state.register(OwnScale, "local")
 
 
 class OwnWords(L.StringLookup):
@@ -139,6 +152,11 @@ def test_what_is_registered_counts_and_the_rest_is_by_default():
     book = model.get_layer("book")
     assert _names([book.book]) <= _names(state_of_layers(model, Placement.LOCAL))
     assert _names([book.masks]) <= _names(state_of_layers(model, Placement.AVERAGED))
+    # The nearest class counts.
+    own = OwnStatistics()
+    model = keras.Sequential([keras.Input((4,)), own])
+    assert _names([own.moving_mean]) <= _names(state_of_layers(model, Placement.LOCAL))
+    assert placement_outside_variables(OwnScale()) == Placement.LOCAL
 
 
 def test_states_of_sequences_are_local():

@@ -104,6 +104,8 @@ def test_snapshots_of_another_release_are_refused(tmp_path):
     rule = "must have format 9. Received: format 1 in .*resume=False"
     with pytest.raises(SnapshotError, match=rule):
         fit_with_checkpoint(_accumulating, tmp_path, 1)
+    # As the error says.
+    assert fit_with_checkpoint(_accumulating, tmp_path, 1, resume=False).history.epoch == [0]
 
 
 def _accumulating():

@@ -1,6 +1,7 @@
 """Keras's callbacks that write: one rank does where all have one path."""
 
 import json
+import os
 
 import keras
 import numpy as np
@@ -58,15 +59,21 @@ def test_files_are_written_once(wire, folder):
     assert len(said) == (3 if wire.topology.rank == 0 else 0)
 
 
-def test_all_ranks_go_on_with_the_backup_of_one(wire, folder):
+@pytest.mark.parametrize(("save_freq", "first"), [("epoch", 2), (1, 1)])
+def test_all_ranks_go_on_with_the_backup_of_one(wire, folder, save_freq, first):
+    """It is of the epoch that has ended, or of the last batch."""
+
     class Interrupted(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 2:
                 raise InterruptedError
 
+    def backup():
+        return keras.callbacks.BackupAndRestore(f"{folder}/b", save_freq=save_freq)
+
     model = _compiled()
     with Raises(InterruptedError, ""):
-        _fit(model, wire, keras.callbacks.BackupAndRestore(f"{folder}/b"), Interrupted(), epochs=4)
+        _fit(model, wire, backup(), Interrupted(), epochs=4)
     weights = model.get_weights()
     tp.barrier()
     keras.utils.set_random_seed(8 + wire.topology.rank)
@@ -74,12 +81,14 @@ def test_all_ranks_go_on_with_the_backup_of_one(wire, folder):
     record = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: begun.append((epoch, resumed.get_weights()))
     )
-    # Its training goes on in epoch 2, with what the first one had then.
-    _fit(resumed, wire, keras.callbacks.BackupAndRestore(f"{folder}/b"), record, epochs=4)
-    assert [epoch for epoch, _ in begun] == [2, 3]
+    # Its training goes on with what the first one had then.
+    _fit(resumed, wire, backup(), record, epochs=4)
+    assert [epoch for epoch, _ in begun] == list(range(first, 4))
     for one, other in zip(begun[0][1], weights, strict=True):
         np.testing.assert_array_equal(one, other)
     same_on_all_ranks(resumed.get_weights(), wire)
+    # Otherwise the next run would begin at the end of this one.
+    assert not os.path.exists(f"{folder}/b")
 
 
 def test_ranks_with_local_weights_go_on_with_the_backup(wire, folder):

@@ -19,7 +19,6 @@ from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
-from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients.description import Description, GradientReader
 from tfposeidon.training import session
@@ -77,24 +76,31 @@ class StepTimes:
         self._reader = reader
         with tf.init_scope():
             self._end_s = clock_variable([], "end_of_exchange")
-            self._sums = clock_variable([4], "step_times")
-            with tf.device("/CPU:0"):
-                self._sizes = tf.Variable(tf.zeros([variables]), trainable=False, name="sizes")
+            # Three times, the number of steps, and the sizes.
+            self._sums = clock_variable([4 + variables], "step_times")
 
     def ready(
-        self, plan: Plan, gradients: Gradients, sent: Gradients, replicated: Collection[Any]
+        self,
+        descriptions: Sequence[Description],
+        gradients: Gradients,
+        sent: Gradients,
+        replicated: Collection[Any],
     ) -> Done:
         """Reads the clock after the first and the last gradient, and later after the last mean."""
+        sizes = tf.zeros([len(gradients)])
         if self._reader is not None:
-            self._sizes.assign(self._reader.sizes(gradients, plan.descriptions, replicated))
+            sizes = self._reader.sizes(gradients, descriptions, replicated)
         # The gradient of the last variable is the first to be ready.
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
-        return lambda means: self._record(first_s, ready_s, time_after(means))
+        return lambda means: self._record(first_s, ready_s, time_after(means), sizes)
 
-    def _record(self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor) -> None:
+    def _record(
+        self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor, sizes: tf.Tensor
+    ) -> None:
         begin_s = self._end_s.read_value()
-        own = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)])
+        times = [first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)]
+        own = tf.concat([tf.stack(times), tf.cast(sizes, end_s.dtype)], 0)
         # Exclude the first step, which would include the time before training.
         self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
         self._end_s.assign(end_s)
@@ -109,12 +115,12 @@ class StepTimes:
 
     @property
     def measured(self) -> Measured | None:
-        """Means over the steps since `reset`, with the last sizes; `None` if there were none."""
-        *sums, steps = self._sums.numpy().tolist()
+        """Means over the steps since `reset`; `None` if there were none."""
+        first_s, compute_s, step_s, steps, *sizes = self._sums.numpy().tolist()
         if not steps:
             return None
-        first_s, compute_s, step_s = (value / steps for value in sums)
-        return Measured(first_s, compute_s, step_s, self._sizes.numpy().tolist())
+        means = [size / steps for size in sizes]
+        return Measured(first_s / steps, compute_s / steps, step_s / steps, means)
 
 
 class ChoosePlan(keras.callbacks.Callback):
@@ -127,7 +133,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_skipping = self._is_changing = self._has_compared = False
+        self._is_changing = self._has_compared = False
         self._epoch = self._batches = self._batches_before = 0
         # Steps since timing began, the last timed one (0 while none are), and steps per exchange.
         self._steps, self._end, self._calls = 0, 0, 1
@@ -181,14 +187,13 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._is_skipping = self._session.is_skipping
         if self._end and not self._steps:
             self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches = batch + 1
-        if self._is_skipping or not (self._end or self._is_changing):
+        if self._session.was_skipped or not (self._end or self._is_changing):
             return
         self._steps += 1
         if self._steps == 1 and self._end:
@@ -300,7 +305,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _updates_left(self) -> list[float]:
         """Returns the remaining updates, and those after an epoch as long as the previous one."""
-        steps, epochs = self.params.get("steps"), self.params.get("epochs", 1)
-        # As many as are done if the length of epochs is unknown.
-        left = self._steps if steps is None else steps * (epochs - self._epoch) - self._batches
+        # An epoch of unknown length counts as long as the previous one.
+        steps = self.params.get("steps") or self._batches_before
+        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
         return [max(0, left - later) / self._calls for later in (0, self._batches_before)]

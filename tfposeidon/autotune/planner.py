@@ -31,7 +31,7 @@ from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.plan import Plan, make_plan
 from tfposeidon.exchange.planner import Planner
 from tfposeidon.gradients.description import Description
-from tfposeidon.policies import Choice, Policy
+from tfposeidon.policies import Choice, Policy, Uniform
 
 WRONG_BY = 0.25
 """Relative error above which a predicted step is logged: the 90th percentile of the errors of
@@ -93,11 +93,11 @@ class Decision(Policy):
     """
 
     choices: Mapping[str, Choice]
-    bucket_bytes: int
+    bucket_bytes: int | None
     forecasts: tuple[Forecast, ...]
 
     @classmethod
-    def of(cls, plan: Plan, bucket_bytes: int) -> Decision:
+    def of(cls, plan: Plan, bucket_bytes: int | None) -> Decision:
         """Returns the decision of a plan; `bucket_bytes` is used if the plan has no forecast."""
         choices = {
             description.path: choice
@@ -111,6 +111,11 @@ class Decision(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         return self.choices[description.path]
+
+    @property
+    @override
+    def keeps_state(self) -> bool:
+        return any(Uniform(one.scheme).keeps_state for one in self.choices.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a dictionary for JSON."""
@@ -137,7 +142,7 @@ class AutoPlanner(PredictingPlanner):
     """
 
     def __init__(
-        self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire] = runtime.wire
+        self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire] = runtime.wire
     ) -> None:
         super().__init__(policy, bucket_bytes, wire)
         self._decisions: dict[Paths, Decision] = {}
@@ -206,10 +211,12 @@ class AutoPlanner(PredictingPlanner):
                 if best.buckets == plan.buckets:
                     exchanger.plan = best
                     continue
-                self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
                 # Until the proposal applies, if it does.
                 exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
-                saved_s += before.step_s - forecast.chosen.step_s
+                # The default is chosen within the margin, although the plan in use may be faster.
+                if forecast.chosen.step_s <= before.step_s:
+                    self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
+                    saved_s += before.step_s - forecast.chosen.step_s
         return saved_s
 
     def changing(self, plans: AgreedPlans) -> list[Exchanger]:
@@ -247,26 +254,31 @@ class AutoPlanner(PredictingPlanner):
     @override
     def resume(self, saved: dict[str, Any]) -> bool:
         # If both runs measure the network on the same hosts, the earlier profile is used.
-        # Otherwise, plans are recomputed if profile or policy differ.
-        wire = self._wire()
-        nodes = [list(node) for node in wire.topology.nodes]
-        if not self.is_tunable or saved["links"] is None or saved["nodes"] != nodes:
+        # Otherwise, plans are recomputed if nodes, profile or policy differ.
+        if not self.is_tunable or saved["links"] is None:
             return False
+        wire = self._wire()
+        is_same = (saved["policy"], saved["bucket_bytes"]) == (repr(self.policy), self.bucket_bytes)
         differs = "`scheme` or `bucket_bytes` differs"
-        if (saved["policy"], saved["bucket_bytes"]) == (repr(self.policy), self.bucket_bytes):
+        if is_same and saved["nodes"] != [list(node) for node in wire.topology.nodes]:
+            differs = "the layout of ranks differs"
+        elif is_same:
             links = NetworkProfile.from_json(saved["links"], "the snapshot")
             if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
                 runtime.keep_links(links)
             differs = "the network profile differs" if runtime.links() != links else ""
-        if differs:
-            runtime.say("tfposeidon: %s from the snapshot; the plans are computed again.", differs)
-            return False
-        self._decisions, self.proposed = (
+        decisions, proposed = (
             {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
             for key in ("plans", "proposed")
         )
-        self.has_decided = saved["has_decided"]
-        return True
+        if differs:
+            runtime.say("tfposeidon: %s from the snapshot; the plans are computed again.", differs)
+            # Saved residuals are sent by the earlier schemes, which are used until steps decide.
+            decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
+            proposed = {}
+        self._decisions, self.proposed = decisions, proposed
+        self.has_decided = not differs and saved["has_decided"]
+        return bool(decisions)
 
 
 def _log_if_wrong(predicted_s: float, step_s: float) -> None:

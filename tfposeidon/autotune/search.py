@@ -99,14 +99,14 @@ def choose_plan(
     topology: Topology,
     links: NetworkProfile | None,
     *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     timeline: Timeline | None = None,
     notes: Sequence[str] = (),
     race: Race | None = None,
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Bucket sizes are tried if `bucket_bytes` is the default and `timeline` is known; without it,
+    Bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known; without the latter,
     exchanges are compared alone. The result is the same on every rank but for `topology.rank`.
     """
     if links is None or topology.size == 1:
@@ -119,9 +119,9 @@ def choose_plan(
         # The cost of structures without a size is unknown.
         first = next(iter(candidates.values()))
         return make_plan(descriptions, first, topology, bucket_bytes, notes)
-    sizes = [bucket_bytes]
-    if open_to and timeline is not None and bucket_bytes == DEFAULT_BUCKET_BYTES:
-        sizes = [round(factor * bucket_bytes) for factor in BUCKET_FACTORS]
+    sizes = [DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes]
+    if open_to and timeline is not None and bucket_bytes is None:
+        sizes = [round(factor * DEFAULT_BUCKET_BYTES) for factor in BUCKET_FACTORS]
     attempts = search.attempts(options, sizes)
     parts = _tunable_parts(policy)
     if race is not None and any(part.races for part in parts):
@@ -194,11 +194,15 @@ class _Search:
         # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must
         # not win by a more optimistic prediction.
         slowdowns = defaultdict(lambda: max(1.0, *ratios), zip(runners, ratios, strict=True))
-        return [self._slowed(one, slowdowns[one.prediction.name]) for one in attempts]
+        return [self._slowed(one, slowdowns, one.prediction.name in runners) for one in attempts]
 
-    def _slowed(self, attempt: _Attempt, slowdown: float) -> _Attempt:
+    def _slowed(
+        self, attempt: _Attempt, slowdowns: Mapping[str, float], is_timed: bool
+    ) -> _Attempt:
+        slowdown = slowdowns[attempt.prediction.name]
         simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
-        prediction = replace(attempt.prediction, simulated=simulated, slowdown=slowdown)
+        shown = slowdown if is_timed else 1.0
+        prediction = replace(attempt.prediction, simulated=simulated, slowdown=shown)
         return replace(attempt, prediction=prediction)
 
     def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:

@@ -1,4 +1,4 @@
-"""Start of Horovod, once per process, with the process sets that the topology needs."""
+"""The job of this process, which `init` starts once: its ranks, collectives and network."""
 
 from __future__ import annotations
 
@@ -7,25 +7,11 @@ import os
 import socket
 from typing import Any, Literal
 
-from tfposeidon import ranges
-from tfposeidon.communication import agreement, failure, launcher
+from tfposeidon.communication import failure, launcher, start
 from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
-from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire, exchange_objects
-from tfposeidon.peers import meeting, sources
-
-SERVED_TRANSPORT_TIMEOUT_S = 300.0
-"""Default seconds that Gloo waits in jobs with a server.
-
-During a transfer to one worker, which takes minutes for large weights over slow networks, Horovod's
-thread on the server does not communicate with other workers.
-"""
-DEFAULT_STALL_TIMEOUT_S = 300.0
-"""Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
-LONGEST_STALL_WARNING_S = 60
-"""Maximum seconds between Horovod's checks for late ranks."""
-LAYOUT_PATIENCE_S = 120.0
-"""Seconds that a rank waits for rank 0 to write its layout to the launcher's store."""
+from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
+from tfposeidon.peers import meeting
 
 MEASURE: Literal["measure"] = "measure"
 """Network profile to measure when the first step that needs it is traced."""
@@ -101,18 +87,17 @@ def init(
         if network is not None:
             _take_links(network, _wire.topology)
         return _wire.topology
-    _check_horovod()
+    start.check_horovod()
     # Before Horovod starts, because it then reads its environment.
-    set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
-    nodes = _find_peers(start_timeout_s)
+    start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
+    nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
-        require_gpu_per_rank(launcher.ranks_of_node())
-    _wire = _start(ranks_per_node, server_rank, nodes)
+        start.require_gpu_per_rank(launcher.ranks_of_node())
+    _wire = start.start_horovod(ranks_per_node, server_rank, nodes)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
-        warn_of_idle_gpus(launcher.ranks_of_node())
+        start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
     _take_links(network, _wire.topology)
     return _wire.topology
 
@@ -167,7 +152,7 @@ def pair_wire(worker: int) -> Wire:
 
 def stall_limit_s() -> float:
     """Returns the seconds after which Horovod ends a job with a late rank; 0 for never."""
-    return float(os.environ.get(launcher.STALL_LIMIT, DEFAULT_STALL_TIMEOUT_S))
+    return float(os.environ.get(launcher.STALL_LIMIT, start.DEFAULT_STALL_TIMEOUT_S))
 
 
 def links() -> NetworkProfile | None:
@@ -281,128 +266,6 @@ def say(text: str, *values: object) -> None:
         log.warning(text, *values)
 
 
-def _find_peers(timeout_s: float) -> meeting.Nodes | None:
-    """Returns the ranks of each node if they find each other by a platform's variables."""
-    import horovod.tensorflow as hvd
-
-    ranges.check_number("start_timeout_s", timeout_s, ranges.AT_LEAST_1, "The unit is seconds.")
-    return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=launcher.has_mpi())
-
-
-def _start(
-    ranks_per_node: int | None, server_rank: int | None, nodes: meeting.Nodes | None
-) -> HorovodWire:
-    import horovod.tensorflow as hvd
-
-    if hvd.is_initialized():
-        return adopt(hvd, ranks_per_node, server_rank)
-    own = launcher.process_rank()
-    check_server_rank(server_rank, own.size)
-    if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
-        return start_over_mpi(hvd, own, server_rank)
-    topology = _find_topology(own, ranks_per_node, nodes)
-    _check_layout_in_store(topology, server_rank)
-    # Passed at the start: process sets that are added later make each cycle of Horovod's thread
-    # wait for all ranks.
-    groups = _groups(topology, server_rank)
-    process_sets = {group: hvd.ProcessSet(list(group.ranks)) for group in groups}
-    hvd.init(process_sets=list(process_sets.values()))
-    _check_layout(hvd, topology)
-    return HorovodWire(topology, process_sets)
-
-
-def _groups(topology: Topology, server_rank: int | None) -> tuple[Group, ...]:
-    """Returns the groups that need a process set: nodes, positions, and pairs with the server."""
-    pairs: list[Group] = []
-    # In a job of two ranks the pair is the world, which has a process set.
-    if server_rank is not None and topology.size > 2:
-        others = (r for r in topology.world.ranks if r != server_rank)
-        pairs = [Group(tuple(sorted((server_rank, r)))) for r in others]
-    # A node of two ranks may also be a pair.
-    return tuple(dict.fromkeys([*topology.groups(), *pairs]))
-
-
-def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
-    """Starts Horovod if ranks do not know each other's hosts beforehand."""
-    # Process sets are added after the start, which makes each cycle of Horovod's thread wait for
-    # all ranks.
-    hvd.init(process_sets="dynamic")
-    # A Horovod without MPI has one process in each of mpirun's.
-    _check_layout(hvd, own)
-    # This layout has all ranks on one node, so the world is its only group.
-    world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
-    everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
-    _require_same_servers([server for _, server in everybody])
-    nodes: dict[str, list[int]] = {}
-    for rank, (host, _) in enumerate(everybody):
-        nodes.setdefault(host, []).append(rank)
-    topology = Topology(hvd.rank(), tuple(map(tuple, nodes.values())))
-    groups = _groups(topology, server_rank)
-    return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
-
-
-def _find_topology(
-    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: meeting.Nodes | None
-) -> Topology:
-    if ranks_per_node is not None:
-        return Topology.regular(own.rank, own.size, ranks_per_node)
-    if nodes is not None:
-        return Topology(own.rank, nodes)
-    store = launcher.Store.of_launcher()
-    if store is None or own.size == 1:
-        return Topology(0, ((0,),))
-    sizes = launcher.node_sizes(store, own)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return Topology(
-        own.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
-    )
-
-
-def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
-    """Compares the layout with that of rank 0, before Horovod starts."""
-    # Horovod would abort without a reason if process sets differed between ranks.
-    store = launcher.Store.of_launcher()
-    if store is None or topology.size == 1:
-        return
-    mine = [list(node) for node in topology.nodes]
-    if topology.rank == 0:
-        store.put("layout", [mine, server_rank])
-    else:
-        nodes, server = store.wait_for("layout", LAYOUT_PATIENCE_S)
-        agreement.require_equal(
-            {0: nodes, topology.rank: mine},
-            "All ranks must see the same nodes",
-            "Pass the same `ranks_per_node` to tfposeidon.init() on every rank.",
-        )
-        _require_same_servers({0: server, topology.rank: server_rank})
-
-
-def _require_same_servers(servers: Any) -> None:
-    agreement.require_equal(
-        servers,
-        "All ranks must use the same `server_rank`",
-        "Pass the same `server_rank` to tfposeidon.init() on every rank.",
-    )
-
-
-def check_server_rank(server_rank: int | None, size: int) -> None:
-    """Refuses an invalid rank of the server, and a job without workers."""
-    if server_rank is None:
-        return
-    ranges.check_integer("server_rank", server_rank, 0)
-    if size == 1:
-        raise ValueError(
-            "`server_rank` requires a job of two or more ranks. Received: server_rank=0 in a job "
-            "of one rank. Start the job with horovodrun -np 2 or more, or leave `server_rank` "
-            "out."
-        )
-    if server_rank >= size:
-        raise ValueError(
-            f"`server_rank` must be one of the {size} ranks. Received: server_rank={server_rank}. "
-            "Use 0."
-        )
-
-
 def _check_same_server(server_rank: int | None) -> None:
     if server_rank not in (None, _server_rank):
         raise RuntimeError(
@@ -410,59 +273,6 @@ def _check_same_server(server_rank: int | None) -> None:
             f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
             "tfposeidon.init()."
         )
-
-
-def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
-    """Uses a Horovod that the script started, if no process sets are needed."""
-    check_server_rank(server_rank, hvd.size())
-    topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
-    described = launcher.process_rank().size if hvd.size() == 1 else 1
-    problem = None
-    if described > 1:
-        problem = f"found one rank, but the environment describes {described}"
-    elif missing := _groups(topology, server_rank):
-        problem = f"{topology} need {len(missing)} process sets"
-    if problem:
-        raise RuntimeError(
-            "tfposeidon.init() must start Horovod to create its process sets. Received: "
-            f"hvd.init() was called before, and {problem}. Replace hvd.init() by "
-            "tfposeidon.init()."
-        )
-    return HorovodWire(topology, {})
-
-
-def _check_horovod() -> None:
-    remedy = "Run: python -m tfposeidon install --horovod-only"
-    try:
-        import horovod.tensorflow  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(f"tfposeidon requires Horovod ({error}). {remedy}") from error
-    except ImportError as error:
-        raise ImportError(
-            f"Horovod is installed, but cannot be imported with this TensorFlow ({error}). {remedy}"
-        ) from error
-
-
-def set_limits(
-    stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
-) -> None:
-    """Sets Horovod's variables for time limits, except those that the user has set."""
-    if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
-        transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
-    for name, value in (
-        ("stall_timeout_s", stall_timeout_s),
-        ("transport_timeout_s", transport_timeout_s),
-    ):
-        if value is not None:
-            ranges.check_number(name, value, ranges.AT_LEAST_1, "The unit is seconds.")
-    if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
-        limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
-        os.environ[launcher.STALL_LIMIT] = str(limit)
-        # Horovod checks for late ranks once per warning time, and only ends the job at such a
-        # check.
-        os.environ[launcher.STALL_WARNING] = str(max(1, min(LONGEST_STALL_WARNING_S, limit // 4)))
-    if transport_timeout_s is not None:
-        os.environ[launcher.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
 
 
 def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
@@ -475,73 +285,4 @@ def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
             "Process sets are created once per process. Received: "
             f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
             "`ranks_per_node` to the first tfposeidon.init()."
-        )
-
-
-def _check_layout(hvd: Any, expected: Topology | launcher.ProcessRank) -> None:
-    if (hvd.rank(), hvd.size()) != (expected.rank, expected.size):
-        raise RuntimeError(
-            "The launcher's environment variables and Horovod must agree. Received: rank "
-            f"{expected.rank} of {expected.size} from the environment, rank {hvd.rank()} of "
-            f"{hvd.size()} from Horovod. Start the job with horovodrun, with mpirun only if "
-            "Horovod is built with MPI, or remove the variables of another job from the "
-            "environment."
-        )
-
-
-def require_gpu_per_rank(ranks_here: int | None) -> None:
-    """Refuses ranks that share a GPU under NCCL, which would fail at the first collective."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    if ranks_here is None or not hvd.nccl_built() or sources.VISIBLE_GPUS in os.environ:
-        # SLURM makes only one GPU visible to each rank, so shared GPUs cannot be detected here;
-        # NCCL detects them.
-        return
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    if 0 < gpus < ranks_here:
-        raise RuntimeError(
-            f"NCCL requires one GPU per rank. Received: {ranks_here} ranks on this node, which "
-            f"has {gpus} GPU(s). Start at most {gpus} ranks on each node, or install a Horovod in "
-            "which ranks can share GPUs: python -m tfposeidon install --horovod-only --no-cuda"
-        )
-
-
-def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
-    """Makes only this rank's GPU visible to TensorFlow, or raises if ranks would share all."""
-    import tensorflow as tf
-
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return
-    try:
-        # With more ranks than GPUs, some share one, which memory growth makes possible.
-        own = gpus[local_rank % len(gpus)]
-        tf.config.set_visible_devices(own, "GPU")
-        tf.config.experimental.set_memory_growth(own, True)
-    except RuntimeError as error:
-        if len(gpus) > 1 and (ranks_here or 1) > 1:
-            raise RuntimeError(
-                "Each rank must choose its GPU before TensorFlow initializes any. Received: "
-                f"TensorFlow has initialized {len(gpus)} GPUs, and {ranks_here} ranks share this "
-                "node. Call tfposeidon.init(), or a function that calls it, such as tp.shard, "
-                "before the first model, tensor or dataset."
-            ) from error
-        log.warning(
-            "TensorFlow was initialized before tfposeidon.init(); its visible GPUs stay "
-            "unchanged (%s)",
-            error,
-        )
-
-
-def warn_of_idle_gpus(ranks_here: int | None) -> None:
-    """Warns if one process is alone on a node with several GPUs, of which it uses one."""
-    import tensorflow as tf
-
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    if ranks_here == 1 and gpus > 1:
-        log.warning(
-            "tfposeidon: one of the %d GPUs of this node is used, because only one rank runs here. "
-            "To start one rank per GPU: python -m tfposeidon run -- python train.py",
-            gpus,
         )

@@ -5,7 +5,6 @@ Everything here is pure: `launcher` reads the environment, and `runtime` starts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,12 +140,15 @@ class Topology:
         """Returns whether two ranks are on one node."""
         return any(a in node and b in node for node in self.nodes)
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self, server_rank: int | None = None) -> tuple[Group, ...]:
         """Returns the groups of two or more ranks, except the world, that need a process set."""
-        # Nodes, then positions, without duplicates: the order must be the same on all ranks.
-        candidates: Sequence[Group] = [Group(node) for node in self.nodes]
-        candidates = [*candidates, *(self.position_group(p) for p in range(self.positions))]
-        return tuple(dict.fromkeys(g for g in candidates if 1 < g.size < self.size))
+        # Nodes, positions, then pairs with the server, without duplicates, as a node of two ranks
+        # may be a pair: the order must be the same on all ranks.
+        found = [*map(Group, self.nodes), *map(self.position_group, range(self.positions))]
+        if server_rank is not None:
+            others = (rank for rank in self.world.ranks if rank != server_rank)
+            found += [Group(tuple(sorted((server_rank, rank)))) for rank in others]
+        return tuple(dict.fromkeys(group for group in found if 1 < group.size < self.size))
 
     def seen_from(self, rank: int) -> Topology:
         """Returns the topology of the same job from the perspective of another rank."""

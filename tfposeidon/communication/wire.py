@@ -245,10 +245,7 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
         if wire.topology.rank == root_rank
         else np.zeros(int(length[0]), np.uint8)
     )
-    received: bytes = (
-        wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
-    )
-    return received
+    return wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
 
 
 def _horovod_ops() -> Any:

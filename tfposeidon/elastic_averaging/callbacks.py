@@ -5,26 +5,21 @@ The server holds the global weights and their metrics, and takes no training ste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
-from typing_extensions import override
+
+from tfposeidon.training.layer_averages import SAVING
 
 _AT_THE_SERVER = (
-    keras.callbacks.BackupAndRestore,
+    *SAVING,
     keras.callbacks.CSVLogger,
     keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.OrbaxCheckpoint,
     keras.callbacks.TensorBoard,
 )
 """Keras callbacks that run on the server only: they save, stop, or log the global weights."""
-_SAVING = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.OrbaxCheckpoint,
-)
 _BY_STEPS = {
     "every_n_steps": "every_n_steps=None",
     "save_freq": 'save_freq="epoch"',
@@ -70,28 +65,24 @@ def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]])
     for callback in callbacks:
         # It takes its columns from the logs of the first epoch.
         if isinstance(callback, keras.callbacks.CSVLogger):
-            found.append(_Announcement(callback, names))
+            announce = functools.partial(_announce, callback, names)
+            found.append(keras.callbacks.LambdaCallback(on_epoch_end=announce))
         found.append(callback)
     return found
 
 
-class _Announcement(keras.callbacks.Callback):
-    """Keras callback that sets a logger's columns after earlier callbacks have extended logs."""
-
-    def __init__(self, logger: keras.callbacks.CSVLogger, names: Callable[[], list[str]]) -> None:
-        super().__init__()
-        self._logger, self._names = logger, names
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # The logger would guess names of validation metrics from those of training.
-        if self._logger.keys is None:
-            self._logger.keys = sorted({*logs, *self._names()})
+def _announce(
+    logger: keras.callbacks.CSVLogger, names: Callable[[], list[str]], epoch: int, logs: Any
+) -> None:
+    """Sets a logger's columns after earlier callbacks have extended the logs of an epoch."""
+    # The logger would guess names of validation metrics from those of training.
+    if logger.keys is None:
+        logger.keys = sorted({*logs, *names()})
 
 
 def fate_without_snapshot(callbacks: list[Any]) -> str:
     """Returns the state of the global weights after a failure, for jobs without a snapshot."""
-    saving = [type(callback).__name__ for callback in callbacks if isinstance(callback, _SAVING)]
+    saving = [type(callback).__name__ for callback in callbacks if isinstance(callback, SAVING)]
     remedy = "fit received no keras_callbacks.Checkpoint"
     if saving:
         return (

@@ -40,62 +40,35 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
 
 def _work(original: Any, call: inspect.BoundArguments) -> Any:
     arguments = call.arguments
-    own = _Worker(arguments)
-    # `_Last` is first in the list, so that other callbacks see the global weights at the end.
-    # `_First` is last, so that it starts after the server's callbacks have restored a run.
+    worker = _Worker(arguments)
+    # `end` is first in the list, so that other callbacks see the global weights at the end.
+    # `worker` is last, so that it starts after the server's callbacks have restored a run.
+    end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
     callbacks = [c for c in arguments["callbacks"] if not own_callbacks.acts_at_server(c)]
-    arguments["callbacks"] = [_Last(own), *callbacks, _First(own)]
+    arguments["callbacks"] = [end, *callbacks, worker]
     arguments["validation_data"] = None
     try:
         return original(*call.args, **call.kwargs)
     finally:
         # For training that has ended with an error.
-        own.fall_silent()
+        worker.fall_silent()
 
 
-class _Worker:
-    """A worker's part in one `fit`."""
+class _Worker(keras.callbacks.Callback):
+    """Keras callback of a worker, which starts with the server's weights, at its epoch."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
         self._arguments = arguments
         self._link: Any = None
-
-    def begin(self, model: keras.Model) -> None:
-        """Starts with the server's weights, at its epoch."""
-        self._optimizers, epoch = job.begin_fit(self._arguments)
-        if epoch is not None:
-            session.of(model).resume_at(epoch, 0)
-        self._link = job.start_worker(self._optimizers)
-
-    @property
-    def stops(self) -> bool:
-        """True once the server has asked workers to stop."""
-        return bool(self._link.stops)
-
-    def end_epoch(self, has_trained: bool, is_last: bool) -> None:
-        """Notifies the server of the end of an epoch, with or without a batch."""
-        job.end_epoch(self._link, self._optimizers, has_trained, is_last)
-
-    def end(self) -> None:
-        """Ends together with the other workers, with the server's last weights."""
-        job.end_worker(self._link, self._optimizers)
-        self._link = None
-
-    def fall_silent(self) -> None:
-        """Stops calling the server, unless `end` has completed."""
-        if self._link is not None:
-            self._link.fall_silent()
-
-
-class _First(keras.callbacks.Callback):
-    def __init__(self, worker: _Worker) -> None:
-        super().__init__()
-        self._worker = worker
         self._has_trained = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._worker.begin(self.model)
+        self._optimizers, epoch = job.begin_fit(self._arguments)
+        if epoch is not None:
+            session.of(self.model).resume_at(epoch, 0)
+        self._link = job.start_worker(self._optimizers)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -109,21 +82,21 @@ class _First(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
-        self._worker.end_epoch(self._has_trained, is_last)
+        job.end_epoch(self._link, self._optimizers, self._has_trained, is_last)
         # An epoch without a batch has not checked for it.
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        if self._worker.stops:
+        if self._link.stops:
             self.model.stop_training = True
 
-
-class _Last(keras.callbacks.Callback):
-    def __init__(self, worker: _Worker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._worker.end()
+    def end(self) -> None:
+        """Ends together with the other workers, with the server's last weights."""
+        job.end_worker(self._link, self._optimizers)
+        self._link = None
         session.of(self.model).begin_where_asked()
+
+    def fall_silent(self) -> None:
+        """Stops calling the server, unless `end` has completed."""
+        if self._link is not None:
+            self._link.fall_silent()

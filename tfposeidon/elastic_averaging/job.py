@@ -2,14 +2,14 @@
 
 `fit` and `ElasticAveraging.run` use these functions in turn: `begin_fit` or `begin_loop`,
 which make the server's values the start of all ranks, `start_worker` or
-`start_server`, then `end_worker` or `serve`.
+`start_server`, then `end_worker` or `let_workers_go`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,42 +24,6 @@ from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapping import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.training import entries, layer_state, session
-
-
-class Asynchronous(Protocol):
-    """Optimizer that exchanges with a server."""
-
-    inner_optimizer: Any
-
-    @property
-    def exchanged_variables(self) -> list[Any]:
-        """Variables whose values are exchanged."""
-
-    @property
-    def server_alpha(self) -> float:
-        """Share of a worker's difference that the server adds to the global weights."""
-
-    @property
-    def agreed_settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks."""
-
-    def check_detached(self) -> None:
-        """Refuses to start if steps exchange already."""
-
-    def attach(self, worker: Worker, number: int) -> None:
-        """Makes steps exchange with the server's center of this index."""
-
-    def give_last(self) -> None:
-        """Exchanges the training since the last exchange."""
-
-    def give_slots(self) -> None:
-        """Sends the optimizer state and its number of steps to the server."""
-
-    def take_all(self) -> None:
-        """Assigns the server's global weights and optimizer state."""
-
-    def detach(self) -> None:
-        """Ends the exchanges in steps."""
 
 
 def check_roles() -> None:
@@ -91,9 +55,7 @@ def is_server() -> bool:
     return runtime.server_rank() == runtime.rank()
 
 
-def begin(
-    optimizers: Sequence[Asynchronous], settings: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Starts all ranks with the server's weights and optimizer state; returns all `settings`.
 
     Collective. Optimizers must be built; it raises on all ranks if they or their variables differ.
@@ -104,7 +66,7 @@ def begin(
         {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
         for o in optimizers
     ]
-    everybody = exchange_objects([own, settings or {}], runtime.wire(), "tp.asynchronous")
+    everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
     agreement.require_equal(
         [optimizers_there for optimizers_there, _ in everybody],
         "Optimizers must be the same on all ranks",
@@ -119,7 +81,7 @@ def begin(
     return [given for _, given in everybody]
 
 
-def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
+def start_worker(optimizers: Sequence[Any]) -> Worker:
     """Starts exchanges with the server, after `begin`."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     worker.start()
@@ -128,9 +90,7 @@ def start_worker(optimizers: Sequence[Asynchronous]) -> Worker:
     return worker
 
 
-def end_epoch(
-    worker: Worker, optimizers: Sequence[Asynchronous], has_trained: bool, is_last: bool
-) -> None:
+def end_epoch(worker: Worker, optimizers: Sequence[Any], has_trained: bool, is_last: bool) -> None:
     """Sends a worker's optimizer state to the server, and notifies it of the end of an epoch."""
     # Must precede the notification: the server evaluates and saves after it.
     for optimizer in optimizers:
@@ -140,7 +100,7 @@ def end_epoch(
     worker.end_epoch(has_trained)
 
 
-def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
+def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
     """Exchanges remaining training, waits for other workers, and takes the final global weights."""
     for optimizer in optimizers:
         optimizer.give_last()
@@ -153,7 +113,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Asynchronous]) -> None:
     _end_together()
 
 
-def start_server(optimizers: Sequence[Asynchronous]) -> Server:
+def start_server(optimizers: Sequence[Any]) -> Server:
     """Starts to serve the workers, after `begin`, from the current values of the variables."""
     workers = runtime.workers().ranks
     wires = {rank: runtime.pair_wire(rank) for rank in workers}
@@ -177,16 +137,24 @@ def _check_finite(variables: Sequence[Any]) -> None:
 
 
 def run(
-    optimizers: Sequence[Asynchronous],
+    optimizers: Sequence[Any],
     train: Callable[[], Any],
     on_failure: Callable[[], Any] | None = None,
 ) -> None:
     """Runs `train` on workers while the server serves; collective, after `begin`.
 
-    On the server, `on_failure` saves the global weights if the job ends with an error.
+    On the server, `on_failure` saves the global weights if the job ends with an error; otherwise
+    all variables receive the final global weights.
     """
     if is_server():
-        serve(start_server(optimizers), optimizers, [on_failure] if on_failure else [])
+        server = start_server(optimizers)
+        show = functools.partial(show_centres, server, optimizers)
+        without = "the global weights are lost, because run received no on_failure"
+        with saved_at_failure(server, show, [on_failure] if on_failure else [], without):
+            for _ in server.epochs():
+                pass
+            show()
+            let_workers_go(server, optimizers)
         return
     worker = start_worker(optimizers)
     try:
@@ -199,20 +167,7 @@ def run(
     end_worker(worker, optimizers)
 
 
-def serve(
-    server: Server, optimizers: Sequence[Asynchronous], savers: Sequence[Callable[[], Any]]
-) -> None:
-    """Serves until workers have ended; then assigns the final global weights to all variables."""
-    show = functools.partial(show_centres, server, optimizers)
-    without = "the global weights are lost, because run received no on_failure"
-    with saved_at_failure(server, show, savers, without):
-        for _ in server.epochs():
-            pass
-        show()
-        let_workers_go(server, optimizers)
-
-
-def let_workers_go(server: Server, optimizers: Sequence[Asynchronous]) -> None:
+def let_workers_go(server: Server, optimizers: Sequence[Any]) -> None:
     """Sends the server's variables to all workers, after all of them have finished training."""
     server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
     _end_together()
@@ -223,7 +178,7 @@ def _end_together() -> None:
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 
-def show_centres(server: Server, optimizers: Sequence[Asynchronous]) -> None:
+def show_centres(server: Server, optimizers: Sequence[Any]) -> None:
     """Assigns global weights and the workers' optimizer state to the server's variables."""
     for number, optimizer in enumerate(optimizers):
         assign_parts(optimizer.exchanged_variables, server.centre(number))

@@ -24,7 +24,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job
 from tfposeidon.elastic_averaging.calls import Slots
 from tfposeidon.elastic_averaging.worker import Worker
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import describe, with_merged_rows
 from tfposeidon.optimizers.wrapping import rates, settings, step_counter
@@ -103,7 +103,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         super().__init__(
             inner_optimizer,
             policy,
-            DEFAULT_BUCKET_BYTES,
+            bucket_bytes=None,
             sample_count=None,
             gradient_accumulation_steps=None,
             name=name or "elastic_averaging",
@@ -111,7 +111,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         arguments.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
         # Used for planning only: exchanges use a pair's communicator, when a worker calls.
-        self._exchange = Step(self, policy, DEFAULT_BUCKET_BYTES, None, _pair_of_plan)
+        self._exchange = Step(self, policy, None, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
         self._number = self._length = self._given_steps = 0

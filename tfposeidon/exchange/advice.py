@@ -54,7 +54,13 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
     return ""
 
 
-def check_momentum(plan: Plan, inner: Any) -> None:
+def check_optimizer(plan: Plan, inner: Any) -> None:
+    """Refuses schemes that the inner optimizer does not support."""
+    _check_momentum(plan, inner)
+    _check_sparse_updates(plan, inner)
+
+
+def _check_momentum(plan: Plan, inner: Any) -> None:
     """Refuses momentum both before selection, by the scheme, and after it, by the optimizer."""
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
@@ -66,7 +72,7 @@ def check_momentum(plan: Plan, inner: Any) -> None:
         )
 
 
-def check_sparse_updates(plan: Plan, inner: Any) -> None:
+def _check_sparse_updates(plan: Plan, inner: Any) -> None:
     """Refuses Adafactor with sparse schemes: its means over rows may be zero."""
     sparse = {b.scheme.name for b in plan.buckets if getattr(b.scheme, "density", 1.0) < 1.0}
     if sparse and any(isinstance(leaf, keras.optimizers.Adafactor) for leaf in leaves(inner)):

@@ -19,15 +19,14 @@ from tfposeidon.exchange import advice, layer_norms
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import Plan, sized
 from tfposeidon.exchange.planner import Planner, planner_for
-from tfposeidon.exchange.scheme_states import EffectiveRate
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients.description import (
     Description,
     describe,
     distinct_paths,
     of_tensorflow,
 )
-from tfposeidon.optimizers.layer_wise import Norms
-from tfposeidon.policies import Policy
+from tfposeidon.policies.base import Policy
 from tfposeidon.state.rank_state import StateDescription
 
 # Collectives are matched by name. Plans take their number at their first step, which all ranks
@@ -49,7 +48,7 @@ class AgreedPlans:
     def __init__(
         self,
         policy: Policy,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         wire: Callable[[], Wire] = runtime.wire,
         prefix: Callable[[], str] = next_prefix,
     ) -> None:
@@ -59,9 +58,6 @@ class AgreedPlans:
         self.choose_norms: Callable[..., layer_norms.NormMethod] = layer_norms.choose_norms
         self._prefix = prefix
         self._exchangers: dict[Any, Exchanger] = {}
-        self._effective_rates: dict[Any, EffectiveRate] = {}
-        self._norms: dict[Any, layer_norms.NormMethod] = {}
-        self._notes: dict[Any, dict[str, None]] = {}
         self._zeros = Zeros()
 
     @property
@@ -77,22 +73,12 @@ class AgreedPlans:
         key = _key(variables)
         if key not in self._exchangers:
             plan = self.planner.plan([describe(v) for v in variables])
-            advice.check_momentum(plan, inner_optimizer)
-            advice.check_sparse_updates(plan, inner_optimizer)
+            advice.check_optimizer(plan, inner_optimizer)
             with surroundings.made_before_the_trace():
                 exchanger = Exchanger(plan, self._wire(), self._zeros)
                 exchanger.observer = self.planner.observer(plan.descriptions)
                 self._exchangers[key] = exchanger
-                self._effective_rates[key] = EffectiveRate()
         return self._exchangers[key]
-
-    def effective_rate(self, variables: list[Any]) -> EffectiveRate:
-        """Returns the learning rate at which the schemes' state of `variables` was computed."""
-        return self._effective_rates[_key(variables)]
-
-    def norms(self, variables: list[Any]) -> Norms | None:
-        """Returns the norm function for a layer-wise optimizer; `None` for the optimizer's own."""
-        return self._norms.get(_key(variables), layer_norms.NormMethod()).norms
 
     @property
     def exchangers(self) -> list[Exchanger]:
@@ -123,9 +109,8 @@ class AgreedPlans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
         buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
         forecasts = tuple(itertools.chain(*(plan.forecasts for plan in plans)))
-        notes = dict.fromkeys(
-            itertools.chain(*(plan.notes for plan in plans), *self._notes.values())
-        )
+        found = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
+        notes = dict.fromkeys(itertools.chain(*found))
         return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
 
     def agree(
@@ -141,25 +126,24 @@ class AgreedPlans:
         nothing: a rank may retrace at any time, when other ranks do not respond.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
-        if exchanger.prefix is None:
-            links = runtime.links()
-            own = {
-                "scheme": repr(self.policy),
-                "bucket_bytes": self.bucket_bytes,
-                "links": links.to_json() if links else runtime.measures_links(),
-            }
-            exchanger.agree(self._prefix(), grads, own | settings)
-            self._plan_step(grads, variables, inner_optimizer, settings)
-
-    def _plan_step(
-        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
-    ) -> None:
+        if exchanger.prefix is not None:
+            return
+        links = runtime.links()
+        own = {
+            "scheme": repr(self.policy),
+            "bucket_bytes": self.bucket_bytes,
+            "links": links.to_json() if links else runtime.measures_links(),
+        }
+        exchanger.agree(self._prefix(), grads, own | settings)
         if self.planner.plans_steps:
             steps = settings["gradient_accumulation_steps"]
             replicated = [*variables, *inner_optimizer.variables]
-            self._plan_again(variables, self._read(grads, variables, replicated, steps))
-        self._choose_norms(variables, inner_optimizer)
-        self._take_notes(grads, variables, inner_optimizer, settings)
+            self._plan_again(exchanger, self._read(exchanger, grads, replicated, steps))
+        wire, prefix = exchanger.wire, f"{exchanger.prefix}"
+        exchanger.norm_method = self.choose_norms(inner_optimizer, variables, wire, prefix)
+        # The new plan may have other schemes.
+        advice.check_optimizer(exchanger.plan, inner_optimizer)
+        exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 
     def change_policy(self, policy: Policy) -> None:
         """Discards all plans; those of the next traced step follow `policy`."""
@@ -173,8 +157,7 @@ class AgreedPlans:
     def forget_some(self, exchangers: Collection[Exchanger]) -> None:
         """Discards the plans of some exchangers. The others stay, with the state of schemes."""
         for key in [key for key, one in self._exchangers.items() if one in exchangers]:
-            for of_all in (self._exchangers, self._effective_rates, self._norms, self._notes):
-                of_all.pop(key, None)
+            del self._exchangers[key]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data behind the plans, for JSON."""
@@ -209,7 +192,7 @@ class AgreedPlans:
                 # another order.
                 members = states.members(paths)
                 rate = StateDescription(name="effective_rate", members=members)
-                yield self._effective_rates[key].variable, rate
+                yield exchanger.effective_rate.variable, rate
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def of_last_step(self, exchanger: Exchanger) -> Plan:
@@ -219,72 +202,56 @@ class AgreedPlans:
             return self.planner.of_last_step(plan, exchanger.observer)
 
     def _read(
-        self, grads: list[Any], variables: list[Any], replicated: list[Any], steps: int | None
+        self, exchanger: Exchanger, grads: list[Any], replicated: list[Any], steps: int | None
     ) -> list[Description]:
         """Describes gradients with their structure; sums over several steps have none."""
-        reader, descriptions = self.policy.reader, [describe(v) for v in variables]
+        reader, descriptions = self.policy.reader, list(exchanger.plan.descriptions)
         if steps:
             why = f"gradients are accumulated over {steps} steps"
             return [replace(d, why_no_structure=why) for d in descriptions]
         if reader is None:
             return descriptions
         found = reader.find(grads, descriptions, replicated)
-        return reader.describe(descriptions, self._exchanged(found, variables, "structures"))
+        return reader.describe(descriptions, _exchanged(found, exchanger, "structures"))
 
-    def _exchanged(self, value: Any, variables: list[Any], name: str) -> list[Any]:
-        exchanger = self._exchangers[_key(variables)]
-        with tf.init_scope():
-            return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
-
-    def _plan_again(self, variables: list[Any], descriptions: list[Description]) -> None:
+    def _plan_again(self, exchanger: Exchanger, descriptions: list[Description]) -> None:
         """Plans again, now that the graph shows the ops that compute the gradients."""
-        exchanger = self._exchangers[_key(variables)]
         plan = self.planner.plan_step(descriptions)
         # A planner may depend on floating-point arithmetic.
         agreement.require_equal(
-            self._exchanged(plan.digest, variables, "plan"),
+            _exchanged(plan.digest, exchanger, "plan"),
             "All ranks must compute the same plan",
             "Pass an explicit `scheme` if ranks have processors that round differently.",
         )
         _check_structures(plan, self.policy)
-        # Reuse the old exchanger's variables: TensorFlow retraces a function that creates any.
-        new = Exchanger(plan, exchanger.wire, self._zeros, exchanger)
-        new.take_over(exchanger)
-        self._exchangers[_key(variables)] = new
+        # Keep the exchanger's variables: TensorFlow retraces a function that creates any.
+        states = SchemeStates(plan)
+        states.take_over(exchanger.states)
+        exchanger.plan, exchanger.states = plan, states
 
-    def _choose_norms(self, variables: list[Any], inner_optimizer: Any) -> None:
-        key = _key(variables)
-        exchanger = self._exchangers[key]
-        self._norms[key] = self.choose_norms(
-            inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
-        )
-        if self._norms[key].note:
-            self._note(key, self._norms[key].note)
 
-    def _take_notes(
-        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
-    ) -> None:
-        key = _key(variables)
-        self._note(key, _weighing(settings))
-        plan = self._exchangers[key].plan
-        structured = {description.path for description in plan.structured.values()}
-        for grad, variable in zip(grads, variables, strict=True):
-            if isinstance(grad, tf.IndexedSlices) and describe(variable).path not in structured:
-                path = describe(variable).path
-                self._note(key, f"{path}: rows are summed and sent as a dense matrix")
-            if grad is None:
-                self._note(
-                    key,
-                    f"{describe(variable).path}: no gradient on rank {runtime.rank()}, "
-                    "zeros are sent",
-                )
-        for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
-            if text:
-                self._note(key, text)
-                runtime.say("tfposeidon: %s.", text)
+def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
+    with tf.init_scope():
+        return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
 
-    def _note(self, key: Any, text: str) -> None:
-        self._notes.setdefault(key, {})[text] = None
+
+def _notes(
+    exchanger: Exchanger, grads: list[Any], inner_optimizer: Any, settings: dict[str, Any]
+) -> Iterator[str]:
+    """Yields remarks on the first traced step, for the plan."""
+    plan, norm_method = exchanger.plan, exchanger.norm_method
+    if norm_method.note:
+        yield norm_method.note
+    yield _weighing(settings)
+    for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
+        if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:
+            yield f"{path}: rows are summed and sent as a dense matrix"
+        if grad is None:
+            yield f"{path}: no gradient on rank {runtime.rank()}, zeros are sent"
+    for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
+        if text:
+            runtime.say("tfposeidon: %s.", text)
+            yield text
 
 
 def _key(variables: list[Any]) -> Any:

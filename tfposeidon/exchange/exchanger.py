@@ -21,16 +21,11 @@ from tfposeidon.communication.wire import (
     exchange_objects,
     names_ending_in,
 )
+from tfposeidon.exchange.layer_norms import NormMethod
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.exchange.presence import (
-    CallPresence,
-    Presence,
-    count_call,
-    count_presence,
-    weight_of,
-)
-from tfposeidon.exchange.scheme_states import SchemeStates
+from tfposeidon.exchange.presence import CallPresence, Presence, weight_of
+from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
 from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
 from tfposeidon.gradients.description import tensors_of
 from tfposeidon.schemes.base import State
@@ -44,20 +39,18 @@ class Exchanger:
 
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
-    any. `calls` is the maximum number of exchanges in a traced step.
+    any. `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
+    at which the schemes' state was computed; `norm_method` and the plan's further `notes` are those
+    of the first traced step.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        wire: Wire,
-        zeros: Zeros | None = None,
-        other: Exchanger | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
         self.plan = plan
         self.wire = wire
         self.prefix: str | None = None
         self.observer: Observer | None = None
+        self.norm_method = NormMethod()
+        self.notes: tuple[str, ...] = ()
         self._present_at_first_step: list[bool] = []
         self.calls = 0
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
@@ -71,17 +64,11 @@ class Exchanger:
         # Size for the largest possible number of buckets, which is known only in a trace. If a
         # trace created variables, TensorFlow would trace the step again.
         count = len(self.plan.descriptions)
-        self.sizes: tf.Variable = _variable([count], "sizes") if other is None else other.sizes
+        self.sizes = _variable([count], "sizes")
         # Samples of all ranks in the last step if all had equally many, else 0.
-        self._expected: tf.Variable = _variable([], "samples") if other is None else other._expected
+        self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
-
-    def take_over(self, other: Exchanger) -> None:
-        """Replaces `other`, with its state for buckets that have the same members and scheme."""
-        self.prefix, self.observer = other.prefix, other.observer
-        self.calls, self._calls = other.calls, other._calls
-        self._present_at_first_step = other._present_at_first_step
-        self.states.take_over(other.states)
+        self.effective_rate = EffectiveRate()
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Checks before the first exchange that variables and settings are equal on all ranks."""
@@ -115,11 +102,12 @@ class Exchanger:
         ]
         self.prefix = prefix
 
-    def group_by_first_step(self, indices: Sequence[int]) -> list[list[int]]:
-        """Groups variables by whether any rank had their gradient in the first step."""
+    def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
+        """Groups variables without a gradient by whether any rank had it in the first step."""
+        indices = [index for index, gradient in enumerate(gradients) if gradient is None]
         with_gradient = [i for i in indices if self._present_at_first_step[i]]
         without = [i for i in indices if not self._present_at_first_step[i]]
-        return [group for group in (with_gradient, without) if group]
+        return tuple(group for group in (with_gradient, without) if group)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -142,17 +130,29 @@ class Exchanger:
         has_batch: bool = True,
         with_means: bool = False,
     ) -> Presence:
-        """Counts ranks and gradients over the job, and sums a count; see `count_presence`."""
-        name, zero = f"{self.prefix}.samples", self._zeros["float32"]
-        presence = count_presence(
-            count, gradients, has_batch, self.wire, name, zero, with_means=with_means
-        )
-        if self.plan.reader is not None:
-            with tf.device("/CPU:0"):
-                present = self.wire.topology.size - presence.absent
-                structured = self.plan.structured
-                self.plan.reader.check_presence(structured, presence.gradients, present)
-        return presence
+        """Counts ranks and gradients over the job, and sums a count, with one small all-reduce.
+
+        `has_batch` is true also for a batch without counted samples. With `with_means`, `count`
+        must be 0 or 1.
+        """
+        name, world = f"{self.prefix}.samples", self.wire.topology.world
+        ranks = float(world.size)
+        # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
+        with tf.device("/CPU:0"):
+            # A static batch size is a constant, which a collective must not receive.
+            unknown = self._zeros["float32"].read_value()
+            has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
+            flags = tf.constant([float(has_batch), *has_gradient]) + unknown
+            mine = tf.concat([(tf.cast(count, tf.float32) + unknown)[tf.newaxis], flags], 0)
+            if with_means:
+                # Horovod only fuses all-reduces of equal scale.
+                found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
+            else:
+                found = self.wire.all_reduce(mine, world, name)
+            total, present, with_gradient = found[0], found[1], found[2:]
+            if self.plan.reader is not None:
+                self.plan.reader.check_presence(self.plan.structured, with_gradient, present)
+            return Presence(total, ranks - present, with_gradient)
 
     def weighted_means(
         self,
@@ -229,8 +229,16 @@ class Exchanger:
 
     def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
         """Returns the participation of ranks in a call whose gradients may wait for an update."""
-        name, zero = f"{self.prefix}.calls", self._zeros["float32"]
-        return count_call(count, finite, has_batch, self.wire, name, zero)
+        topology, name = self.wire.topology, f"{self.prefix}.calls"
+        with tf.device("/CPU:0"):
+            count = tf.cast(count, tf.float32)
+            # Ignore gradients of empty batches: their mean is NaN.
+            own = [count, tf.logical_and(count > 0.0, tf.logical_not(finite)), has_batch]
+            zero = self._zeros["float32"].read_value()
+            mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero
+            total = self.wire.all_reduce(mine, topology.world, name)
+            weight = weight_of(mine[0], total[0], topology.size)
+            return CallPresence(weight, total[1] == 0.0, topology.size - total[2])
 
     def exchange(
         self,
@@ -284,6 +292,13 @@ class Exchanger:
         """Runs `contribute_to_call` for eager steps."""
         with names_ending_in(_number(number)):
             return self.join_call(0.0, True, has_batch=False).absent
+
+    def join(self, call: int, eagerly: bool, afterwards: Afterwards | None = None) -> bool:
+        """Joins one exchange of a step with zeros; returns true if all ranks do."""
+        contribute = self.contribute_nothing_eagerly if eagerly else self.contribute_nothing
+        # Pass it as an argument, so that another function is traced again.
+        absent, _ = contribute(call, afterwards)
+        return int(absent) == self.wire.topology.size
 
     @tf.function(autograph=False)
     def contribute_nothing(

@@ -5,13 +5,9 @@ Collectives need all ranks, so such a rank contributes zeros to them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
-
-from tfposeidon.exchange.exchanger import Afterwards, Exchanger
-from tfposeidon.exchange.step import Step
 
 Join = Callable[[bool], bool]
 """Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
@@ -25,27 +21,6 @@ class JoinHook(NamedTuple):
 
     join: Join
     is_ordered: bool = True
-
-
-def join_with_zeros(
-    exchanger: Exchanger, call: int, eagerly: bool, afterwards: Afterwards | None = None
-) -> bool:
-    """Joins one exchange of a step with zeros; returns true if all ranks do."""
-    join = exchanger.contribute_nothing_eagerly if eagerly else exchanger.contribute_nothing
-    # Pass it as an argument, so that another function is traced again.
-    absent, _ = join(call, afterwards)
-    return int(absent) == exchanger.wire.topology.size
-
-
-def join_hooks(
-    exchange: Step, join: Callable[[Exchanger, int, bool], bool] = join_with_zeros
-) -> list[JoinHook]:
-    """Returns a hook for each exchange of a traced step; none before the first step."""
-    return [
-        JoinHook(functools.partial(join, exchanger, call))
-        for exchanger in exchange.exchangers
-        for call in range(exchanger.calls)
-    ]
 
 
 def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:

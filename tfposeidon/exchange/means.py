@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.gradients.description import is_overwritten
+from tfposeidon.gradients.description import all_finite, is_overwritten
 
 Apply = Callable[[list[Any]], None]
 """Applies a list of means, one per variable, with `None` for variables to skip."""
@@ -72,9 +72,7 @@ class Means:
         )
         # With loss scaling, the optimizer skips non-finite steps, so sent gradients would be lost.
         # Also, a NaN residual would stay NaN.
-        finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(m)) for m in self.values if m is not None]
-        )
+        finite = all_finite(self.values)
 
         def assign() -> None:
             for variable, value in self.state:

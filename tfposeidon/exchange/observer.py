@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfposeidon.exchange.plan import Plan
-from tfposeidon.gradients.description import tensors_of
+from tfposeidon.gradients.description import Description, tensors_of
 from tfposeidon.native import library
 
 Done = Callable[[Sequence[Any]], None]
@@ -20,7 +19,7 @@ class Observer(Protocol):
 
     def ready(
         self,
-        plan: Plan,
+        descriptions: Sequence[Description],
         gradients: Sequence[Any],
         sent: Sequence[Any],
         replicated: Collection[Any],
@@ -28,7 +27,7 @@ class Observer(Protocol):
         """Is called before the exchange.
 
         Args:
-          plan: Plan of the exchange.
+          descriptions: Descriptions of the gradients in the plan of the exchange.
           gradients: Gradients of this rank, in the order of their variables.
           sent: The same as the plan sends them, some by their structure.
           replicated: Variables with the same values on all ranks.
@@ -57,7 +56,7 @@ class ExposedTime:
 
     def ready(
         self,
-        plan: Plan,
+        descriptions: Sequence[Description],
         gradients: Sequence[Any],
         sent: Sequence[Any],
         replicated: Collection[Any],

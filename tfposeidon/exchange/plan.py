@@ -18,16 +18,16 @@ import keras
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader, Structure
-from tfposeidon.policies import Choice, Policy
-from tfposeidon.schemes import AllReduce, Scheme
-from tfposeidon.schemes.base import Slot
+from tfposeidon.policies.base import Choice, Policy
+from tfposeidon.schemes.all_reduce import AllReduce
+from tfposeidon.schemes.base import Scheme, Slot
 from tfposeidon.schemes.cost import Cost, total_cost
 from tfposeidon.schemes.largest import Largest
 from tfposeidon.text import table
 from tfposeidon.units import readable_size
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-"""Size up to which small gradients are fused: 4 MiB."""
+"""Size up to which small gradients are fused, 4 MiB; if the user sets none, `auto` tries others."""
 
 COLUMNS = (
     "bucket",
@@ -282,7 +282,7 @@ def make_plan(
     descriptions: Sequence[Description],
     policy: Policy,
     topology: Topology,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """Assigns schemes, and fuses small gradients into buckets, last variables first.
@@ -290,12 +290,13 @@ def make_plan(
     A variable of at least a quarter of `bucket_bytes` has a bucket of its own, without a copy.
     Smaller variables share a bucket of up to `bucket_bytes` if they have equal schemes and dtypes,
     and equal structures if the scheme exchanges these. Buckets are in the order in which the
-    last of their gradients is computed. A `bucket_bytes` of 0 disables fusion. The plans of all
-    ranks differ only in `topology.rank`.
+    last of their gradients is computed. `None` is the default size, and 0 disables fusion. The
+    plans of all ranks differ only in `topology.rank`.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
-    fused = _fused(_single_buckets(descriptions, policy, topology), bucket_bytes)
+    most_bytes = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    fused = _fused(_single_buckets(descriptions, policy, topology), most_bytes)
     buckets = [bucket.fitted(topology) for bucket in fused]
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]

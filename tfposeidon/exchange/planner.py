@@ -15,7 +15,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.plan import Plan, make_plan
 from tfposeidon.gradients.description import Description
-from tfposeidon.policies import Policy
+from tfposeidon.policies.base import Policy
 from tfposeidon.schemes import names
 
 
@@ -30,7 +30,7 @@ class Planner:
     callback: ClassVar[type[keras.callbacks.Callback] | None] = None
     is_watching = False
 
-    def __init__(self, policy: Policy, bucket_bytes: int, wire: Callable[[], Wire]) -> None:
+    def __init__(self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> None:
         self._wire = wire
         self.policy = policy
         self.bucket_bytes = bucket_bytes
@@ -76,7 +76,7 @@ class Planner:
         return False
 
 
-def planner_for(policy: Policy, bucket_bytes: int, wire: Callable[[], Wire]) -> Planner:
+def planner_for(policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> Planner:
     """Returns the policy's planner, or one that predicts steps if the network is known."""
     make = policy.planner or Planner
     if policy.is_fixed and runtime.links() is not None and names.PLANNERS:

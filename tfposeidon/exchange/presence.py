@@ -1,4 +1,4 @@
-"""Counts the samples, ranks and gradients of a step over the job.
+"""Participation of samples, ranks and gradients in a step over the job.
 
 The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
 small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
@@ -7,12 +7,9 @@ the first bucket whether they had that many; see `Exchanger.weighted_means`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
-
-from tfposeidon.communication.wire import Wire
 
 
 class Presence(NamedTuple):
@@ -37,36 +34,6 @@ def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
     return tf.math.divide_no_nan(count * float(ranks), total)
 
 
-def count_presence(
-    number: Any,
-    gradients: Sequence[Any],
-    has_batch: bool,
-    wire: Wire,
-    name: str,
-    zero: tf.Variable,
-    with_means: bool = False,
-) -> Presence:
-    """Counts ranks and gradients, and sums a number, with one small all-reduce.
-
-    `has_batch` is true also for a batch without counted samples. With `with_means`, `number` must
-    be 0 or 1.
-    """
-    # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
-    with tf.device("/CPU:0"):
-        # A static batch size is a constant, which a collective must not receive.
-        unknown = zero.read_value()
-        has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
-        flags = tf.constant([float(has_batch), *has_gradient]) + unknown
-        mine = tf.concat([(tf.cast(number, tf.float32) + unknown)[tf.newaxis], flags], 0)
-        ranks, world = float(wire.topology.size), wire.topology.world
-        if with_means:
-            # Horovod only fuses all-reduces of equal scale.
-            found = tf.round(ranks * wire.all_reduce(mine, world, name, scale=1.0 / ranks))
-        else:
-            found = wire.all_reduce(mine, world, name)
-        return Presence(found[0], ranks - found[1], found[2:])
-
-
 class CallPresence(NamedTuple):
     """Participation of ranks in a call whose gradients may wait for an update.
 
@@ -77,18 +44,3 @@ class CallPresence(NamedTuple):
     weight: tf.Tensor
     finite: tf.Tensor
     absent: tf.Tensor
-
-
-def count_call(
-    count: Any, finite: Any, has_batch: bool, wire: Wire, name: str, zero: tf.Variable
-) -> CallPresence:
-    """Counts the samples and ranks of a call with one all-reduce of three numbers."""
-    with tf.device("/CPU:0"):
-        count = tf.cast(count, tf.float32)
-        # Ignore gradients of empty batches: their mean is NaN.
-        own = [count, tf.logical_and(count > 0.0, tf.logical_not(finite)), has_batch]
-        mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero.read_value()
-        total = wire.all_reduce(mine, wire.topology.world, name)
-        ranks = float(wire.topology.size)
-        weight = weight_of(mine[0], total[0], wire.topology.size)
-        return CallPresence(weight, total[1] == 0.0, ranks - total[2])

@@ -7,9 +7,9 @@ returns means.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -18,14 +18,14 @@ from tfposeidon import sample_counts
 from tfposeidon.communication import runtime, surroundings
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import layer_norms
-from tfposeidon.exchange.absence import Absence
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.joining import JoinHook
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.observer import Done, ExposedTime
-from tfposeidon.gradients.description import tensors_of, with_merged_rows
+from tfposeidon.gradients.description import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapping import settings, step_counter
-from tfposeidon.policies import Policy
+from tfposeidon.policies.base import Policy
 
 
 class Step:
@@ -69,7 +69,7 @@ class Step:
         self,
         optimizer: Any,
         policy: Policy,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         sample_count: sample_counts.SampleCount | None,
         wire: Callable[[], Wire] = runtime.wire,
         prefix: Callable[[], str] | None = None,
@@ -105,7 +105,7 @@ class Step:
         self, gradients: list[Any], variables: list[Any], count: Any, skips: bool
     ) -> tuple[Any, tf.Tensor | None, tf.Tensor | None]:
         """Returns weight, finiteness and full participation of a call, `None` if not compared."""
-        finite = _all_finite(gradients) if skips else None
+        finite = all_finite(gradients) if skips else None
         differs = count is not None or finite is not None or self.absence.is_watched
         if self._wire().topology.size == 1 or not differs:
             return None, finite, None
@@ -123,40 +123,33 @@ class Step:
         """Exchanges gradients; returns means over all samples of all ranks."""
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
-        exchanger = self.exchanger(variables)
-        replicated = [*variables, *self._optimizer.updater.variables]
+        exchanger, updater = self.exchanger(variables), self._optimizer.updater
+        kept, rate = exchanger.states, exchanger.effective_rate
+        replicated = [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
         # What observers return is called with the means.
         observed = self._observe(exchanger, gradients, sent, replicated)
-        rate = self._rate(variables)
-        presence, values, states = exchanger.weighted_means(
-            sent, count, None if rate is None else rate.rescale
-        )
+        # Only the state of schemes depends on the rate.
+        now = rate.current(updater) if kept.exist else None
+        rescale = None if now is None else rate.rescale(now)
+        presence, values, states = exchanger.weighted_means(sent, count, rescale)
         for done in observed:
             done(values)
         everybody = self.absence.record(presence.absent)
-        kept = itertools.chain(*exchanger.states.variables)
-        state = list(zip(kept, itertools.chain(*states), strict=True))
-        if rate is not None:
+        state = list(zip(itertools.chain(*kept.variables), itertools.chain(*states), strict=True))
+        if now is not None:
             state += [
-                (rate.variable, rate.now),
-                (
-                    exchanger.states.had_gradient,
-                    exchanger.states.updated_had_gradient(presence),
-                ),
+                (rate.variable, now),
+                (kept.had_gradient, kept.updated_had_gradient(presence)),
             ]
         return Means(
             values,
-            missing=tuple(
-                exchanger.group_by_first_step(
-                    [index for index, gradient in enumerate(gradients) if gradient is None]
-                )
-            ),
+            missing=exchanger.missing(gradients),
             present=presence.any_gradient,
-            expected=exchanger.states.expected(presence),
+            expected=kept.expected(presence),
             everybody=everybody,
-            moves=True if rate is None else rate.now > 0.0,
+            moves=True if now is None else now > 0.0,
             state=tuple(state),
         )
 
@@ -165,7 +158,7 @@ class Step:
     ) -> list[Done]:
         observers = [self._exposed, exchanger.observer] if self._is_observed else []
         return [
-            observer.ready(exchanger.plan, gradients, sent, replicated)
+            observer.ready(exchanger.plan.descriptions, gradients, sent, replicated)
             for observer in observers
             if observer is not None
         ]
@@ -181,13 +174,6 @@ class Step:
     def _exchanges(self, variables: list[Any]) -> bool:
         """Returns whether there is anything to exchange, or state of schemes on a single rank."""
         return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
-
-    def _rate(self, variables: list[Any]) -> _Rate | None:
-        if not self.exchanger(variables).states.exist:
-            return None
-        effective = self.plans.effective_rate(variables)
-        now = effective.current(self._optimizer.updater)
-        return _Rate(effective.variable, now, effective.rescale(now))
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks, except those that plans compare."""
@@ -217,6 +203,16 @@ class Step:
         """Exchangers that ranks have agreed on in the steps so far, one per list of variables."""
         return self.plans.agreed_exchangers
 
+    def join_hooks(
+        self, join: Callable[[Exchanger, int, bool], bool] = Exchanger.join
+    ) -> list[JoinHook]:
+        """Returns a hook for each exchange of a traced step; none before the first step."""
+        return [
+            JoinHook(functools.partial(join, exchanger, call))
+            for exchanger in self.exchangers
+            for call in range(exchanger.calls)
+        ]
+
     @property
     def exposed_s(self) -> float:
         """Exposed communication in seconds, summed over all timed steps.
@@ -238,32 +234,18 @@ class Step:
     def _is_observed(self) -> bool:
         return self.is_timed or self.plans.planner.is_watching
 
-    def flush(self) -> bool:
-        """Makes all later steps send everything; returns whether there are residuals.
+    def flush(self) -> None:
+        """Makes all later steps send everything.
 
-        Call it before a change of schemes, which would lose them otherwise.
+        Call it before a change of schemes, which would lose residuals otherwise.
         """
         for exchanger in self.plans.used_exchangers:
             exchanger.states.flush()
-        return any(exchanger.states.exist for exchanger in self.plans.used_exchangers)
 
     @property
     def has_flushed(self) -> bool:
         """True if a counted step has sent everything since `flush`; the same on all ranks."""
         return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
-
-
-@dataclass(frozen=True)
-class _Rate:
-    """Effective learning rate of a step.
-
-    `variable` has the rate of the last step that counted, and is set to `now` if this step counts.
-    `rescale` is the factor for the residuals.
-    """
-
-    variable: tf.Variable
-    now: tf.Tensor
-    rescale: tf.Tensor
 
 
 def _calls_since_update(optimizer: Any) -> int:
@@ -279,50 +261,87 @@ def _settings_of_loss_scale(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if ".inner_optimizer" not in name}
 
 
-def _all_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns whether gradients are finite on this rank."""
-    tensors = [
-        tensor
-        for gradient in gradients
-        for tensor in tensors_of(gradient)
-        if tensor.dtype.is_floating
-    ]
-    each = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors]
-    return tf.reduce_all([tf.constant(True), *each])
-
-
 class BatchCount:
     """Count of the batch of the current train step.
 
     Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
-    `are_equal` is true if ranks have agreed that all batches have equally many rows.
+    `function` maps a batch to its count; `None` counts its rows. `current` is the count of the
+    batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed that
+    all batches have equally many rows.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
-        self._function = function
-        self._current: Any = None
+        self.function = function
+        self.current: Any = None
         self.are_equal = False
-
-    @property
-    def function(self) -> sample_counts.SampleCount | None:
-        """Function from a batch to its count; `None` to count its rows."""
-        return self._function
-
-    @property
-    def current(self) -> Any:
-        """Count of the batch within `counting`, a scalar; else `None`."""
-        return self._current
 
     def is_of_rows(self, count: Any) -> bool:
         """Returns whether a count is the current batch's number of rows, used by default."""
-        return count is not None and count is self._current and self._function is None
+        return count is not None and count is self.current and self.function is None
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:
         """Makes `apply` weight this rank by the count of `data` within this context."""
-        count = sample_counts.counted(self._function or sample_counts.batch_size, data)
-        self._current, previous = count, self._current
+        count = sample_counts.counted(self.function or sample_counts.batch_size, data)
+        self.current, previous = count, self.current
         try:
             yield
         finally:
-            self._current = previous
+            self.current = previous
+
+
+class Absence:
+    """Number of ranks that took part in a step without a batch of their own.
+
+    Steps that are traced while `is_watched` is true skip their update on all ranks if one rank's
+    input is exhausted. The training loop requests that, and ends the epoch on all ranks together.
+    """
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self._ranks: tf.Variable | None = None
+        self._complete: tf.Variable | None = None
+
+    def build(self) -> None:
+        """Creates the variables for the numbers, before a step is traced."""
+        self._ranks = tf.Variable(0.0, trainable=False, name="absent")
+        self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
+
+    def watch(self, wanted: bool) -> None:
+        """Sets whether later traced steps skip updates if a rank's input is exhausted."""
+        self.is_watched = wanted
+        # Discard the number of an interrupted `fit`.
+        self.forget()
+
+    @property
+    def ranks(self) -> int:
+        """Maximum number of ranks without a batch in a step of this epoch."""
+        return 0 if self._ranks is None else int(self._ranks.numpy())
+
+    @property
+    def complete(self) -> int:
+        """Number of watched exchanges so far in which every rank had a batch."""
+        return 0 if self._complete is None else int(self._complete.numpy())
+
+    def forget(self) -> None:
+        """Starts another epoch, in which no rank's input is exhausted yet."""
+        if self._ranks is not None:
+            self._ranks.assign(0.0)
+
+    def note(self, ranks: int) -> None:
+        """Records a number that was found between two steps."""
+        if self._ranks is not None:
+            self._ranks.assign(max(self.ranks, ranks))
+
+    def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
+        """Records a step's number in the step; returns whether it is 0; `None` if not watched."""
+        assert self._ranks is not None
+        # Assign it in every step, because TensorFlow prunes a collective whose result is unused.
+        # Retain the maximum, because a later exchange of the same execution, such as one within the
+        # node, may only include ranks with data.
+        self._ranks.assign(tf.maximum(self._ranks, ranks))
+        if not self.is_watched:
+            return None
+        assert self._complete is not None
+        self._complete.assign_add(tf.cast(ranks == 0.0, tf.int64))
+        return ranks == 0.0

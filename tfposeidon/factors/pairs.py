@@ -6,7 +6,7 @@ Source: Zhang et al. 2017 (Poseidon), section 2.1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import tensorflow as tf
 
@@ -128,16 +128,10 @@ class FactorPair:
         return [self.left, self.right]
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Columns of the left and the right matrix, M and N."""
-        return self.left.shape[1], self.right.shape[1]
-
-    @property
     def shape(self) -> FactorShape:
         """Shape without the number of rows, which may be unknown in a trace."""
-        return FactorShape(
-            None, *self.widths, dtype=self.left.dtype.name, has_local=self.local is not None
-        )
+        m, n = self.left.shape[1], self.right.shape[1]
+        return FactorShape(None, m, n, dtype=self.left.dtype.name, has_local=self.local is not None)
 
     @property
     def own_product(self) -> tf.Tensor:
@@ -218,17 +212,3 @@ def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
 class NoFactorsError(Exception):
     """Error for a gradient without factors; its message is the reason in a few words."""
-
-
-def as_factors(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix times the unit matrix as factors, for a rank whose peers expect factors."""
-    matrix = tf.reshape(
-        tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
-    )
-    # Use the unit matrix of the shorter side, which has the fewest rows.
-    unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
-    return (
-        FactorPair(unit, matrix)
-        if like.left <= like.right
-        else FactorPair(tf.transpose(matrix), unit)
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, as_factors
+from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,9 @@ class Rows(FactorPair):
 
     @property
     @override
-    def widths(self) -> tuple[int, int]:
-        return self.table, self.right.shape[1]
-
-    @property
-    @override
     def shape(self) -> FactorShape:
-        return FactorShape(None, *self.widths, dtype=self.right.dtype.name, indexed=True)
+        columns, dtype = self.right.shape[1], self.right.dtype.name
+        return FactorShape(None, self.table, columns, dtype=dtype, indexed=True)
 
     @property
     @override
@@ -71,17 +67,18 @@ def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
     return Rows(tf.cast(gradient.indices, tf.int32), values, table=shape[0])
 
 
-def as_rows(gradient: Any, like: FactorShape) -> Rows:
-    """Returns a matrix as all its rows, for a rank whose peers expect rows."""
+def as_product(gradient: Any, like: FactorShape) -> FactorPair:
+    """Returns a matrix as a product, for a rank whose peers expect rows or factors."""
     matrix = tf.reshape(
         tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
     )
-    return Rows(tf.range(like.left), matrix, table=like.left)
-
-
-def as_product(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix as a product, for a rank whose peers expect factors."""
-    return as_rows(gradient, like) if like.indexed else as_factors(gradient, like)
+    if like.indexed:
+        return Rows(tf.range(like.left), matrix, table=like.left)
+    # Use the unit matrix of the shorter side, which has the fewest rows.
+    unit = tf.eye(min(like.left, like.right), dtype=like.dtype)
+    if like.left <= like.right:
+        return FactorPair(unit, matrix)
+    return FactorPair(tf.transpose(matrix), unit)
 
 
 def _index_dtype(values: tf.DType) -> tf.DType:

@@ -100,7 +100,8 @@ class Factors(FactorScheme):
         if self._sums_in_node_of(topology):
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
-            made += stages.stages_by_levels(shards, None, itemsize, topology, None)
+            made += stages.scatter_sum_stages(shards, itemsize, topology, None, "node_scatter")
+            made += stages.gather_stages(shards, itemsize, None, "node_gather")
         return made
 
     def _gathering_groups(self, topology: Topology) -> dict[str, Group]:

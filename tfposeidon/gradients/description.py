@@ -223,6 +223,13 @@ def tensors_of(gradient: Any) -> list[tf.Tensor]:
     return list(getattr(gradient, "tensors", [gradient]))
 
 
+def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Returns whether all floating-point values of gradients are finite, on this rank."""
+    tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
+    each = [tf.reduce_all(tf.math.is_finite(t)) for t in tensors if t.dtype.is_floating]
+    return tf.reduce_all([tf.constant(True), *each])
+
+
 def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
     """Returns a gradient as one tensor of the variable's shape, in the dtype of the exchange."""
     if gradient is None:

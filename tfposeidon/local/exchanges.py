@@ -32,7 +32,11 @@ class Node:
     """Updates weights with the mean gradients of the ranks on this node."""
 
     def __init__(
-        self, optimizer: Any, rounds: Step, bucket_bytes: int, sample_count: SampleCount | None
+        self,
+        optimizer: Any,
+        rounds: Step,
+        bucket_bytes: int | None,
+        sample_count: SampleCount | None,
     ) -> None:
         self._optimizer, self._rounds = optimizer, rounds
         self.exchange = Step(

@@ -22,8 +22,8 @@ from tfposeidon.communicating import CommunicatingOptimizer, build_inner
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.joining import JoinHook, join_hooks
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan
+from tfposeidon.exchange.joining import JoinHook
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import exchanges, rules
@@ -103,7 +103,7 @@ class LocalUpdates(CommunicatingOptimizer):
         hierarchical: bool = False,
         overlap_steps: int = 0,
         warmup_steps: int = 0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         name: str | None = None,
         **others: Any,
@@ -140,9 +140,7 @@ class LocalUpdates(CommunicatingOptimizer):
             else None
         )
         self._synchronization: Synchronization | None = None
-        self._showing = Showing(
-            lambda: self._synchronization, self._carry_statistics, self._end_fit
-        )
+        self._showing = Showing(lambda: self._synchronization, self._carry_statistics)
         self._model: Callable[[], Any] = lambda: None
         self._has_checked_start = False
 
@@ -463,17 +461,9 @@ class LocalUpdates(CommunicatingOptimizer):
         self._model = weakref.ref(model)
         hooks = self._showing.hooks(model, self._schedule.check_steps_per_execution)
         check = functools.partial(arguments.check_saves_weights_only, "LocalUpdates")
-        return dataclasses.replace(hooks, prepare=self._prepare, check=check)
-
-    def _end_fit(self) -> None:
-        """Warns if training ended before the first synchronization."""
-        if self._synchronization is not None and self._synchronization.has_yet_to_settle:
-            runtime.say(
-                "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
-                "synchronization, so the model holds its initial weights. Use a smaller "
-                "`sync_every`, or train for longer.",
-                self._schedule.sync_every,
-            )
+        return dataclasses.replace(
+            hooks, prepare=self._prepare, check=check, join_hooks=self._join_hooks
+        )
 
     def restart_from_weights(self) -> None:
         """Makes all ranks continue from the current variables as the new global weights.
@@ -492,11 +482,10 @@ class LocalUpdates(CommunicatingOptimizer):
             # Here, since a step that is already traced does not call it.
             self._synchronization.begin_step()
 
-    @override
-    def join_hooks(self) -> list[JoinHook]:
+    def _join_hooks(self) -> list[JoinHook]:
         if self._synchronization is None or not self._exchange.exchangers:
             return []
         synchronization = self._synchronization
-        in_node = [] if self._node is None else join_hooks(self._node.exchange)
+        in_node = [] if self._node is None else self._node.exchange.join_hooks()
         # Always a graph, whose collectives have names.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-from typing_extensions import override
 
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -29,14 +28,11 @@ class Showing:
     """
 
     def __init__(
-        self,
-        find: Callable[[], Synchronization | None],
-        prepare: Callable[[], None],
-        end_fit: Callable[[], None],
+        self, find: Callable[[], Synchronization | None], prepare: Callable[[], None]
     ) -> None:
         # The synchronization is `None` before the optimizer is built. `prepare` runs before the
         # first step, and adds averaged state of layers.
-        self._find, self._prepare, self._end_fit = find, prepare, end_fit
+        self._find, self._prepare = find, prepare
         # After `fit`, all ranks take the first step together, so it may communicate.
         self._looks_once = False
         self._shows_after_steps = True
@@ -50,8 +46,22 @@ class Showing:
             self._begin_step()
 
         return FitHooks(
-            first=[First(self)],
-            last=[Last(self)],
+            first=[
+                keras.callbacks.LambdaCallback(
+                    # A broadcast may follow, or other callbacks may restore the state.
+                    on_train_begin=lambda logs: self.restart_if_assigned(are_equal=False),
+                    on_test_begin=lambda logs: self.show(),
+                    on_epoch_end=lambda epoch, logs: self.show(),
+                    on_train_end=lambda logs: self.end_fit(),
+                )
+            ],
+            # The user's callbacks may have assigned weights.
+            last=[
+                keras.callbacks.LambdaCallback(
+                    on_epoch_begin=lambda epoch, logs: self.restart_if_assigned(),
+                    on_train_end=lambda logs: self.show(),
+                )
+            ],
             around=self._around,
             begin_step=begin_step,
             end_step=self._end_step,
@@ -104,7 +114,8 @@ class Showing:
         """Ends a `fit`: the first step after it checks for assigned weights."""
         self.restart_if_assigned()
         self._looks_once = True
-        self._end_fit()
+        if (synchronization := self._find()) is not None:
+            synchronization.warn_if_none_has_completed()
 
     def restart_if_assigned(self, are_equal: bool = True) -> None:
         """Shows the global weights, and restarts all ranks from assigned weights; collective.
@@ -127,47 +138,6 @@ class Showing:
             )
         if any(was_assigned for was_assigned, _ in everybody):
             synchronization.restart()
-
-
-class First(keras.callbacks.Callback):
-    """Keras callback that shows the global weights before the user's callbacks run."""
-
-    def __init__(self, showing: Showing) -> None:
-        super().__init__()
-        self._showing = showing
-
-    @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        # A broadcast may follow, or other callbacks may restore the state.
-        self._showing.restart_if_assigned(are_equal=False)
-
-    @override
-    def on_test_begin(self, logs: Any = None) -> None:
-        self._showing.show()
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._showing.show()
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._showing.end_fit()
-
-
-class Last(keras.callbacks.Callback):
-    """Keras callback that restarts from weights that the user's callbacks have assigned."""
-
-    def __init__(self, showing: Showing) -> None:
-        super().__init__()
-        self._showing = showing
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._showing.restart_if_assigned()
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._showing.show()
 
 
 def looks_after_batches(callback: Any) -> bool:

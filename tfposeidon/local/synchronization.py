@@ -142,11 +142,16 @@ class Synchronization:
         self.discard()
         self.weights.restart()
 
-    @property
-    def has_yet_to_settle(self) -> bool:
-        """True if steps were counted, and no synchronization has completed."""
+    def warn_if_none_has_completed(self) -> None:
+        """Warns if training ended before the first synchronization."""
         has_none = int(self._number.numpy()) <= self._is_under_way
-        return has_none and (self._is_under_way or self._steps > 0)
+        if has_none and (self._is_under_way or self._steps > 0):
+            runtime.say(
+                "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
+                "synchronization, so the model holds its initial weights. Use a smaller "
+                "`sync_every`, or train for longer.",
+                self._schedule.sync_every,
+            )
 
     def check_steps_are_counted(self) -> None:
         """Refuses updates if no step was ever counted."""

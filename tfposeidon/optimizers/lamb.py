@@ -105,9 +105,7 @@ class LAMB(LayerWiseOptimizer):
         return step + decay * value if decay else step
 
     @override
-    def _compared_to_weights(
-        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
-    ) -> tf.Tensor:
+    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
         return direction
 
     @override

@@ -129,9 +129,7 @@ class LARS(LayerWiseOptimizer):
         return gradient + decay * value if decay else gradient
 
     @override
-    def _compared_to_weights(
-        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
-    ) -> tf.Tensor:
+    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
         return direction if self.ratio == "norm_of_sum" else gradient
 
     @override

@@ -66,11 +66,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     def scaled_variables(self, variables: Sequence[Any]) -> list[Any]:
         """Returns the variables that are not excluded; all must be known from `build`."""
-        return [
-            variable
-            for variable in variables
-            if self._get_variable_index(variable) not in self._excluded
-        ]
+        return [variable for variable in variables if not self._is_excluded(variable)]
 
     @override
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -112,9 +108,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """Returns the step at rate 1, with decay and without the ratio, and updates moments."""
 
     @abc.abstractmethod
-    def _compared_to_weights(
-        self, gradient: tf.Tensor, value: tf.Tensor, direction: tf.Tensor
-    ) -> tf.Tensor:
+    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
         """Returns the tensor whose norm the ratio compares with that of the value."""
 
     @abc.abstractmethod
@@ -181,10 +175,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         indices = [
             index for index, variable in enumerate(variables) if not self._is_excluded(variable)
         ]
-        rows = [
-            [values[i], self._compared_to_weights(gradients[i], values[i], steps[i])]
-            for i in indices
-        ]
+        rows = [[values[i], self._compared_to_weights(gradients[i], steps[i])] for i in indices]
         ratios = self._ratios_of([variables[i] for i in indices], rows)
         for index, ratio in zip(indices, ratios, strict=True):
             steps[index] *= tf.cast(ratio, steps[index].dtype)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
 from tfposeidon.gradients.description import Description, GradientReader
-from tfposeidon.schemes import AllReduce, Scheme
+from tfposeidon.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,6 @@ class Uniform(Policy):
     @override
     def corrects_momentum(self) -> bool:
         return self.scheme.corrects_momentum
-
-
-@dataclass(frozen=True)
-class Fallback(Policy):
-    """All-reduce for every variable, with the reason why no other scheme is used."""
-
-    reason: str
-
-    @override
-    def choose(self, description: Description, topology: Topology) -> Choice:
-        return Choice(AllReduce(), self.reason)
 
 
 def _check_is_frozen(scheme: Scheme) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients.description import Description, GradientReader
-from tfposeidon.policies.base import Choice, Fallback, Policy, Uniform
+from tfposeidon.policies.base import Choice, Policy, Uniform
 from tfposeidon.schemes import REGISTRY, AllReduce, Scheme, names
 
 
@@ -103,6 +103,17 @@ def _check_same(kind: str, found: list[Any]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Fallback(Policy):
+    """All-reduce for every variable, with the reason why no other scheme is used."""
+
+    reason: str
+
+    @override
+    def choose(self, description: Description, topology: Topology) -> Choice:
+        return Choice(AllReduce(), self.reason)
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "auto": lambda: Fallback("auto: tfposeidon.autotune is not installed"),
     **names.constructors(names.POLICIES, "tfposeidon.policies"),
@@ -154,10 +165,16 @@ def _parse_rules(rules: Any) -> Rules:
     return Rules(pairs)
 
 
-def _checked_pattern(pattern: str) -> str:
+def _checked_pattern(pattern: Any) -> str:
+    # Models are saved with their rules, and a compiled pattern cannot be saved.
+    if not isinstance(pattern, str):
+        raise ValueError(
+            "A rule's pattern must be a regular expression, as a string. Received: "
+            f'{pattern!r} of type {type(pattern).__name__}. Write for example "embedding".'
+        )
     try:
         re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise ValueError(
             f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error})"
         ) from error

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
-from tfposeidon.communication.topology import Topology
 from tfposeidon.schemes.sparse import SparseScheme
 
 
@@ -52,7 +49,3 @@ class HiTopK(SparseScheme):
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
       2000
     """
-
-    @override
-    def _layout_topology(self, topology: Topology) -> Topology:
-        return topology

@@ -63,8 +63,7 @@ class ParameterServer(Scheme):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
-        return stages.mean_by_levels(gradient, node, across, wire, name, None), state
+        return stages.mean_by_levels(gradient, wire, name, None), state
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
         """Returns the shard that `topology.rank` owns.
@@ -85,5 +84,4 @@ class ParameterServer(Scheme):
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        node, across = stages.shards_by_level(length, topology)
-        return stages.stages_by_levels(node, across, itemsize, topology, None)
+        return stages.stages_by_levels(length, itemsize, topology, None)

@@ -6,7 +6,6 @@ sends them as pairs of index and value over the slow network.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -89,9 +88,9 @@ class SparseScheme(ResidualScheme):
         # The optimizer's momentum is 0, so small variables also need momentum from the scheme.
         return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
 
-    @abstractmethod
     def _layout_topology(self, topology: Topology) -> Topology:
         """Returns the topology over which buckets are sharded."""
+        return topology
 
     @override
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:

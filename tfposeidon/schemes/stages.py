@@ -204,28 +204,17 @@ def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | N
     return node, Shards.even(node.length_of(topology.rank), topology.across)
 
 
-def mean_by_levels(
-    vector: tf.Tensor,
-    node: Shards,
-    across: Shards | None,
-    wire: Wire,
-    name: str,
-    wire_dtype: str | None,
-) -> tf.Tensor:
+def mean_by_levels(vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
     """Averages `[n]` over all ranks: sums in the node and across nodes, then gathers in reverse."""
-    own = own_mean_by_levels(vector, node, across, wire, name, wire_dtype)
-    return gather_by_levels(own, node, across, wire, name, wire_dtype)
+    own = own_mean_by_levels(vector, wire, name, wire_dtype)
+    return gather_by_levels(own, vector.shape[0], wire, name, wire_dtype)
 
 
 def own_mean_by_levels(
-    vector: tf.Tensor,
-    node: Shards,
-    across: Shards | None,
-    wire: Wire,
-    name: str,
-    wire_dtype: str | None,
+    vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
 ) -> tf.Tensor:
     """Averages this rank's shard; the result is empty for ranks that take no part across nodes."""
+    node, across = shards_by_level(vector.shape[0], wire.topology)
     shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
     if across is None:
         # The shard is empty.
@@ -241,14 +230,10 @@ def own_mean_by_levels(
 
 
 def gather_by_levels(
-    own: tf.Tensor,
-    node: Shards,
-    across: Shards | None,
-    wire: Wire,
-    name: str,
-    wire_dtype: str | None,
+    own: tf.Tensor, length: int, wire: Wire, name: str, wire_dtype: str | None
 ) -> tf.Tensor:
-    """Gathers the shards of all ranks, across nodes first; the same bits on every rank."""
+    """Gathers `[length]` from all shards, across nodes first; the same bits on every rank."""
+    node, across = shards_by_level(length, wire.topology)
     # Values are encoded once for both levels, so that they are rounded once. Gathering reverses the
     # order of scattering: the shards of other nodes complete the rank's shard of the node's vector.
     encoded = encode(own, wire_dtype)
@@ -258,9 +243,10 @@ def gather_by_levels(
 
 
 def stages_by_levels(
-    node: Shards, across: Shards | None, itemsize: int, topology: Topology, wire_dtype: str | None
+    length: int, itemsize: int, topology: Topology, wire_dtype: str | None
 ) -> tuple[Stage, ...]:
     """Describes `mean_by_levels`."""
+    node, across = shards_by_level(length, topology)
     scatter = scatter_sum_stages(node, itemsize, topology, wire_dtype, "node_scatter")
     back = gather_stages(node, itemsize, wire_dtype, "node_gather")
     if across is not None:
@@ -268,4 +254,4 @@ def stages_by_levels(
         scatter += scatter_sum_stages(across, itemsize, topology, wire_dtype, "across_scatter")
         scatter += encoding(own_length, wire_dtype, "encode")
         back = gather_stages(across, itemsize, wire_dtype, "across_gather") + back
-    return scatter + back + encoding(sum(node.lengths), wire_dtype, "decode")
+    return scatter + back + encoding(length, wire_dtype, "decode")

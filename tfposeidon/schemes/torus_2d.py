@@ -47,11 +47,8 @@ class Torus2D(WithWireDtype, Scheme):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
-        return stages.mean_by_levels(gradient, node, across, wire, name, self.wire_dtype), state
+        return stages.mean_by_levels(gradient, wire, name, self.wire_dtype), state
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        return stages.stages_by_levels(
-            *stages.shards_by_level(length, topology), itemsize, topology, self.wire_dtype
-        )
+        return stages.stages_by_levels(length, itemsize, topology, self.wire_dtype)

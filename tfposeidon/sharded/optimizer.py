@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.exchange.means import Means
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
 from tfposeidon.gradients.description import describe
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
@@ -90,7 +89,7 @@ class ShardedOptimizer(DistributedOptimizer):
         inner_optimizer: keras.optimizers.Optimizer,
         scheme: Any = "ps",
         *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         synchronize_model: bool = True,

@@ -31,8 +31,7 @@ class OwnParts(ParameterServer):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        node, across = stages.shards_by_level(gradient.shape[0], wire.topology)
-        return stages.own_mean_by_levels(gradient, node, across, wire, name, None), state
+        return stages.own_mean_by_levels(gradient, wire, name, None), state
 
     @override
     def unpack(
@@ -42,8 +41,7 @@ class OwnParts(ParameterServer):
 
     def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
         """Returns a whole bucket, `[length]`, from the parts `own` of all ranks."""
-        node, across = stages.shards_by_level(length, wire.topology)
-        return stages.gather_by_levels(own, node, across, wire, name, None)
+        return stages.gather_by_levels(own, length, wire, name, None)
 
     def parts(
         self, descriptions: Sequence[Description], topology: Topology

@@ -2,7 +2,8 @@
 
 `EqualSteps` runs before the user's callbacks and ends the epoch; after it, `LayerAverages` and
 `GlobalMetrics` synchronize what the user's callbacks see. `AgreedStop` runs after them, stops
-training on all ranks and compares settings and values across ranks.
+training on all ranks and compares settings and values across ranks. In between,
+`PlannerCallbacks` passes the events of `fit` to the planners of optimizers.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing_extensions import override
 from tfposeidon.communication import agreement, runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
+from tfposeidon.exchange.joining import join_until_all_have_ended
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.training import entries, session
 from tfposeidon.training.global_metrics import GlobalMetrics
 from tfposeidon.training.hooks import FitHooks
 from tfposeidon.training.layer_averages import LayerAverages
-from tfposeidon.training.planners import PlannerCallbacks
 
 log = logging.getLogger("tfposeidon")
 
@@ -84,12 +85,10 @@ class EqualSteps(keras.callbacks.Callback):
     of the epoch.
     """
 
-    def __init__(
-        self, may_stop: bool = False, rows: int | None = None, synchronizes: bool = True
-    ) -> None:
+    def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
         super().__init__()
         self._may_stop, self._rows, self._synchronizes = may_stop, rows, synchronizes
-        self._is_open = self.is_over = self.is_skipping = False
+        self._is_open = self.is_over = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -141,14 +140,14 @@ class EqualSteps(keras.callbacks.Callback):
             # exhausted.
             raise StopIteration
         self.is_over = False
-        self.is_skipping = self._session.is_skipping
         self._before = self._session.steps_done if self._watches else (0, 0)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done = batch + 1
-        self._has_trained = self._has_trained or not self.is_skipping
-        if not self._watches or self.is_skipping:
+        was_skipped = self._session.was_skipped
+        self._has_trained = self._has_trained or not was_skipped
+        if not self._watches or was_skipped:
             return
         steps, complete = np.subtract(self._session.steps_done, self._before)
         self._steps += int(steps)
@@ -165,7 +164,7 @@ class EqualSteps(keras.callbacks.Callback):
         # Collective: callbacks may communicate at the end of a batch, so all ranks must agree
         # first.
         self._is_finished = True
-        self._session.finish_epoch()
+        self._join_others()
         own = [has_trained, self._steps]
         ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
         # Ranks that train local weights decide independently.
@@ -173,6 +172,27 @@ class EqualSteps(keras.callbacks.Callback):
             return has_trained
         self._undo_dropped_steps([steps for _, steps in ranks])
         return all(has_trained for has_trained, _ in ranks)
+
+    def _join_others(self) -> None:
+        """Contributes zeros to the other ranks' steps until all ranks have finished the epoch.
+
+        If this rank's input ends within an accumulated update, all ranks discard the update.
+        """
+        watched = self._session.watched
+        of_each = [optimizer.fit_hooks(self.model) for optimizer in watched]
+        # A step may exchange several times.
+        hooks = [hook for one in of_each for hook in one.join_hooks()]
+        if not hooks:
+            raise RuntimeError(
+                "Every rank must have at least one batch to end an epoch. Received: a rank "
+                "without batches. Provide data on every rank."
+            )
+        others_went_on = join_until_all_have_ended(hooks, self.model.run_eagerly)
+        were_absent = others_went_on or self._session.absent_ranks
+        for optimizer, one in zip(watched, of_each, strict=True):
+            optimizer.exchange.absence.forget()
+            if were_absent and one.abandon_update is not None:
+                one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
         """Undoes what the train steps of dropped updates changed: counters, copies of weights."""
@@ -248,7 +268,7 @@ class AgreedStop(keras.callbacks.Callback):
             self._wants_to_stop, self.model.stop_training = True, False
         if self._equal_steps.is_over:
             raise StopIteration
-        if not self._has_stepped and not self._equal_steps.is_skipping:
+        if not self._has_stepped and not self._session.was_skipped:
             self._has_stepped = True
             self._compare_first_step()
 
@@ -305,6 +325,39 @@ class AgreedStop(keras.callbacks.Callback):
             runtime.say("tfposeidon: %s", problem)
         elif problem:
             raise RuntimeError(f"{problem} {remedy}")
+
+
+class PlannerCallbacks(keras.callbacks.Callback):
+    """Keras callback that runs `Planner.callback`, once for all optimizers of the model.
+
+    A schedule may change the planner of an optimizer, and a train step may contain more optimizers
+    than were found before, so each epoch adds the callbacks that are missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._callbacks: dict[type, keras.callbacks.Callback] = {}
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for optimizer in session.optimizers_of(self.model):
+            kind = optimizer.exchange.plans.planner.callback
+            if kind is not None and kind not in self._callbacks:
+                self._callbacks[kind] = kind()
+                self._callbacks[kind].set_params(self.params)
+                self._callbacks[kind].set_model(self.model)
+        for callback in self._callbacks.values():
+            callback.on_epoch_begin(epoch, logs)
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        for callback in self._callbacks.values():
+            callback.on_train_batch_begin(batch, logs)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        for callback in self._callbacks.values():
+            callback.on_train_batch_end(batch, logs)
 
 
 def _check_limit_is_known(limit: int | None) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
+from tfposeidon.exchange.joining import JoinHook
 
 
 def _accept(values: Sequence[Any]) -> None:
@@ -38,12 +38,14 @@ class FitHooks:
     # `end_step` receives the execution's number of steps.
     begin_step: Callable[[], None] | None = None
     end_step: Callable[[int], None] | None = None
+    # Returns the exchanges of a step, which a rank joins after it has exhausted its input.
+    join_hooks: Callable[[], list[JoinHook]] = list
     # Called on all ranks where an epoch may end within an accumulated update.
     abandon_update: Callable[[], None] | None = None
     # Replaces Keras's `fit`, which it receives together with its arguments.
     run: Callable[[Any, inspect.BoundArguments], Any] | None = None
-    # Returns the communicator of the ranks that train in step with this one.
-    wire: Callable[[], Wire] = runtime.wire
+    # Returns the communicator of the ranks that train in step with this one; `None` for all.
+    wire: Callable[[], Wire] | None = None
     # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True
     # True if `fit` starts ranks alike, averages layer state and metrics, and compares replicas.

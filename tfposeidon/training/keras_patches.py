@@ -102,8 +102,6 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     _count_samples(model)
     own = session.of(model)
     own.counts_steps = _have_steps(own.hooks) and model.steps_per_execution != 1
-    if own.counts_steps:
-        own.build_step_counter()
     with _without_xla(model):
         made = original(*call.args, **call.kwargs)
     _call_step_hooks(model)
@@ -163,6 +161,8 @@ def _count_samples(model: Any) -> None:
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
+        if runtime.size() > 1:
+            layer_averages.refuse_synchronized(model)
         with session.of(model).train_step(data):
             return step(data)
 
@@ -174,8 +174,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     call.apply_defaults()
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
-    session.of(model).begin_fit()
-    session.of(model).note_callbacks(callbacks)
+    session.of(model).begin_fit(callbacks)
     session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     # Before anything is built: the hooks give optimizers access to their model.
     hooks = session.of(model).hooks

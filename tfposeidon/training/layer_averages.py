@@ -85,3 +85,15 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
             f"Received: {found[0]}, and {own[0].path!r}, which differs between ranks within an "
             'epoch. Use save_freq="epoch", or keras_callbacks.Checkpoint(every_n_steps=...).'
         )
+
+
+def refuse_synchronized(model: Any) -> None:
+    """Refuses layers that Keras would synchronize in each step, which it cannot here."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
+            raise ValueError(
+                "BatchNormalization must not be synchronized: a rank normalizes its samples by "
+                f"the statistics of its own batch. Received: {layer.name!r}, a "
+                "BatchNormalization(synchronized=True). Leave `synchronized` out: `fit` averages "
+                "the moving statistics. For few samples on each rank, use GroupNormalization."
+            )

@@ -19,10 +19,8 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.exchange.joining import join_until_all_have_ended
-from tfposeidon.policies import Policy
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
+from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches, retrace
 
 _distributed: tuple[type, ...] = ()
 """`CommunicatingOptimizer`, set by registration, since its module imports this one."""
@@ -148,13 +146,17 @@ class Session:
         # collector.
         self._reference = weakref.ref(model)
         self._weighs_alike = False
-        self._watches_absence = False
-        self._step_counter: tf.Variable | None = None
-        self._watched: list[Any] = []
+        # On the CPU, since Python reads it after each execution.
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
+        # Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
+        self.watched: list[Any] = []
+        self.watches_absence = False
         self._applied: list[weakref.ref[Any]] = []
         self._with_state: list[weakref.ref[Any]] = []
         self._has_logged_xla = False
-        self._has_scheme_changes = False
+        # True if a callback changes the schemes: a resumed run then uses the saved schemes.
+        self.has_scheme_changes = False
         # True once a `fit` has started all ranks from equal values.
         self.has_begun = False
         # True if the steps of an execution are counted.
@@ -200,12 +202,6 @@ class Session:
         """Optimizers found in a train step, or the loss scales around them."""
         return [optimizer for one in self._applied if (optimizer := one()) is not None]
 
-    def note_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Records which callbacks of a `fit` have state or track the position in the data."""
-        self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
-        said = [one for one in callbacks if callable(getattr(one, "state", None))]
-        self._with_state = [weakref.ref(one) for one in said]
-
     @property
     def callbacks_with_state(self) -> list[Any]:
         """Callbacks of the last `fit` that have a method `state`."""
@@ -214,7 +210,7 @@ class Session:
     @property
     def wire(self) -> Wire:
         """Communicator of the ranks in step with this one: all ranks, or this rank alone."""
-        return next((hooks.wire for hooks in self.hooks), runtime.wire)()
+        return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
         """Returns an upper bound of the steps until these optimizers have exchanged.
@@ -237,20 +233,14 @@ class Session:
 
     # ------------------------------------------------------------------ schemes and resuming
 
-    def announce_scheme_changes(self) -> None:
-        """Records that a callback changes schemes: a resumed run uses the saved schemes."""
-        self._has_scheme_changes = True
-
-    @property
-    def has_scheme_changes(self) -> bool:
-        """True if a callback changes the schemes."""
-        return self._has_scheme_changes
-
-    def begin_fit(self) -> None:
-        """Discards the state of an interrupted `fit`: its first epoch and batches to drop."""
+    def begin_fit(self, callbacks: Sequence[Any]) -> None:
+        """Discards the state of an interrupted `fit`, and records what its callbacks declare."""
         self.begin_where_asked()
         self.only_reports = False
         self._stop_skipping()
+        self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
+        said = [one for one in callbacks if callable(getattr(one, "state", None))]
+        self._with_state = [weakref.ref(one) for one in said]
 
     def _stop_skipping(self) -> None:
         left = self._model.train_function
@@ -284,10 +274,16 @@ class Session:
         train_function = self._model.train_function
         return isinstance(train_function, SkipBatches) and train_function.remaining > 0
 
-    def flush(self) -> bool:
-        """Makes steps send all error-feedback state; returns whether any scheme has such state."""
-        # A list, so that every optimizer flushes, regardless of the first result.
-        return any([optimizer.exchange.flush() for optimizer in self.optimizers])  # noqa: C419
+    @property
+    def was_skipped(self) -> bool:
+        """True at the end of a batch that was dropped."""
+        # The first batch that is not dropped restores the model's own function.
+        return isinstance(self._model.train_function, SkipBatches)
+
+    def flush(self) -> None:
+        """Makes steps send all error-feedback state."""
+        for optimizer in self.optimizers:
+            optimizer.exchange.flush()
 
     @property
     def has_flushed(self) -> bool:
@@ -299,7 +295,7 @@ class Session:
         for optimizer in self.optimizers:
             optimizer.exchange.plans.planner.forget_steps()
 
-    def change_scheme(self, policy: Policy) -> None:
+    def change_scheme(self, policy: Any) -> None:
         """Applies another policy to all optimizers from the next step, which is traced again.
 
         All ranks must call it with the same policy at the same step.
@@ -310,11 +306,7 @@ class Session:
 
     def retrace(self) -> None:
         """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-        model = self._model
-        skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
-        model.make_train_function(force=True)
-        if skipping is not None:
-            skipping.train, model.train_function = model.train_function, skipping
+        retrace(self._model)
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -334,14 +326,12 @@ class Session:
     @contextlib.contextmanager
     def train_step(self, data: Any) -> Iterator[None]:
         """Surrounds the tracing of a train step, in which samples in `data` weight this rank."""
-        if runtime.size() > 1:
-            _refuse_synchronized(self._model)
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
-            if self._watches_absence:
+            if self.watches_absence:
                 # Otherwise a step that finds no data could change counters and copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
-            if (self._watches_absence or self.counts_steps) and self._step_counter is not None:
+            if self.watches_absence or self.counts_steps:
                 # An op of the traced step, so that it also counts the steps within an execution.
                 self._step_counter.assign_add(1)
 
@@ -352,9 +342,9 @@ class Session:
                 _check_is_in_step(optimizer, self._model)
                 optimizers.append(optimizer)
                 self._applied.append(weakref.ref(held))
-                optimizer.exchange.absence.watch(self._watches_absence)
-                if self._watches_absence:
-                    self._watched.append(optimizer)
+                optimizer.exchange.absence.watch(self.watches_absence)
+                if self.watches_absence:
+                    self.watched.append(optimizer)
                 stack.enter_context(optimizer.exchange.batch.counting(data))
 
             for optimizer in optimizers:
@@ -364,29 +354,18 @@ class Session:
         # The step has built the optimizers by now.
         _check_variables_are_apart(self._model, optimizers)
 
-    def build_step_counter(self) -> None:
-        """Creates the step counter before a step is traced."""
-        if self._step_counter is None:
-            # On the CPU, since Python reads it after each execution.
-            with tf.init_scope(), tf.device("/CPU:0"):
-                self._step_counter = tf.Variable(
-                    tf.zeros([], tf.int64), trainable=False, name="steps"
-                )
-
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace.
 
         All ranks pass the same value. All ranks drop the updates of a step in which a rank is
         absent.
         """
-        if wanted:
-            self.build_step_counter()
         # Cached: searching for optimizers takes longer than a small step.
-        self._watched = self.optimizers if wanted else []
+        self.watched = self.optimizers if wanted else []
         # An optimizer may have trained another model since this one was traced.
         for optimizer in self.optimizers:
             optimizer.exchange.absence.watch(wanted)
-        before, self._watches_absence = self._watches_absence, wanted
+        before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
 
     def weigh_alike(self, wanted: bool) -> bool:
@@ -415,47 +394,21 @@ class Session:
                 self._model.train_function = OutsideOfFit(self._model)
 
     @property
-    def watches_absence(self) -> bool:
-        """True if steps detect ranks with exhausted input."""
-        return self._watches_absence
-
-    @property
     def steps_executed(self) -> int:
         """Train steps executed, if they are counted."""
-        return 0 if self._step_counter is None else int(self._step_counter.numpy())
+        return int(self._step_counter.numpy())
 
     @property
     def steps_done(self) -> tuple[int, int]:
         """Train steps and exchanges of all ranks, counted while `watches_absence`."""
         return self.steps_executed, sum(
-            optimizer.exchange.absence.complete for optimizer in self._watched
+            optimizer.exchange.absence.complete for optimizer in self.watched
         )
 
     @property
     def absent_ranks(self) -> int:
         """Number of ranks without a batch at the last step, while `watches_absence`."""
-        return max(optimizer.exchange.absence.ranks for optimizer in self._watched)
-
-    def finish_epoch(self) -> None:
-        """Contributes zeros to the other ranks' steps until all ranks have finished the epoch.
-
-        If this rank's input ends within an accumulated update, all ranks discard the update.
-        """
-        eagerly = self._model.run_eagerly
-        # A step may exchange several times.
-        hooks = [hook for optimizer in self._watched for hook in optimizer.join_hooks()]
-        if not hooks:
-            raise RuntimeError(
-                "Every rank must have at least one batch to end an epoch. Received: a rank "
-                "without batches. Provide data on every rank."
-            )
-        others_went_on = join_until_all_have_ended(hooks, eagerly)
-        were_absent = others_went_on or self.absent_ranks
-        for optimizer in self._watched:
-            optimizer.exchange.absence.forget()
-            abandon = optimizer.fit_hooks(self._model).abandon_update
-            if were_absent and abandon is not None:
-                abandon()
+        return max(optimizer.exchange.absence.ranks for optimizer in self.watched)
 
 
 def _check_is_in_step(optimizer: Any, model: Any) -> None:
@@ -467,17 +420,6 @@ def _check_is_in_step(optimizer: Any, model: Any) -> None:
             f"found only in its first step of {model.name!r}. Assign it to an attribute of the "
             "model before fit."
         )
-
-
-def _refuse_synchronized(model: Any) -> None:
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
-            raise ValueError(
-                "BatchNormalization must not be synchronized: a rank normalizes its samples by "
-                f"the statistics of its own batch. Received: {layer.name!r}, a "
-                "BatchNormalization(synchronized=True). Leave `synchronized` out: `fit` averages "
-                "the moving statistics. For few samples on each rank, use GroupNormalization."
-            )
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
