@@ -181,6 +181,7 @@ def test_native_ops_for_another_gpu_are_named(monkeypatch):
         report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
 
 
+@pytest.mark.slow
 def test_architectures_that_nvcc_does_not_support_end_the_build(tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     with (home / "bin" / "nvcc").open("a") as nvcc:
@@ -188,6 +189,8 @@ def test_architectures_that_nvcc_does_not_support_end_the_build(tmp_path):
     command = [sys.executable, "setup.py", "build_ext", "--cuda", "--gpus", "80,103"]
     command += ["--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
     environment = os.environ | {"HOROVOD_CUDA_HOME": str(home)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode != 0
     assert "must be architectures that nvcc supports. Received: (80, 103)" in done.stderr

@@ -161,7 +161,7 @@ def test_readers_of_what_is_cleared_and_made_anew(tmp_path):
 
 @pytest.mark.parametrize("end", [0, 16, 10**9, -5])
 def test_a_heap_after_a_loss_of_power(tmp_path, end):
-    """The first process after it ignores where the heap ended, which may be older than samples."""
+    """Each process ignores where the heap ended, which may be older than samples."""
     with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
         assert fill_all(pool, range(SAMPLES - 1))
         pool._heap._state[:3] = end

@@ -48,7 +48,7 @@ def test_weights(dtype):
     rows = _rows(dtype, [5, 7, 5])
     weighted = rows.weighted(tf.constant(1.37))
     np.testing.assert_allclose(weighted.product(weighted.packed), 1.37 * _dense(rows), atol=5e-3)
-    # No samples, no weight, also where no rank has any.
+    # Gradients of an empty batch are ignored, also if no rank has samples.
     nothing = weight_of(tf.constant(0.0), tf.constant(0.0), 2)
     empty = Rows(rows.left, rows.right * float("nan"), table=TABLE).weighted(nothing)
     np.testing.assert_array_equal(empty.product(empty.packed), 0.0)

@@ -106,9 +106,12 @@ def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypa
 
 def test_modules_that_a_lab_starts_ignore_the_current_folder_if_it_does(monkeypatch):
     """Sources there would hide the installed package from the ranks."""
-    for is_safe, flags in ((False, []), (True, ["-P"])):
-        monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=is_safe))
-        assert sandbox.python("module") == [sys.executable, *flags, "-m", "module"]
+    for is_safe, options in ((False, []), (True, ["-P"])):
+        flags = SimpleNamespace(safe_path=is_safe)
+        # Not in `sys` itself: jobs that start meanwhile on other threads read its flags.
+        own = SimpleNamespace(executable=sys.executable, flags=flags)
+        monkeypatch.setattr(sandbox, "sys", own)
+        assert sandbox.python("module") == [sys.executable, *options, "-m", "module"]
 
 
 def test_the_demo_has_time_for_its_steps_and_no_gpus(monkeypatch):

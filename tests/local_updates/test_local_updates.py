@@ -133,8 +133,8 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
             check_equal(model.get_weights(), mean)
 
 
-def test_a_rank_without_samples_gives_nothing_to_an_elastic_centre(wire):
-    """The other one gives beta / ranks of its difference, which is what the centre gains."""
+def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
+    """The other rank gives up beta / ranks of its difference; the global weights add as much."""
     weight = keras.Variable([0.0, 0.0], name="weight")
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1, tp.local.Elastic(0.8))
     is_empty = wire.topology.rank == 1
@@ -145,7 +145,7 @@ def test_a_rank_without_samples_gives_nothing_to_an_elastic_centre(wire):
         np.testing.assert_allclose(weight.numpy(), [-0.4] * 2, rtol=1e-5)
 
 
-def test_constraints_hold_for_the_centre(wire):
+def test_constraints_hold_for_the_global_weights(wire):
     """A mean of weights of unit norm is shorter than they are."""
     weight = keras.Variable([1.0, 0.0], name="weight")
     weight.constraint = keras.constraints.UnitNorm()

@@ -100,9 +100,16 @@ def test_visible_gpus_are_those_of_the_variable(given, gpus):
     assert run.visible_gpus({"CUDA_VISIBLE_DEVICES": given}) == gpus
 
 
-@pytest.mark.parametrize("words", [[], ["--"], ["--", "/no/such/program"]])
-def test_a_command_is_required(words):
-    with pytest.raises(ValueError, match=r"A command is required|must be an executable file"):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"A command is required\. Received: none"),
+        (["--"], r"A command is required\. Received: none"),
+        (["--", "/no/such/program"], r"must be an executable file.* Received: '/no/such/program'"),
+    ],
+)
+def test_a_command_is_required(words, message):
+    with pytest.raises(ValueError, match=message):
         run.read_command(words)
     assert run.read_command(["--", "true", "-x"]) == ["true", "-x"]
 

@@ -71,11 +71,11 @@ tp.state.register(Counter, "partial")
 
 
 class OwnStatistics(L.BatchNormalization):
-    """Of a class that is registered, too."""
+    """A subclass of a registered class, registered with another placement."""
 
 
 class OwnScale(L.Normalization):
-    """As that, with values outside of variables."""
+    """The same, with values outside of variables."""
 
 
 tp.state.register(OwnStatistics, "local")

@@ -194,7 +194,7 @@ def _version_of(nvcc: Path) -> Version:
 
 
 def require_nccl(toolkit: Toolkit) -> Nccl:
-    """Returns the first NCCL of its variable, pip, the toolkit and /usr, or raises `CudaError`."""
+    """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or /usr, or raises `CudaError`."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     places = [*(place / "nccl" for place in wheels()), toolkit.home, Path("/usr")]
     for home in [Path(given)] if given else places:

@@ -1,6 +1,6 @@
 """Ranks of a job, their nodes, and the groups that communicate.
 
-Everything here is pure: `launcher` reads the environment, and `runtime` starts Horovod.
+Everything here is pure: `launcher` reads the environment, and `start` starts Horovod.
 """
 
 from __future__ import annotations

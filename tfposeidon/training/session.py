@@ -234,7 +234,7 @@ class Session:
     # ------------------------------------------------------------------ schemes and resuming
 
     def begin_fit(self, callbacks: Sequence[Any]) -> None:
-        """Discards the state of an interrupted `fit`, and records what its callbacks declare."""
+        """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
         self.begin_where_asked()
         self.only_reports = False
         self._stop_skipping()
