@@ -47,7 +47,7 @@ class Throughput(keras.callbacks.Callback):
         self.log_dir = log_dir
         self._scalars = ScalarWriter(log_dir)
         # Seconds, samples and seconds of exposed communication: after the first step, and for all
-        # later steps. Sums over steps are variables of `optimizer.exchange`, made in `Step.build`.
+        # later steps. Steps sum the last one in a variable of `optimizer.exchange`.
         self._begin: tuple[float, float, float] | None = None
         self._spent: list[float] = [0.0, 0.0, 0.0]
 

@@ -232,7 +232,6 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _update(
         self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
     ) -> None:
-        # The inner optimizer clips, so norms are those of the whole batch, as in one process.
         means = self._means(grads, variables, count)
         if factor is not None:
             means = means.times(factor, variables)
@@ -249,6 +248,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def _apply(self, means: Means, variables: list[Any]) -> None:
         """Updates the variables with the means of all ranks."""
+        # The inner optimizer clips the means: by norms of the whole batch, as in one process.
         means.update(lambda found: self.updater.apply(found, variables))
 
     def _join_exchange(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:

@@ -20,6 +20,7 @@ def environment():
         "host": socket.gethostname(),
         "folder": os.getcwd(),
         "address of node1": socket.gethostbyname("node1"),
+        "address of localhost": socket.gethostbyname("localhost"),
     }
     for name, folder in (("interfaces", "/sys/class/net"), ("groups", "/sys/fs/cgroup")):
         seen[name] = sorted(os.listdir(folder))

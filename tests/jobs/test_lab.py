@@ -61,12 +61,13 @@ def test_names_of_nodes_hide_those_of_the_machine(tmp_path):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("root of this container may not mount")
     hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.1.1 node1\n" + Path("/etc/hosts").read_text())
+    hosts.write_text("127.0.0.1 localhost node1\n")
     replace = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
     seen = lab_command("--nodes 2", sys.executable, str(PROBES), "environment")
     done = finish(start([*replace, str(hosts), *seen]))
     assert done.returncode == 0, done.stdout
     assert done.stdout.count('"address of node1": "10.99.0.2"') == 2
+    assert done.stdout.count('"address of localhost": "127.0.0.1"') == 2
 
 
 def test_packets_that_the_lab_is_too_slow_for_count_as_dropped(tmp_path):

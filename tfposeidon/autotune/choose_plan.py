@@ -76,7 +76,7 @@ class StepTimes:
         self._reader = reader
         with tf.init_scope():
             self._end_s = clock_variable([], "end_of_exchange")
-            # Three times, the number of steps, and the sizes.
+            # Sums of `first_s`, `compute_s`, `step_s`, steps and sizes.
             self._sums = clock_variable([4 + variables], "step_times")
 
     def ready(

@@ -75,7 +75,7 @@ class Forecast:
         return next((one for one in every if str(one) in names), every[0])
 
     def kept(self, chosen: Prediction) -> Forecast:
-        """Returns this forecast with another choice: `chosen`, the prediction of the plan in use."""
+        """Returns this forecast with another choice: the prediction of the plan in use."""
         every = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
         others = tuple(one for one in every if one != chosen)
         return replace(self, chosen=chosen, others=others, is_kept=every[0].step_s < chosen.step_s)

@@ -272,10 +272,13 @@ class AutoPlanner(PredictingPlanner):
             for key in ("plans", "proposed")
         )
         if differs:
-            runtime.say("tfposeidon: %s from the snapshot; the plans are computed again.", differs)
             # Saved residuals are sent by the earlier schemes, which are used until steps decide.
             decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
             proposed = {}
+            what = (
+                "with residuals stay until steps are timed" if decisions else "are computed again"
+            )
+            runtime.say("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
         self._decisions, self.proposed = decisions, proposed
         self.has_decided = not differs and saved["has_decided"]
         return bool(decisions)

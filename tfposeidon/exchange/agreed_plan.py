@@ -127,6 +127,8 @@ class AgreedPlans:
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is not None:
+            # A script that has caught the error below must not train with the plan.
+            advice.check_optimizer(exchanger.plan, inner_optimizer)
             return
         links = runtime.links()
         own = {

@@ -124,30 +124,30 @@ class Step:
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
-        kept, rate = exchanger.states, exchanger.effective_rate
+        before, rate = exchanger.states, exchanger.effective_rate
         replicated = [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
         # What observers return is called with the means.
         observed = self._observe(exchanger, gradients, sent, replicated)
         # Only the state of schemes depends on the rate.
-        now = rate.current(updater) if kept.exist else None
+        now = rate.current(updater) if before.exist else None
         rescale = None if now is None else rate.rescale(now)
         presence, values, states = exchanger.weighted_means(sent, count, rescale)
         for done in observed:
             done(values)
         everybody = self.absence.record(presence.absent)
-        state = list(zip(itertools.chain(*kept.variables), itertools.chain(*states), strict=True))
+        state = list(zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True))
         if now is not None:
             state += [
                 (rate.variable, now),
-                (kept.had_gradient, kept.updated_had_gradient(presence)),
+                (before.had_gradient, before.updated_had_gradient(presence)),
             ]
         return Means(
             values,
             missing=exchanger.missing(gradients),
             present=presence.any_gradient,
-            expected=kept.expected(presence),
+            expected=before.expected(presence),
             everybody=everybody,
             moves=True if now is None else now > 0.0,
             state=tuple(state),

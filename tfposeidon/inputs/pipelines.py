@@ -123,7 +123,7 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
         # Behind that step, a `shard` would select from another order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {kind(steps[end])}",
-            "Provide one file per rank, or read the files in one order: tf.data.TFRecordDataset("
+            "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
             "tf.data.Dataset.list_files(pattern, shuffle=False)).",
         )
     return place

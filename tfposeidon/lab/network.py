@@ -197,9 +197,11 @@ def network(cluster: Cluster) -> Iterator[Network]:
     """
     ours = {host_name(node): address(node) for node in range(cluster.nodes)}
     lines = [f"{ours[name]} {name}" for name in ours]
-    # This machine may have a node0 of its own, whose address would be used as well.
+    # This machine may have a node0 of its own, whose address would be used as well. Its line may
+    # have further names, such as localhost.
     others = Path("/etc/hosts").read_text().splitlines()
-    lines += [line for line in others if ours.keys().isdisjoint(line.split())]
+    words = ([word for word in line.split() if word not in ours] for line in others)
+    lines += [" ".join(line) for line in words if len(line) > 1]
     hosts = "\n".join([*lines, ""])
     # Must precede the creation of the nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)

@@ -64,7 +64,7 @@ class LocalUpdates(CommunicatingOptimizer):
         exchange runs in the background, and all ranks apply its result after the same step (default
         0: the step waits for it).
       warmup_steps: Initial steps with a synchronization each, for post-local training (default 0).
-      bucket_bytes: Bytes up to which small differences are fused (default 4 MiB).
+      bucket_bytes: Bytes up to which small differences are fused (default `None`: 4 MiB).
       sample_count: Function by which `fit` weights this rank; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Any other arguments, which are all refused.
