@@ -151,9 +151,10 @@ class EpochIterator:
         passes, within = divmod(epoch, epochs)
         if is_first and within and length < math.inf and length % steps:
             raise RuntimeError(
-                "To resume within the data, the steps per epoch of fit must divide the steps of "
-                f"the data. Received: initial_epoch={epoch}, {steps} steps per epoch, data of "
-                f"{length} steps. Repeat the data: cache.dataset(...).repeat()."
+                "To resume in the middle of the dataset, its number of steps must be a multiple of"
+                f" the steps per epoch of fit. Received: initial_epoch={epoch}, {steps} steps per "
+                f"epoch, {length} steps in the dataset. Repeat the dataset: "
+                "cache.dataset(...).repeat()."
             )
         if begin is not None:
             self._begin_at(Position(epoch=begin[0], samples=begin[1]), length)

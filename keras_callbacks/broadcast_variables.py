@@ -60,7 +60,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             return
         if problem := entries.difference(self.model, runtime.wire()):
             raise RuntimeError(
-                f"{problem} Nothing of this model is exchanged between ranks. Wrap its optimizer: "
+                f"{problem} The optimizer of this model does not communicate. Wrap it: "
                 "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
             )
 

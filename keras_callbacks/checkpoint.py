@@ -46,7 +46,7 @@ _LAYER = "layer."
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Saves model, optimizers and per-rank state in snapshots, and resumes from them.
+    """Saves the model, its optimizers and per-rank state in snapshots, and resumes from them.
 
     It saves at the end of each epoch, and optionally within epochs. Every rank needs this callback:
     rank 0 saves the state that is equal on all ranks (weights, optimizer state, adapted
@@ -168,7 +168,8 @@ class Checkpoint(keras.callbacks.Callback):
         if pending and len(self.model.metrics_variables) == len(pending):
             _assign(self.model.metrics_variables, pending)
         elif pending:
-            # Keras builds metrics in the first step if it cannot before, as with `run_eagerly`.
+            # Keras builds metrics in the first step if it cannot build them earlier, as with
+            # `run_eagerly`.
             runtime.say("tfposeidon: the metrics of this epoch omit the batches before resuming.")
 
     @override

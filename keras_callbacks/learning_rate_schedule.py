@@ -70,7 +70,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        # Precedes the check of the rate, which has another name in Horovod.
+        # Must precede the check of the rate: Horovod calls it `initial_lr`, and this error names
+        # the replacement.
         arguments.check_no_more_arguments(type(self).__name__, others, arguments.CALLBACKS)
         if multiplier is None:
             raise TypeError(

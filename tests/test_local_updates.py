@@ -35,7 +35,7 @@ def test_on_one_rank_it_is_the_inner_optimizer():
         tp.local.Outer(keras.optimizers.SGD(0.3, momentum=0.2)),
     ],
 )
-def test_it_is_saved_with_the_model(rule, tmp_path):
+def test_the_optimizer_is_saved_with_the_model(rule, tmp_path):
     optimizer = tp.LocalUpdates(
         keras.optimizers.SGD(0.1),
         7,

@@ -62,7 +62,7 @@ def test_other_data_are_refused(data):
         tp.shard(data, rank=0, size=2)
 
 
-def test_ranks_that_do_not_exist_are_refused():
+def test_invalid_ranks_and_sizes_are_refused():
     for rank, size in [(2, 2), (-1, 2), (0, None), (None, 2), (0, 0)]:
         with pytest.raises(ValueError, match="Received: "):
             tp.shard(np.zeros(3), rank=rank, size=size)

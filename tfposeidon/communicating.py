@@ -142,8 +142,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         sample_count: Any = None,
     ) -> None:
         """Performs a step as `apply` does, for a Keras loss scale around this optimizer."""
-        # As Keras does for the inner optimizer of a loss scale, so that gradients are unscaled
-        # once.
+        # Keras does the same for the inner optimizer of a loss scale, so that gradients are
+        # unscaled only once.
         self.inner_optimizer.loss_scale_factor = None
         # A weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
         before, self._around = self._around, weakref.ref(loss_scale)

@@ -203,8 +203,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
             weight=share if own is None else own,
             is_due=self._is_due(),
             scale=updater.scale_loss(1.0),
-            # A loss scale may skip a call, depending on its means. Once a rank has exhausted its
-            # input, calls that do not update are skipped too.
+            # A loss scale may skip a call, depending on the averaged gradients. Once a rank has
+            # exhausted its input, calls without an update are skipped, too.
             counter=None if finite is None and everybody is None else step_counter(inner),
         )
 

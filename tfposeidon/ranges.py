@@ -28,7 +28,7 @@ def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> flo
     >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
     0.0
     """
-    # In Python bools are numbers, but as a numeric argument a bool is a mistake.
+    # In Python a bool is a number, but as a numeric argument it is a mistake.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not allowed.holds(value):
         raise ValueError(_message(name, value, allowed.rule, remedy))

@@ -357,8 +357,8 @@ def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
         directory = open_folder()
         try:
             with lock_folder(directory):
-                # Another process may have removed it between opening and locking: the lock of a
-                # removed folder does not exclude other processes.
+                # Another process may have removed the folder between opening and locking, and the
+                # lock of a removed folder does not exclude other processes.
                 if not directory.is_gone:
                     yield directory
                     return

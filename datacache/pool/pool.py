@@ -63,7 +63,7 @@ class Pool(Owner):
         )
 
     def prepare(self, verify: bool = True) -> None:
-        """Creates the page tables of a full store in memory on a thread, during the job's setup."""
+        """Creates the page tables of a full store in memory on a thread, which also verifies it."""
         # For a store on a disk, this would read all of it.
         in_memory = is_memory(os.fstat(self._folder.directory.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
@@ -98,7 +98,7 @@ class Pool(Owner):
         return self._slot_indices[samples] >= 0
 
     def can_copy(self, samples: np.ndarray) -> bool:
-        """Returns whether a batch of these samples is a copy of columns once they are ready."""
+        """Returns whether a batch of these samples, once they are ready, is copied from columns."""
         return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:

@@ -74,8 +74,8 @@ class SampleWords:
 
     def publish(self, index: int, checksum: int) -> None:
         """Marks a slot as ready; must follow all writes of its bytes."""
-        # Not marked as verified: other processes must verify the data of this process. A process
-        # that is killed before leaves a slot that is not ready, which needs no cleanup.
+        # Not marked as verified: other processes must verify the data of this process. If it is
+        # killed earlier, the slot is not ready, and needs no cleanup.
         self.array[index] = READY | checksum
         self._trusted[index] = True
 

@@ -152,7 +152,7 @@ def _headers(path: str) -> Iterator[tuple[int, int, bool]]:
 
 
 def find_all_records(path: str) -> np.ndarray:
-    """Returns offset and length of all records' contents, `[records, 2]` int64, in bytes."""
+    """Returns the offset and length of each record's content in bytes, `[records, 2]` int64."""
     entries: list[tuple[int, int]] = []
     end = 0
     for offset, length, is_written in _headers(path):

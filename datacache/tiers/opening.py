@@ -155,9 +155,9 @@ def open_stored_pool(source: Source, root: Path) -> Pool:
     """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
-            "Samples on a disk must have a known rank. Received: "
-            f"{source} with {source.signature}. Set the rank with dataset.map(lambda x: "
-            "tf.ensure_shape(x, [None])), or omit `disk`."
+            f"Samples on a disk must have a known number of dimensions. Received: {source} with "
+            f"{source.signature}. Set it with dataset.map(lambda x: tf.ensure_shape(x, [None])), or"
+            " omit `disk`."
         )
     samples = [
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)

@@ -48,7 +48,7 @@ def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts(
     assert _schemes(choose(links=FAST, layers=SMALL)) == {"allreduce"}
 
 
-def test_without_links_it_is_all_reduce_and_says_why():
+def test_without_a_network_profile_the_plan_is_all_reduce_with_the_reason():
     plan = choose(links=None)
     assert _schemes(plan) == {"allreduce"}
     assert "the network profile is unknown" in str(plan)

@@ -126,12 +126,12 @@ class ByParts(keras.Sequential):
         return self.compute_metrics(x, y, predicted)
 
 
-def test_resume_where_steps_update_in_parts(wire):
-    """Each residual returns to the exchange that kept it."""
+def test_resume_where_a_step_updates_layers_separately(wire):
+    """Each residual is restored to its exchange."""
     check_resumes(wire, lambda: ByParts(models.mlp().layers), sgd, scheme=SPARSE)
 
 
-def test_resume_behind_an_execution_that_the_epoch_ended(wire):
+def test_resume_after_an_execution_that_the_epoch_ended(wire):
     def make():
         keras.utils.set_random_seed(5)
         return compiled(models.mlp, sgd(), steps_per_execution=2)

@@ -91,7 +91,7 @@ def test_another_source_or_version_is_another_cache(tmp_path, opened):
     np.testing.assert_array_equal(pixels[0], drawn.image(99))
 
 
-def test_what_the_graph_does_not_show_is_said(images, opened, caplog):
+def test_ops_that_the_fingerprint_misses_are_logged(images, opened, caplog):
     def random(contents, label):
         return tf.image.random_flip_left_right(drawn.decode(contents, label)[0]), label
 

@@ -187,6 +187,6 @@ def test_what_was_written_since_a_look_stays(tmp_path, monkeypatch, compiled):
     assert not pool.ready(np.array([3]))[0]
 
 
-def test_words_are_shifted_by_numbers_of_their_own_type():
-    """NumPy 1 makes no integer of an unsigned one and Python's."""
+def test_checksum_shifts_and_masks_are_uint64():
+    """NumPy 1 cannot shift an unsigned integer by a Python int."""
     assert type(stored.BOOT_SHIFT) is type(stored.CONTENT) is np.uint64

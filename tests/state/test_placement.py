@@ -1,4 +1,4 @@
-"""What the state of layers is to other ranks: by default, as registered, and who follows it."""
+"""Placement of layer state: the defaults, registered classes, and the features that use it."""
 
 import contextlib
 import dataclasses
@@ -416,7 +416,7 @@ def test_vocabularies_of_ones_own(wire):
 
 
 @pytest.mark.ranks("3", server_rank=0)
-def test_parts_are_refused_where_ranks_have_a_pace_of_their_own(wire):
+def test_partial_state_is_refused_with_elastic_averaging(wire):
     model, _ = _counting()
     model.compile(tp.ElasticAveraging(keras.optimizers.SGD(0.1)), "mse")
     with Raises(ValueError, "so they cannot sum their parts"):

@@ -67,7 +67,7 @@ def test_only_damaged_snapshots_is_an_error(tmp_path):
         Snapshots(tmp_path, WIRE).read_latest()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"could not be written .*no complete snapshot exists"):
         Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})

@@ -80,14 +80,14 @@ def test_items_of_lists_and_dictionaries_are_found_and_nothing_deeper():
     assert optimizers_of(model) == ours[:3]
 
 
-def test_one_that_is_found_in_its_first_step_only_is_refused():
+def test_an_optimizer_that_is_found_only_in_its_first_step_is_refused():
     model = Holder(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.compile(loss=models.LOSS)
     with pytest.raises(ValueError, match=r"must be an attribute of its model.*Assign it"):
         model.fit(*DATA, batch_size=4, verbose=0)
 
 
-def test_one_beside_another_is_found_in_the_train_step():
+def test_a_second_optimizer_is_found_in_the_train_step():
     hidden = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
     model = Holder(hidden)
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)

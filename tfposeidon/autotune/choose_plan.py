@@ -135,7 +135,8 @@ class ChoosePlan(keras.callbacks.Callback):
         super().__init__()
         self._is_changing = self._has_compared = False
         self._epoch = self._batches = self._batches_before = 0
-        # Steps since timing began, the last timed one (0 while none are), and steps per exchange.
+        # Steps since timing began, the number of steps after which timing ends (0 while steps are
+        # not timed), and steps per exchange.
         self._steps, self._end, self._calls = 0, 0, 1
         self._trace_s = LEAST_TRACE_S
         self._optimizers: list[Any] = []

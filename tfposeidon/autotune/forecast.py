@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step."""
+        """Predicted step time in seconds."""
         return self.simulated.step_s
 
     def __str__(self) -> str:

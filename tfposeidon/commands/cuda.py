@@ -1,4 +1,4 @@
-"""Finds the components of CUDA: driver, toolkit with its compiler, NCCL, and TensorFlow's version.
+"""Finds the components of CUDA: driver, toolkit with compiler, NCCL; and TensorFlow's CUDA version.
 
 Three version numbers matter. The driver supports programs up to one version of CUDA. nvcc compiles
 for its own version and links its runtime into the result. TensorFlow contains another runtime. Two

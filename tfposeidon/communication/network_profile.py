@@ -21,7 +21,7 @@ HEADERS = 1514 / 1448
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Connection of a node to the other nodes, or between the ranks of a node.
+    """Latency and bandwidth between a node and the others, or between the ranks of one node.
 
     Args:
       latency_s: Latency of one message from rank to rank, in seconds.

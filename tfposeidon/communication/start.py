@@ -131,9 +131,9 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
     ranges.check_integer("server_rank", server_rank, 0)
     if size == 1:
         raise ValueError(
-            "`server_rank` requires a job of two or more ranks. Received: server_rank=0 in a job "
-            "of one rank. Start the job with horovodrun -np 2 or more, or leave `server_rank` "
-            "out."
+            "`server_rank` requires a job of two or more ranks. Received: "
+            f"server_rank={server_rank} in a job of one rank. Start the job with horovodrun -np 2 "
+            "or more, or leave `server_rank` out."
         )
     if server_rank >= size:
         raise ValueError(

@@ -38,9 +38,10 @@ def check(callback: Any) -> None:
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
-            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning "
-            "rates, and the server holds the metrics of the global weights. Received: "
-            "ReduceLROnPlateau. Use a schedule, or keras_callbacks.LearningRateSchedule."
+            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning rates,"
+            " and the server holds the metrics of the global weights. Received: ReduceLROnPlateau."
+            " Use a schedule of keras.optimizers.schedules, or "
+            "keras_callbacks.LearningRateSchedule."
         )
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and not callback.raise_error:
         raise ValueError(
@@ -60,7 +61,7 @@ def check(callback: Any) -> None:
 
 
 def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
-    """Inserts a callback before each `CSVLogger`, which announces the later epochs' metrics."""
+    """Inserts before each `CSVLogger` a callback that adds columns for later epochs' metrics."""
     found: list[Any] = []
     for callback in callbacks:
         # It takes its columns from the logs of the first epoch.

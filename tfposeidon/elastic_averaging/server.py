@@ -128,7 +128,7 @@ class Server:
         return self._centres[number].values
 
     def slots(self, number: int) -> Slots:
-        """Returns the optimizer state of a center, as workers have sent it."""
+        """Returns a center's optimizer state, a mean of the newest states of workers."""
         return self._slots[number].now
 
     @property

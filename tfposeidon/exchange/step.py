@@ -128,7 +128,7 @@ class Step:
         replicated = [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
-        # What observers return is called with the means.
+        # Observers return callbacks, which receive the means after the exchange.
         observed = self._observe(exchanger, gradients, sent, replicated)
         # Only the state of schemes depends on the rate.
         now = rate.current(updater) if before.exist else None

@@ -1,4 +1,4 @@
-"""Descriptions of gradients, what reads their structure, and gradients as plain tensors.
+"""Descriptions of gradients, readers of their structure, and conversion to plain tensors.
 
 A `Description` has all properties of a gradient that are known before any step runs. It is the same
 on every rank. The structure that a reader finds in the graph is opaque: only schemes and policies
@@ -241,6 +241,6 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     gradient = tf.cast(gradient, description.dtype)
     if gradient.shape.is_fully_defined():
         return gradient
-    # TensorFlow loses the shape of gradients of variables that are cut or tiled to the batch. The
-    # variable has it.
+    # TensorFlow loses the gradient's shape if the variable is sliced or tiled to the batch size.
+    # Restore it from the variable.
     return tf.ensure_shape(gradient, description.shape)

@@ -42,7 +42,7 @@ class Accelerator:
     def work(
         self, token: tf.Tensor, seconds: float, *, first: bool = False
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Emulates compute time; returns the new token, and a zero to add to `values`."""
+        """Emulates compute time; returns the new token, and an offset for `values`."""
 
         # The token is passed through, which orders the layers. `first` marks the start of a step.
         def run(value: np.ndarray) -> tuple[np.ndarray, np.int64]:

@@ -69,8 +69,8 @@ def _cancel_at_end_of(descriptor: int) -> None:
 @contextmanager
 def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     """Runs Horovod's key-value store at the switch; yields the environment of each rank."""
-    # These are private parts of horovodrun, which only supports hosts that it reaches by ssh, not
-    # namespaces.
+    # These are internals of horovodrun, whose public interface reaches hosts by ssh only, not
+    # network namespaces.
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer

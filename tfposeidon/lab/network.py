@@ -271,7 +271,8 @@ def _connect(built: Network, node: int) -> None:
         # A limit at the sending node is enough: connections share nothing before it.
         _call(*inside, "tc", "-batch", "-", text="\n".join(_limited_connections(rate, flow)))
     if built.cluster.intra is not None:
-        # With the usual MTU of 64 kB, single packets would not fit into the token bucket.
+        # With the default MTU of loopbacks, 64 kB, single packets would not fit into the token
+        # bucket.
         _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
         _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link("lo", built.cluster.intra)))
 

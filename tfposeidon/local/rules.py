@@ -309,8 +309,8 @@ def parse(rule: Any) -> Rule:
     if isinstance(rule, str) and rule in NAMES:
         return NAMES[rule]()
     raise ValueError(
-        f"`outer_optimizer` must be one of {', '.join(NAMES)}, or an object of tfposeidon.local. "
-        f"Received: outer_optimizer={rule!r}"
+        f"`outer_optimizer` must be one of {', '.join(NAMES)}, an outer optimizer of "
+        f"tfposeidon.local, or a Keras optimizer. Received: outer_optimizer={rule!r}"
     )
 
 

@@ -38,7 +38,7 @@ class Showing:
         self._shows_after_steps = True
 
     def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
-        """Returns the optimizer's hooks for `fit` of a model."""
+        """Returns the optimizer's hooks for `model.fit`."""
         reference: Callable[[], Any] = weakref.ref(model)
 
         def begin_step() -> None:
@@ -142,7 +142,7 @@ class Showing:
 
 def looks_after_batches(callback: Any) -> bool:
     """Returns whether a callback may read or save weights after batches."""
-    # Subclasses may have more hooks.
+    # Exact types only: a subclass may override more hooks.
     if type(callback) in SAVING:
         return bool(callback.save_freq != "epoch")
     # Other Keras callbacks read weights at the end of epochs only; those of `keras_callbacks`

@@ -22,7 +22,7 @@ RETRY_S = 0.2
 
 
 class EndingError(ConnectionError):
-    """Error of a request to the store of a job that is ending."""
+    """Error of a request to a store whose job is ending."""
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,10 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
         return _job_of_options(*given)
     if not found.one_per_node:
         raise ValueError(
-            "`run` starts the ranks of a node, so that the platform must start one process per "
-            f"node. Received from {found.source}: several processes per node, of which this is "
-            f"rank {found.rank} of {found.size}. Leave out `python -m tfposeidon run`: "
-            "tfposeidon.init() finds the other ranks."
+            "`run` starts all ranks of a node, so the platform must start one process per node. "
+            f"Received from {found.source}: several processes per node; this one is rank "
+            f"{found.rank} of {found.size}. Leave out `python -m tfposeidon run`: tfposeidon.init()"
+            " finds the other ranks."
         )
     return dataclasses.replace(found, unit="node")
 

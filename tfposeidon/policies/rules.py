@@ -44,8 +44,7 @@ class Rules(Policy):
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         pairs = rules.items() if isinstance(rules, Mapping) else rules
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
-        # `object.__setattr__`, because the dataclass is frozen: plans and configurations are
-        # compared.
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "rules", parsed)
         _check_same("planner", [policy.planner for _, policy in parsed if not policy.is_fixed])
         _check_same("reader", [type(policy.reader) for _, policy in parsed if policy.reader])

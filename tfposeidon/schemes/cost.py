@@ -144,7 +144,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns the steps, and the bytes that `topology.rank` sends in and across nodes."""
+        """Returns the steps, and the bytes that `topology.rank` sends within and across nodes."""
         me, messages = topology.rank, self.messages(topology.rank)
         within = sum((size for peer, size in messages.items() if topology.same_node(me, peer)), 0.0)
         return Cost(

@@ -46,7 +46,7 @@ _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
 
 
 def resolve(names: Mapping[str, str], package: str, name: str) -> Any:
-    """Returns what a name means; for `__getattr__` of a package."""
+    """Imports and returns the object of a name; for `__getattr__` of a package."""
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(importlib.import_module(names[name]), name)

@@ -125,8 +125,8 @@ class Shards:
         self._exclude_from_weight_decay()
         with self._recording_slots():
             inner_optimizer.build(self.targets)
-        # Replaced on the instance: Keras saves and loads nested optimizers separately, and calls
-        # the unwrapped optimizer directly.
+        # Override the methods on the instance: Keras saves and loads nested optimizers separately,
+        # and calls those of the unwrapped optimizer directly.
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
@@ -209,7 +209,7 @@ class Shards:
         self._pull(updated, means.everybody)
 
     def refreshed(self) -> list[Any]:
-        """Returns the targets with the current values of the variables."""
+        """Copies the current values of the variables to the targets, and returns the targets."""
         self._refresh()
         return self.targets
 

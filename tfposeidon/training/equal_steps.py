@@ -404,7 +404,7 @@ def _check_equal(everybody: list[dict[str, Any]]) -> None:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Formats a setting; for a list, its length and the first item missing in `other`."""
+    """Formats a setting; for a list, its length and the first item missing from `other`."""
     if not isinstance(value, list):
         return str(value)
     more = [item for item in value if item not in other]

@@ -167,7 +167,7 @@ def _read_lookup(layer: Any) -> State:
     vocabulary = layer.get_vocabulary(include_special_tokens=False)
     if not vocabulary:
         return {}
-    # As text, including integers: NumPy's files hold no objects.
+    # Integers are stored as text, too: NumPy's files cannot hold objects.
     state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
     weights = getattr(layer, "idf_weights_const", None)
     return state if weights is None else state | {"idf_weights": np.asarray(weights)}

@@ -191,7 +191,7 @@ class Session:
 
     @contextlib.contextmanager
     def global_weights(self, assign: bool = False) -> Iterator[None]:
-        """Assigns globally equal weights to the variables within this context."""
+        """Assigns the global weights, equal on all ranks, to the variables within this context."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.global_weights(assign))
