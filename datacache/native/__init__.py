@@ -168,7 +168,7 @@ def _compiled() -> Any:
     try:
         library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
     except OSError as error:
-        # As on a machine with another processor or an older C library.
+        # It was compiled for another processor or with a newer C library.
         _warn_slow(f"{LIBRARY} cannot be loaded ({error})")
         return None
     # Check its newest function: an older library would be called with wrong arguments.

@@ -140,7 +140,7 @@ class Pool(Owner):
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
     ) -> tuple[Arrays | None, np.ndarray]:
-        """Does what `gather` does and verifies the bytes in the same pass.
+        """Gathers samples as `gather` does, and verifies their bytes in the same pass.
 
         Returns the copies, or `None` if a sample is corrupted or another process has cleared or
         rewritten one in the meantime, and the indices of corrupted samples, now not ready.

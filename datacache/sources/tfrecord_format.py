@@ -167,7 +167,7 @@ def find_all_records(path: str) -> np.ndarray:
 
 
 def find_records(path: str, skip: int, take: int) -> np.ndarray:
-    """Returns what `find_all_records` does for some records; zeros if the file ends before them."""
+    """Returns offsets and lengths of some records; zeros if the file ends before them."""
     size, entries = os.path.getsize(path), np.zeros((take, 2), np.int64)
     for row, (offset, length, _) in enumerate(itertools.islice(_headers(path), skip, skip + take)):
         # A damaged length may not even fit into 64 bits.

@@ -26,7 +26,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 Others = Literal["refused", "removed", "ignored"]
-"""What happens to permissions of other users; those who could write are refused, not removed."""
+"""Handling of other users' permissions; permissions to write are refused, not removed."""
 
 
 class Directory(Descriptor):

@@ -328,7 +328,7 @@ class StoreTier(Tier):
     def _keep(
         self, indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]
     ) -> tuple[dict[int, Arrays], set[int]]:
-        """Stores the results of `make` for missing samples; returns what `_fill` does."""
+        """Stores the results of `make` for missing samples; returns the same as `_fill`."""
         # If several processes request the same sample, the first produces it and the others wait.
         has_room = self.has_room(indices)
         made = _by_index(indices[~has_room], make)

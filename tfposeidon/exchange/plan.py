@@ -123,7 +123,7 @@ class Bucket:
 
 
 class Forecast(Protocol):
-    """What a planner predicts for a plan, to be printed and saved with it."""
+    """Prediction of a planner for a plan, to be printed and saved with it."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the forecast in the printed plan."""

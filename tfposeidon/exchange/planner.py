@@ -54,11 +54,11 @@ class Planner:
         return [] if self._wire().topology.size > 1 else ["one rank: no data is sent"]
 
     def observer(self, descriptions: Sequence[Description]) -> Observer | None:
-        """Returns what observes the steps of a list of variables, if anything."""
+        """Returns the observer of the steps of a list of variables, if there is one."""
         return None
 
     def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
-        """Returns a plan with what the observer has measured in steps."""
+        """Returns a plan with the measurements of the observer."""
         return plan
 
     def forget_steps(self) -> None:

@@ -20,7 +20,7 @@ from tfposeidon.communication import wire
 
 
 class Structure(Protocol):
-    """What a `GradientReader` found of a gradient; hashable, and the same on every rank.
+    """Structure of a gradient that a `GradientReader` found; hashable, and the same on every rank.
 
     Its size, such as a number of batch rows, is known only once a step has run.
     """
@@ -87,7 +87,7 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns what this rank finds of each gradient in the first traced step, for JSON."""
+        """Returns this rank's findings on each gradient in the first traced step, for JSON."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]

@@ -241,7 +241,7 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
 
 def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
     """Returns the arguments of a step's op by name, and others."""
-    # As TensorFlow's constructors of steps pass them.
+    # TensorFlow's constructors of steps pass the same values.
     found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
     found |= step._common_args
     for name, value in list(found.items()):

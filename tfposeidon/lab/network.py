@@ -154,7 +154,7 @@ class Network:
             for line in Path("/proc/self/net/dev").read_text().splitlines()
             if ":" in line
         )
-        # The first column is received bytes: a port receives what its node sends.
+        # The first column is received bytes: a port receives the packets that its node sends.
         counters = {name.strip(): int(values.split()[0]) for name, values in lines}
         return [counters[port(node)] for node in range(self.cluster.nodes)]
 

@@ -33,7 +33,7 @@ ENDED = 128 + signal.SIGTERM
 
 
 class UnavailableError(Exception):
-    """Error of a machine that cannot run a lab; the message names what is missing."""
+    """Error of a machine that cannot run a lab; the message names the missing component."""
 
 
 def python(module: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Steps at which ranks with local weights synchronize, and what the plan remarks about them."""
+"""Steps at which ranks with local weights synchronize, and remarks on them for the plan."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Client:
         return answer.value() if answer.status == HTTPStatus.OK else None
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
-        """Returns what ranks have put into a scope once `count` have, or `None` after `wait_s`."""
+        """Returns the values in a scope once there are `count` of them; `None` after `wait_s`."""
         found = self.get(scope, f"?count={count}", wait_s)
         return found and {int(rank): json.loads(value) for rank, value in found.items()}
 

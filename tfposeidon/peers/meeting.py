@@ -127,7 +127,7 @@ def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entr
 
 
 def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
-    """Publishes `own` and returns what all processes of the job have published, in their order."""
+    """Publishes `own` and returns the values of all processes of the job, in their order."""
     own = {**own, **this_process(), "size": job.size}
     found = None
     while found is None:
@@ -169,7 +169,7 @@ def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
 
 
 def this_process() -> dict[str, Any]:
-    """Returns how messages name this process, and what tells it from all others."""
+    """Returns a name of this process for messages, and an identifier that no other one has."""
     return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
 
 
@@ -225,7 +225,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
         "LOCAL_SIZE": len(nodes[node]),
         "CROSS_RANK": across.index(node),
         "CROSS_SIZE": len(across),
-        # Horovod takes what follows the address as the beginning of each path.
+        # Horovod uses the text after the address as a prefix of each path.
         "GLOO_RENDEZVOUS_PORT": 0,
     }
     return {

@@ -211,7 +211,7 @@ def _environments(
         sources.STORE: f"{client.host}:{client.port}",
         sources.JOB: job.identity,
         sources.NODE: f"node {job.rank}",
-        # So that lines arrive when ranks write them.
+        # Lines arrive when ranks write them.
         "PYTHONUNBUFFERED": "1",
     }
     for name in (sources.TOKEN_FILE, meeting.MEMBER):

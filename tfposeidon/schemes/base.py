@@ -180,7 +180,7 @@ class Scheme(Configured, ABC):
         return total_cost(self.stages(length, itemsize, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
-        """Returns a remark if the exchange differs from what the scheme's name implies, else `""`.
+        """Returns a remark if the exchange differs from that of the scheme's name, else `""`.
 
         Args:
           length: Number of elements of the bucket.

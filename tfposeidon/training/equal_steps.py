@@ -195,7 +195,7 @@ class EqualSteps(keras.callbacks.Callback):
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
-        """Undoes what the train steps of dropped updates changed: counters, copies of weights."""
+        """Undoes changes by train steps of dropped updates: counters, copies of weights."""
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return

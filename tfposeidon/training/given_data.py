@@ -53,7 +53,7 @@ def compare(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 
 class _Given:
-    """What one rank gives to `fit`: its batch size, and the length and checksums of some samples.
+    """Data that a rank passes to `fit`: batch size, and length and checksums of some samples.
 
     Both are `None` if they are unknown, or if reading the data calls Python.
     """

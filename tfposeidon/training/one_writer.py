@@ -86,7 +86,7 @@ def _written(callback: Any) -> str | None:
 
 
 class SharedBackup(keras.callbacks.Callback):
-    """Keras callback that runs `BackupAndRestore` on one rank and shares what it restores."""
+    """Keras callback that runs `BackupAndRestore` on one rank, and broadcasts restored values."""
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
         super().__init__()
