@@ -178,7 +178,7 @@ def test_positions_that_do_not_follow(numbers):
         with pytest.raises(RuntimeError, match=r"must have the steps of the cache.*Received: data"):
             cache.begin_epoch(0, other)
     with pytest.raises(
-        RuntimeError, match=r"initial_epoch=1, 4 steps per epoch, data of 6 steps. Rep"
+        RuntimeError, match=r"initial_epoch=1, 4 steps per epoch, 6 steps in the dataset. Rep"
     ):
         _trained(cache, cache.dataset(BATCH), epochs=2, initial_epoch=1, steps_per_epoch=4)
     with pytest.raises(RuntimeError, match=r"Data that repeat without end require.*Pass it to fit"):
