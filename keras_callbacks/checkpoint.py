@@ -6,10 +6,8 @@ number of ranks, sums over ranks are preserved and split again.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -26,19 +24,24 @@ from tfposeidon.gradients.description import of_tensorflow
 from tfposeidon.optimizers.wrapping import leaves
 from tfposeidon.schemes.names import register_all
 from tfposeidon.state.placement import Placement, another_seed, is_seed
-from tfposeidon.state.rank_state import StateDescription, redistribute
+from tfposeidon.state.rank_state import (
+    StateDescription,
+    redistribute,
+    saved_descriptions,
+    with_names,
+)
 from tfposeidon.state.snapshots import (
     Snapshot,
     SnapshotError,
     Snapshots,
+    assign_values,
     to_array_list,
     to_named_arrays,
+    values_of,
 )
 from tfposeidon.training import layer_state, session
 from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
 
-FORMAT = 9
-"""Format number of a snapshot's contents; every change increments it."""
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """State that each rank saves separately."""
 _LAYER = "layer."
@@ -155,10 +158,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _newest(self, files: Snapshots) -> Snapshot | None:
         """Returns the newest snapshot if training should resume from it."""
-        snapshot = files.read_latest() if self.resume else None
-        if snapshot is not None:
-            self._check_format(snapshot)
-        return snapshot
+        return files.read_latest() if self.resume else None
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -166,7 +166,7 @@ class Checkpoint(keras.callbacks.Callback):
         pending, self._pending_metrics = self._pending_metrics, []
         # Keras resets metrics at the start of each epoch, just before this hook.
         if pending and len(self.model.metrics_variables) == len(pending):
-            _assign(self.model.metrics_variables, pending)
+            assign_values(self.model.metrics_variables, pending)
         elif pending:
             # Keras builds metrics in the first step if it cannot build them earlier, as with
             # `run_eagerly`.
@@ -208,7 +208,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _start_write(self, epoch: int, batches: int) -> None:
         meta = {
-            "format": FORMAT,
             "epoch": epoch,
             "batches": batches,
             "steps": self._steps,
@@ -218,15 +217,19 @@ class Checkpoint(keras.callbacks.Callback):
         }
         # Not between epochs: Keras resets metrics at the start of the next one.
         metrics = self.model.metrics_variables if batches else []
-        own = to_named_arrays(_values(variables_of(self.model, *_OWN)), "own")
-        own |= to_named_arrays(_values(metrics), "metric")
+        own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
+        own |= to_named_arrays(values_of(metrics), "metric")
         variables, descriptions = self._parts()
-        own |= to_named_arrays(_values(variables), "sum")
+        own |= to_named_arrays(values_of(variables), "sum")
         # A snapshot's files hold arrays only.
         pieces = json.dumps([description.to_dict() for description in descriptions])
         own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
         own |= self._layers(Placement.LOCAL)
-        self._files.start(meta, self._written_once() if self._wire.topology.rank == 0 else {}, own)
+        shared: dict[str, np.ndarray] = {}
+        if self._wire.topology.rank == 0:
+            shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
+            shared |= self._layers(Placement.REPLICATED)
+        self._files.start(meta, shared, own)
 
     def _look_at_files(self) -> None:
         """Checks for complete files 1, 2, 4, ... steps after writing started."""
@@ -238,10 +241,6 @@ class Checkpoint(keras.callbacks.Callback):
             return
         if self._steps_since_start == self._next_look:
             self._next_look = 0 if self._files.poll() else 2 * self._next_look
-
-    def _written_once(self) -> dict[str, np.ndarray]:
-        shared = to_named_arrays(_values(replicated_variables(self.model)), "shared")
-        return shared | self._layers(Placement.REPLICATED)
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
         found = layer_state.read(self.model, placement)
@@ -302,7 +301,7 @@ class Checkpoint(keras.callbacks.Callback):
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
-        _assign(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
+        assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
         layer_state.assign(
@@ -315,7 +314,7 @@ class Checkpoint(keras.callbacks.Callback):
         )
         # Schemes first, since they create the per-rank variables.
         self._restore_schemes(snapshot)
-        _assign(self._parts()[0], self._redistributed(snapshot))
+        assign_values(self._parts()[0], self._redistributed(snapshot))
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
@@ -354,8 +353,8 @@ class Checkpoint(keras.callbacks.Callback):
         is_new = rank not in snapshot.own
         own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
         local = variables_of(self.model, Placement.LOCAL) if is_new else []
-        before = _values(local)
-        _assign(variables_of(self.model, *_OWN), to_array_list(own, "own"))
+        before = values_of(local)
+        assign_values(variables_of(self.model, *_OWN), to_array_list(own, "own"))
         for variable, value in zip(local, before, strict=True):
             if is_seed(variable):
                 value = another_seed(tf.convert_to_tensor(variable), rank)
@@ -390,7 +389,7 @@ class Checkpoint(keras.callbacks.Callback):
             if self._session.has_scheme_changes and policy != optimizer.policy:
                 optimizer.change_scheme(policy)
                 self._session.retrace()
-            planning = _with_names(saved["planning"], self._names(snapshot))
+            planning = with_names(saved["planning"], self._names(snapshot))
             exchange: Any = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
@@ -418,18 +417,18 @@ class Checkpoint(keras.callbacks.Callback):
         names = self._names(snapshot)
         same = (
             snapshot.same_layout
-            and _saved_descriptions(snapshot.own[self._wire.topology.rank], names) == pieces
+            and saved_descriptions(snapshot.own[self._wire.topology.rank], names) == pieces
         )
         # Agreed on, since `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         everybody = self._files.read_all_ranks(snapshot)
         saved = [
-            list(zip(_saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
+            list(zip(saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
             for own in everybody.values()
         ]
         try:
-            return redistribute(saved, list(zip(pieces, _values(variables), strict=True)))
+            return redistribute(saved, list(zip(pieces, values_of(variables), strict=True)))
         except ValueError as error:
             raise SnapshotError(
                 f"A checkpoint must match the schemes of the optimizer. Received: {error}. Use the "
@@ -441,16 +440,6 @@ class Checkpoint(keras.callbacks.Callback):
         now = replicas.describe_any(replicated_variables(self.model))
         pairs = zip(snapshot.meta["variables"], now, strict=False)
         return {saved: description.path for (saved, _, _), description in pairs}
-
-    def _check_format(self, snapshot: Snapshot) -> None:
-        # The first formats had no number.
-        found = snapshot.meta.get("format", 1)
-        if found != FORMAT:
-            raise SnapshotError(
-                f"A checkpoint must have format {FORMAT}. Received: format {found} in "
-                f"{self.folder}, from another release of tfposeidon. Resume with that release, use "
-                "another folder, or use Checkpoint(..., resume=False)."
-            )
 
     def _check(self, snapshot: Snapshot) -> None:
         for held, meta in self._with_saved(snapshot):
@@ -476,43 +465,3 @@ class Checkpoint(keras.callbacks.Callback):
 def _classes(held: Any) -> list[str]:
     """Returns the names of an optimizer's innermost classes."""
     return [type(leaf).__name__ for leaf in leaves(held)]
-
-
-def _saved_descriptions(
-    own: dict[str, np.ndarray], names: dict[str, str]
-) -> list[StateDescription]:
-    saved = _with_names(json.loads(own["pieces"].tobytes()), names)
-    return [StateDescription.from_dict(content) for content in saved]
-
-
-def _with_names(value: Any, names: dict[str, str]) -> Any:
-    """Replaces saved paths of variables in JSON by current paths."""
-    if isinstance(value, dict):
-        return {_renamed(key, names): _with_names(item, names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_names(item, names) for item in value]
-    return _renamed(value, names) if isinstance(value, str) else value
-
-
-def _renamed(text: str, names: dict[str, str]) -> str:
-    # Equal paths are numbered; see `distinct_paths`.
-    path, mark, number = text.partition("#")
-    return names.get(path, path) + mark + number
-
-
-def _values(variables: Sequence[Any]) -> list[np.ndarray]:
-    tensors = [tf.convert_to_tensor(v) for v in variables]
-    # NumPy's files do not support bfloat16; float32 represents all of its values.
-    return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
-
-
-def _assign(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    pairs = itertools.zip_longest(variables, values)
-    if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
-        raise SnapshotError(
-            f"A checkpoint must match the model and its optimizers. Received: {len(values)} arrays "
-            f"for {len(variables)} variables, or arrays of other shapes. Use another folder, or "
-            "Checkpoint(..., resume=False)."
-        )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(tf.cast(value, variable.dtype))

@@ -7,6 +7,7 @@ ranks and buckets.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -192,3 +193,24 @@ def _whole(
     if description.owners:
         return np.asarray(np.sum(arrays, axis=0) / description.owners, like.dtype)
     return arrays[0]
+
+
+def saved_descriptions(own: dict[str, np.ndarray], names: dict[str, str]) -> list[StateDescription]:
+    """Returns the descriptions that a snapshot has of a rank's state, with current paths."""
+    saved = with_names(json.loads(own["pieces"].tobytes()), names)
+    return [StateDescription.from_dict(content) for content in saved]
+
+
+def with_names(value: Any, names: dict[str, str]) -> Any:
+    """Replaces saved paths of variables in JSON by current paths."""
+    if isinstance(value, dict):
+        return {_renamed(key, names): with_names(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_names(item, names) for item in value]
+    return _renamed(value, names) if isinstance(value, str) else value
+
+
+def _renamed(text: str, names: dict[str, str]) -> str:
+    # Equal paths are numbered; see `distinct_paths`.
+    path, mark, number = text.partition("#")
+    return names.get(path, path) + mark + number

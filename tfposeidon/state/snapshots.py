@@ -13,6 +13,7 @@ snapshot intact. The newest snapshot has the highest number, regardless of its s
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
@@ -34,6 +36,8 @@ from tfposeidon.ranges import check_integer
 
 log = logging.getLogger("tfposeidon")
 
+FORMAT = 9
+"""Format number of a snapshot's contents; every change increments it."""
 _NAME = re.compile(r"snapshot-\d{6,}")
 
 Arrays = dict[str, np.ndarray]
@@ -89,7 +93,7 @@ class Snapshots:
         part = self.folder / f".{name}-{token}.part"
         # All ranks wait here: none may write before rank 0 has created the folder.
         self._together("prepare", lambda: self._make(part) if rank == 0 else None)
-        meta = meta | {"nodes": self.wire.topology.nodes}
+        meta = meta | {"format": FORMAT, "nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
         self._writing = (
             part,
@@ -127,6 +131,7 @@ class Snapshots:
             snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
             if not any(everybody):
+                self._check_format(snapshot)
                 return snapshot
             problems.append(f"{name}: {next(p for p in everybody if p)}")
             self._unreadable.add(name)
@@ -137,6 +142,16 @@ class Snapshots:
                 "beginning."
             )
         return None
+
+    def _check_format(self, snapshot: Snapshot) -> None:
+        # The first formats had no number.
+        found = snapshot.meta.get("format", 1)
+        if found != FORMAT:
+            raise SnapshotError(
+                f"A checkpoint must have format {FORMAT}. Received: format {found} in "
+                f"{self.folder}, from another release of tfposeidon. Resume with that release, use "
+                "another folder, or use Checkpoint(..., resume=False)."
+            )
 
     def _read_files(self, folder: Path) -> Snapshot:
         meta = json.loads((folder / "meta.json").read_text())
@@ -268,3 +283,23 @@ def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
 def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
     """Returns the list of arrays that `to_named_arrays` named."""
     return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]
+
+
+def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the values of variables as arrays that a snapshot can hold."""
+    tensors = [tf.convert_to_tensor(v) for v in variables]
+    # NumPy's files do not support bfloat16; float32 represents all of its values.
+    return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
+
+
+def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
+    """Assigns arrays of a snapshot to variables of the same shapes."""
+    pairs = itertools.zip_longest(variables, values)
+    if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
+        raise SnapshotError(
+            f"A checkpoint must match the model and its optimizers. Received: {len(values)} arrays "
+            f"for {len(variables)} variables, or arrays of other shapes. Use another folder, or "
+            "Checkpoint(..., resume=False)."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(tf.cast(value, variable.dtype))
