@@ -6,14 +6,17 @@ in copies, and `show` and `hide` swap the two.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.communication import agreement, runtime
+from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 
 
@@ -28,7 +31,7 @@ class GlobalWeights:
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables: list[Any] = []
         self.copies: list[keras.Variable] = []
-        self.has_begun = self._may_be_shown = False
+        self.has_begun = self._may_be_shown = self._has_checked_start = False
         self._shown: list[tf.Tensor] = []
         with tf.init_scope(), tf.device("/CPU:0"):
             self._is_shown = tf.Variable(False, trainable=False, name="is_shown")
@@ -79,6 +82,25 @@ class GlobalWeights:
             self._shown = []
             self._swap()
             self._may_be_shown = False
+
+    @contextlib.contextmanager
+    def shown(self, assign: bool) -> Iterator[None]:
+        """Shows the global weights within this context; with `assign`, they may be assigned."""
+        was_hidden = self.show()
+        try:
+            yield
+            if assign:
+                self.note_assigned()
+            elif was_hidden and self.was_assigned:
+                raise RuntimeError(
+                    "Weights must not be assigned within global_weights(), because they would be "
+                    "lost. Received: other weights at the end of global_weights(). Assign them "
+                    "outside, and call LocalUpdates.restart_from_weights() afterwards, on all "
+                    "ranks."
+                )
+        finally:
+            if was_hidden:
+                self.hide()
 
     @property
     def is_shown(self) -> bool:
@@ -133,6 +155,14 @@ class GlobalWeights:
             is_hidden = tf.logical_not(self._is_shown.read_value())
             return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
+    def check_start(self) -> None:
+        """Checks during the first trace that all ranks start with the same weights."""
+        if not self._has_checked_start:
+            equal = self.copies if self.is_apart else self.variables
+            with tf.init_scope():
+                check_equal(equal[: self.trained])
+            self._has_checked_start = True
+
     def checksum(self) -> str:
         """Returns a checksum of the values of the trained variables."""
         return replicas.checksum(self._values(), on_device=True)
@@ -147,11 +177,6 @@ class GlobalWeights:
             copy.assign(own)
         # In the same graph, so that an interruption leaves all or none of the changes.
         self._is_shown.assign(tf.logical_not(self._is_shown))
-
-    @property
-    def equal_variables(self) -> list[Any]:
-        """Variables that hold the global values of the trained weights."""
-        return list(self.copies if self.is_apart else self.variables)[: self.trained]
 
     @property
     def differences(self) -> list[tf.Tensor]:
@@ -169,6 +194,16 @@ class GlobalWeights:
             either(is_finite(variable), tf.convert_to_tensor(variable), tf.convert_to_tensor(copy))
             for variable, copy in pairs
         ]
+
+
+def check_equal(variables: Sequence[Any]) -> None:
+    """Raises on all ranks if these variables differ between them."""
+    agreement.require_equal(
+        exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start"),
+        "All ranks must begin with the same weights",
+        "Pass keras_callbacks.BroadcastVariables() to fit, or call "
+        "tfposeidon.broadcast_variables(model.variables) before the first step.",
+    )
 
 
 def _lie_together(then: tf.Tensor, now: tf.Tensor) -> bool:

@@ -19,15 +19,13 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner
-from tfposeidon.communication import agreement, runtime
-from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange import replicas
+from tfposeidon.communication import runtime
 from tfposeidon.exchange.joining import JoinHook
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients.description import with_merged_rows
 from tfposeidon.local import exchanges, rules
-from tfposeidon.local.global_weights import GlobalWeights
+from tfposeidon.local.global_weights import GlobalWeights, check_equal
 from tfposeidon.local.schedule import Schedule, notes
 from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
@@ -142,7 +140,6 @@ class LocalUpdates(CommunicatingOptimizer):
         self._synchronization: Synchronization | None = None
         self._showing = Showing(lambda: self._synchronization, self._carry_statistics)
         self._model: Callable[[], Any] = lambda: None
-        self._has_checked_start = False
 
     # ------------------------------------------------------------------ state
 
@@ -303,7 +300,7 @@ class LocalUpdates(CommunicatingOptimizer):
         self._prepare(variables)
         # Ranks agree on the exchange when a step is traced; it runs between executions.
         with self._exchange.call(variables, variables, count):
-            self._check_start(synchronization)
+            synchronization.weights.check_start()
         if not synchronization.weights.has_begun:
             with tf.init_scope():
                 synchronization.begin_step()
@@ -348,22 +345,6 @@ class LocalUpdates(CommunicatingOptimizer):
             return self._node.update(grads, variables, count)
         self.updater.apply(with_merged_rows(grads), variables)
         return count
-
-    def _check_start(self, synchronization: Synchronization) -> None:
-        """Checks during the first trace that all ranks start with the same weights."""
-        if not self._has_checked_start:
-            with tf.init_scope():
-                self._check_equal(synchronization.weights.equal_variables)
-            self._has_checked_start = True
-
-    def _check_equal(self, variables: Sequence[Any]) -> None:
-        found = exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start")
-        agreement.require_equal(
-            found,
-            "All ranks must begin with the same weights",
-            "Pass keras_callbacks.BroadcastVariables() to fit, or call "
-            "tfposeidon.broadcast_variables(model.variables) before the first step.",
-        )
 
     def agreed_settings(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks, for both exchanges."""
@@ -437,21 +418,8 @@ class LocalUpdates(CommunicatingOptimizer):
             yield
             return
         synchronization.check_steps_are_counted()
-        was_hidden = synchronization.weights.show()
-        try:
+        with synchronization.weights.shown(assign):
             yield
-            if assign:
-                synchronization.weights.note_assigned()
-            elif was_hidden and synchronization.weights.was_assigned:
-                raise RuntimeError(
-                    "Weights must not be assigned within global_weights(), because they would be "
-                    "lost. Received: other weights at the end of global_weights(). Assign them "
-                    "outside, and call LocalUpdates.restart_from_weights() afterwards, on all "
-                    "ranks."
-                )
-        finally:
-            if was_hidden:
-                synchronization.weights.hide()
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
@@ -477,7 +445,7 @@ class LocalUpdates(CommunicatingOptimizer):
           RuntimeError: On all ranks, if their weights differ.
         """
         if self._synchronization is not None:
-            self._check_equal(self._trainable_variables)
+            check_equal(self._trainable_variables)
             self._synchronization.restart()
             # Here, since a step that is already traced does not call it.
             self._synchronization.begin_step()
