@@ -1,5 +1,7 @@
 """Schemes of sufficient factors on the in-process wire: values, names and bytes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,3 +138,14 @@ def test_rows_choose_the_scheme():
     plain = [make() for name, make in schemes.REGISTRY.items() if name != "factors"]
     assert not any(scheme.reader for scheme in plain)
     assert by_rows.reader is schemes.Factors().reader is policies.HybComm().reader
+
+
+def test_rows_beyond_which_nodes_sum_are_those_at_which_it_costs_less():
+    topology, factors = Topology.regular(0, 4, 2), FactorShape(None, 512, 256, "float32")
+    by_rows = schemes.Factors().fitted(factors, topology)
+
+    def node_bytes(scheme, rows):
+        return scheme.factor_cost(dataclasses.replace(factors, rows=rows), topology).node_bytes
+
+    rows, summed = by_rows.limit // topology.size, node_bytes(by_rows.many, 1)
+    assert node_bytes(by_rows.few, rows) <= summed < node_bytes(by_rows.few, rows + 1)
