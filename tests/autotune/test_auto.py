@@ -124,7 +124,7 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
 
 
 def test_residuals_of_plans_that_are_computed_again(wire):
-    """As on other hosts, whose network is measured again: the earlier schemes send them first."""
+    """The earlier schemes send residuals if the network was measured again, as on other hosts."""
     folder = shared_folder(wire)
     for epochs in (1, 2):
         keras.utils.clear_session(free_memory=False)

@@ -84,7 +84,7 @@ def loaded(name, folder, rank=0):
 
 
 def check_loaded(found, saved):
-    """Checks that a model is what was saved, but for residuals, which files do not hold.
+    """Checks that a model equals the saved one, except for residuals, which files do not hold.
 
     Args:
       found: State of the model.
