@@ -285,10 +285,11 @@ def private_names(modules: list[Module]) -> set[str]:
 
 @cache
 def words_of_keras() -> frozenset[str]:
-    """Returns the private words in Keras's source."""
+    """Returns the private names that Keras's source defines or uses."""
     sources = Path(keras.__file__).parent.rglob("*.py")
     texts = [path.read_text(errors="ignore") for path in sources]
-    return frozenset(word for text in texts for word in re.findall(r"\b_[a-z]\w*", text))
+    name = r"(?:\.|\bdef |\bclass )(_[a-z]\w*)"
+    return frozenset(word for text in texts for word in re.findall(name, text))
 
 
 # ------------------------------------------------------------------ docstrings

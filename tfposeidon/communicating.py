@@ -174,7 +174,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
             # variables.
             with tf.init_scope():
                 scale.build(variables)
-        self._check_variables_are_known(variables)
+        for variable in variables:
+            self._index_of(variable)
         if len(grads) != len(variables):
             raise ValueError(
                 f"apply requires one gradient per variable. Received: {len(grads)} gradients and "

@@ -222,7 +222,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             factor = calls if own is None else self.gradient_accumulation_steps
             self._update(variables, grads, weight, factor)
 
-        indices = [self._get_variable_index(v) for v in variables]
+        indices = [self._index_of(v) for v in variables]
         accumulation.add(indices, grads, call, update, wait)
 
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
@@ -289,7 +289,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self._accumulation.reset()
         for leaf in leaves(self.inner_optimizer):
             if leaf.built:
-                leaf._iterations.assign_sub(calls)
+                step_counter(leaf).assign_sub(calls)
         runtime.say(
             "tfposeidon: a rank exhausted its input in the middle of an update; all ranks "
             "discard the accumulated gradients of %d call(s).",

@@ -141,6 +141,11 @@ def of_tensorflow(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def indices_of(variables: Sequence[Any]) -> dict[Any, int]:
+    """Returns the index of each variable, by the reference of its TensorFlow variable."""
+    return {of_tensorflow(variable).ref(): index for index, variable in enumerate(variables)}
+
+
 def describe(variable: Any) -> Description:
     """Describes the gradient of a Keras or TensorFlow variable, without structure."""
     path = path_of(variable)

@@ -97,7 +97,7 @@ class LAMB(LayerWiseOptimizer):
 
     @override
     def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
-        index = self._get_variable_index(variable)
+        index = self._index_of(variable)
         first = self._unbiased_average(self._momentums[index], gradient, self.beta_1)
         second = self._unbiased_average(self._velocities[index], tf.square(gradient), self.beta_2)
         step = first / (tf.sqrt(second) + self.epsilon)

@@ -143,7 +143,7 @@ class LARS(LayerWiseOptimizer):
         if not self.momentum:
             self.assign_sub(variable, step)
             return
-        kept = self.momentums[self._get_variable_index(variable)]
+        kept = self.momentums[self._index_of(variable)]
         velocity = tf.convert_to_tensor(kept) * self.momentum - step
         self.assign(kept, velocity)
         self.assign_add(variable, velocity * self.momentum - step if self.nesterov else velocity)

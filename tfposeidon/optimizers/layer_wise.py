@@ -12,7 +12,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import native, ops, ranges
-from tfposeidon.gradients.description import of_tensorflow, path_of
+from tfposeidon.gradients.description import indices_of, of_tensorflow, path_of
 from tfposeidon.optimizers.exclusion import Exclude, Exclusion
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
@@ -53,11 +53,20 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self.parallel = _checked_parallel(parallel)
         self.norms: Norms = local_norms
 
+    _indices: dict[Any, int]
+
     @override
     def build(self, variables: Sequence[Any]) -> None:
         """Determines the excluded variables, and creates the state of all Keras optimizers."""
         super().build(variables)
         self._excluded = self._exclusion.indices(variables)
+        indices = indices_of(variables)
+        # Under `tf.distribute`, steps receive the copies of a variable on each device.
+        copies = tf.distribute.get_strategy().experimental_local_results
+        for variable in map(of_tensorflow, variables):
+            for copy in copies(variable):
+                indices[copy.ref()] = indices[variable.ref()]
+        self.__dict__["_indices"] = indices
 
     @property
     def excluded(self) -> list[int]:
@@ -124,8 +133,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         decays = not self._is_excluded(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 
+    def _index_of(self, variable: Any) -> int:
+        return self._indices[of_tensorflow(variable).ref()]
+
     def _is_excluded(self, variable: Any) -> bool:
-        return self._get_variable_index(variable) in self._excluded
+        return self._index_of(variable) in self._excluded
 
     def _new_state(
         self, variables: Sequence[Any], *names: str
@@ -139,7 +151,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
         # Keras assigns gradients to these variables (scales of float8 layers) instead of updating
         # them, and its optimizers have no state for them.
-        if self._overwrite_variable_with_gradient(variable):
+        if getattr(variable, "overwrite_with_gradient", False):
             return None
         return self.add_variable_from_reference(
             variable, name, dtype=arithmetic_dtype(variable.dtype).name

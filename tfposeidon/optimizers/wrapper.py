@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import keras
 from typing_extensions import override
 
+from tfposeidon.gradients.description import indices_of, of_tensorflow, path_of
 from tfposeidon.optimizers.wrapping import innermost, leave_out_replica_sum, leaves
 
 
@@ -19,6 +20,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     """Keras optimizer whose counter, learning rate and saving are those of an inner optimizer."""
 
     built: bool
+    _indices: dict[Any, int]
     _serialized: ClassVar[tuple[str, ...]] = ("inner_optimizer",)
     """Arguments in `get_config` that are objects serialized by Keras."""
 
@@ -42,8 +44,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         # Bypass Keras's `build`, which would create accumulators for this wrapper too, and its
         # attribute tracking, which would add the weights to this optimizer's variables.
         self.__dict__["_trainable_variables"] = list(variables)
-        self._trainable_variables_indices = {self._var_key(v): i for i, v in enumerate(variables)}
+        self.__dict__["_indices"] = indices_of(variables)
         self.built = True
+
+    def _index_of(self, variable: Any) -> int:
+        index = self._indices.get(of_tensorflow(variable).ref())
+        if index is None:
+            raise ValueError(
+                "apply requires the variables that the optimizer was built with. Received: the "
+                f"unknown variable {path_of(variable)!r}. Construct another optimizer for other "
+                "variables."
+            )
+        return index
 
     @property
     @override

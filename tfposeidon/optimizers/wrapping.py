@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+_RATE, _COUNTER = "learning_rate", "iteration"
+"""Names that Keras gives the variables of an optimizer's learning rate and of its step counter."""
+
 
 def innermost(optimizer: Any) -> Any:
     """Returns the optimizer inside any number of wrappers that have an `inner_optimizer`.
@@ -146,7 +149,7 @@ def slots(optimizer: Any) -> list[Any]:
         variable
         for leaf in leaves(optimizer)
         for variable in leaf.variables
-        if keras.backend.is_float_dtype(variable.dtype) and variable is not leaf._learning_rate
+        if keras.backend.is_float_dtype(variable.dtype) and variable.name != _RATE
     ]
 
 
@@ -157,8 +160,7 @@ def rates(optimizer: Any) -> list[Any]:
     >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
     ['learning_rate']
     """
-    found = [leaf._learning_rate for leaf in leaves(optimizer)]
-    return [rate for rate in found if isinstance(rate, keras.Variable)]
+    return [v for leaf in leaves(optimizer) for v in leaf.variables if v.name == _RATE]
 
 
 def step_counter(optimizer: Any) -> Any:
@@ -167,7 +169,7 @@ def step_counter(optimizer: Any) -> Any:
     # Some optimizers of a `MultiOptimizer` may train nothing, and are not built.
     counting = next((leaf for leaf in found if leaf.built), found[0])
     # `iterations` is not a variable if an optimizer accumulates gradients.
-    return counting._iterations
+    return next(variable for variable in counting.variables if variable.name == _COUNTER)
 
 
 def reset_slots(optimizer: Any) -> None:

@@ -375,14 +375,13 @@ class Shards:
     def _exclude_from_weight_decay(self) -> None:
         """Excludes shards from weight decay if their variable is excluded, also by name."""
         # Queried with TensorFlow's variable: its name, unlike Keras's, contains the layer.
-        members = [
-            m
-            for m in self._parts
-            if not self._inner._use_weight_decay(of_tensorflow(self._variables[m]))
+        excluded = [
+            (variable, target)
+            for variable, target in zip(self._variables, self.targets, strict=True)
+            if not self._inner._use_weight_decay(of_tensorflow(variable))
         ]
-        if members:
-            excluded = {self._inner._var_key(self.targets[member]) for member in members}
-            self._inner._exclude_from_weight_decay |= excluded
+        if excluded:
+            self._inner.exclude_from_weight_decay(var_list=[v for pair in excluded for v in pair])
 
     @contextmanager
     def _recording_slots(self) -> Iterator[None]:

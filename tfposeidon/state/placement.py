@@ -112,8 +112,7 @@ def state_of_layers(model: Any, *placements: Placement) -> list[Any]:
 
 def seeds_of_layers(model: Any) -> list[Any]:
     """Returns the state variables of the seed generators in a model's layers, each once."""
-    generators = [one for layer in model._flatten_layers() for one in layer._seed_generators]
-    return list({id(one.state): one.state for one in generators}.values())
+    return list({id(v): v for v in model.variables if is_seed(v)}.values())
 
 
 def is_seed(variable: Any) -> bool:
@@ -150,18 +149,30 @@ def _checked(placement: Any) -> Placement:
 
 def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
     """Returns a layer's variables with placements, without those of inner layers."""
-    # Keras's public lists include inner layers, and do not separate frozen weights.
     found: dict[int, tuple[Any, Placement | str]]
     found = {id(v): (v, Placement.REPLICATED) for v in layer._trainable_variables}
-    found |= {id(v): (v, by_dtype(v)) for v in layer._non_trainable_variables}
+    found |= {id(v): (v, by_dtype(v)) for v in _statistics_of(layer)}
     for known in reversed(type(layer).__mro__):
         rule = _registered.get(known)
         if callable(rule):
             found |= {id(v): (v, placement) for v, placement in rule(layer)}
         elif rule is not None:
-            found |= {id(v): (v, rule) for v in layer._non_trainable_variables}
-    seeds = [(one.state, Placement.LOCAL) for one in layer._seed_generators]
+            found |= {id(v): (v, rule) for v in _statistics_of(layer)}
+    seeds = [(v, Placement.LOCAL) for v in _variables_of(layer) if is_seed(v)]
     return [*found.values(), *seeds]
+
+
+def _variables_of(layer: Any) -> list[Any]:
+    inner = layer._flatten_layers(include_self=False, recursive=False)
+    theirs = {id(variable) for one in inner for variable in one.variables}
+    return [variable for variable in layer.variables if id(variable) not in theirs]
+
+
+def _statistics_of(layer: Any) -> list[Any]:
+    """Returns the variables that a layer was built with as not trainable."""
+    # Keras's public lists count frozen weights, too.
+    weights = {id(variable) for variable in layer._trainable_variables}
+    return [v for v in _variables_of(layer) if id(v) not in weights and not is_seed(v)]
 
 
 def by_dtype(variable: Any) -> Placement:
@@ -173,7 +184,7 @@ def by_dtype(variable: Any) -> Placement:
 def _place_statistics(layer: Any) -> Placed:
     # Statistics of a frozen layer are constant; averaging could round them.
     placement = Placement.AVERAGED if layer.trainable else Placement.REPLICATED
-    return [(variable, placement) for variable in layer._non_trainable_variables]
+    return [(variable, placement) for variable in _statistics_of(layer)]
 
 
 def _place_sequences(layer: Any) -> Placed:
