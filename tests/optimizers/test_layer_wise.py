@@ -265,3 +265,16 @@ def test_keras_exclusion_from_decay_leaves_the_ratio(make):
     plain, decayed = make(exclude=[]), make(exclude=[], weight_decay=0.5)
     decayed.exclude_from_weight_decay(var_names=["kernel", "bias", "gamma", "scale"])
     assert_same(trained(decayed, 3), trained(plain, 3))
+
+
+@BOTH
+def test_copies_of_a_distributed_variable_have_their_variables_state(make):
+    """Under `tf.distribute`, a step receives the copies of a variable."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        copied, optimizer = tf.Variable([[1.0, 2.0], [3.0, 4.0]]), make(exclude=[])
+        optimizer.build([copied])
+    strategy.run(lambda: optimizer.apply([tf.ones([2, 2])], [copied]))
+    plain, alone = tf.Variable([[1.0, 2.0], [3.0, 4.0]]), make(exclude=[])
+    alone.apply([tf.ones([2, 2])], [plain])
+    assert_same([copied.numpy()], [plain.numpy()])
