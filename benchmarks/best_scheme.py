@@ -11,8 +11,8 @@ import argparse
 from benchmarks import harness
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.gradients.description import Description
-from tfposeidon.lab import models
+from tfposeidon.gradients import Description
+from tfposeidon.lab import architectures
 from tfposeidon.policies import HybComm
 
 # Batches of Poseidon, section 1 and Table 3.
@@ -28,7 +28,7 @@ def parse_arguments():
         "--models",
         nargs="*",
         default=list(BATCHES),
-        help=f"names in tfposeidon.lab.models ({', '.join(BATCHES)})",
+        help=f"names in tfposeidon.lab.architectures ({', '.join(BATCHES)})",
     )
     parser.add_argument(
         "--workers",
@@ -64,7 +64,7 @@ def main():
     print("in brackets: bytes of parameter server / bytes of sufficient factors, per node and step")
     table = [("model", "batch", "layer", "kernel", *(f"{p} workers" for p in options.workers))]
     for name in options.models:
-        model = models.model(name)
+        model = architectures.model(name)
         for batch in options.batch or [BATCHES.get(name, model.batch)]:
             table += rows_of(model, batch, options.workers)
     harness.show(table)

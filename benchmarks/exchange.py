@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks import figures, harness
 from tfposeidon.lab.cluster import burst_bytes
-from tfposeidon.units import parse_rate, readable_size
+from tfposeidon.text import parse_rate, readable_size
 
 SYSTEMS = (
     "allreduce",
@@ -237,7 +237,7 @@ def is_within_limits(cell, layout, rate):
     # Only the grid has to load TensorFlow.
     from benchmarks.exchanges import busiest_node_bytes, stages_named
     from tfposeidon.communication.topology import Topology
-    from tfposeidon.schemes.cost import Transfer, Work
+    from tfposeidon.schemes.stages import Transfer, Work
 
     system, size = cell.rsplit(" ", 1)
     nodes, per_node = map(int, layout.split("x"))

@@ -7,7 +7,7 @@ from benchmarks import baselines
 from tfposeidon import ops
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.schemes import REGISTRY
-from tfposeidon.schemes.cost import Transfer, total_cost
+from tfposeidon.schemes.stages import Transfer, total_cost
 from tfposeidon.schemes.wire_format import WIRE_DTYPES
 
 SCHEMES = {**REGISTRY, **baselines.SYSTEMS}

@@ -8,7 +8,7 @@ from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.autotune import measurement
 from tfposeidon.autotune.measurement import LONG_ENOUGH_S, large_probes, small_probes
 from tfposeidon.communication.topology import Topology
-from tfposeidon.units import parse_rate
+from tfposeidon.text import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
 """Values in the single collectives that tell latencies, and of those that may tell rates."""

@@ -13,7 +13,7 @@ import statistics
 
 from benchmarks import figures, harness
 from tfposeidon.communication.network_profile import HEADERS
-from tfposeidon.units import parse_rate
+from tfposeidon.text import parse_rate
 
 REPEATS = 7
 FARTHEST = 8.0

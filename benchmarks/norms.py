@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from benchmarks import figures, harness
 from tfposeidon import ops
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 SHORT = {"models": ["resnet50"], "layouts": ["4x1"]}
 FULL = {"models": ["resnet50", "transformer_110m"], "layouts": ["4x1", "8x1", "16x1", "2x2", "4x4"]}
@@ -31,7 +31,7 @@ def parse_arguments():
     parser.add_argument(
         "--models",
         nargs="*",
-        choices=sorted(models.MODELS),
+        choices=sorted(architectures.MODELS),
         help="models whose variables are used",
     )
     parser.add_argument(
@@ -99,7 +99,7 @@ def shapes(model):
     """Returns the shapes of a model's variables, in the order of the layers."""
     return [
         shape
-        for layer in models.model(model).layers
+        for layer in architectures.model(model).layers
         for shape in (layer.kernel, *((n,) for n in layer.vectors))
     ]
 

@@ -8,7 +8,7 @@ real cluster. An interrupted run resumes.
 """
 
 from benchmarks import figures, harness, scaling
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 SYSTEMS = (
     *("horovod", "ddp", "ddp-powersgd", "jax"),
@@ -103,7 +103,7 @@ def plot(cells, path):
             if not any(shown.values()):
                 continue
             figures.bars(axis, shown, names=index % len(names) == 0)
-            compute_s = models.model(model).step_s
+            compute_s = architectures.model(model).step_s
             axis.axvline(1e3 * compute_s, label="compute time, without communication", **LIMIT)
             axis.set_title(f"{figures.MODELS.get(model, model)}, {gbit:g} Gb/s")
             if index >= len(panels) - len(names):

@@ -13,7 +13,7 @@ An interrupted run resumes.
 import statistics
 
 from benchmarks import figures, harness, scaling
-from tfposeidon.units import readable_size
+from tfposeidon.text import readable_size
 
 SYSTEMS = ("ps-late", "ps", "hybcomm", "horovod")
 # What the figures and section 5 tell, on 16 nodes: model, Gb/s, system -> speed-up.

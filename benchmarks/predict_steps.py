@@ -11,8 +11,8 @@ from tfposeidon.autotune import search
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.gradients.description import Description
-from tfposeidon.lab import models
+from tfposeidon.gradients import Description
+from tfposeidon.lab import architectures
 
 STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15
@@ -64,7 +64,7 @@ def timeline_of(model, dilation, links):
 
 def model_of(task):
     """Returns the emulated model of a job."""
-    model = models.model(task["model"])
+    model = architectures.model(task["model"])
     return model.shrunk(task["shrink"]) if task["shrink"] != 1 else model
 
 

@@ -19,7 +19,7 @@ import statistics
 from typing import NamedTuple
 
 from benchmarks import figures, harness
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 SYSTEMS = ("alone", "allreduce", "alltoall", "alltoall:float16", "torus2d", "torus2d:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "mirrored-packs")
@@ -79,7 +79,9 @@ class Case(NamedTuple):
 
 def parse_arguments():
     parser = harness.argument_parser("scaling", __doc__)
-    parser.add_argument("--models", nargs="*", choices=models.MODELS, help="models of the papers")
+    parser.add_argument(
+        "--models", nargs="*", choices=architectures.MODELS, help="models of the papers"
+    )
     parser.add_argument(
         "--layouts", nargs="*", metavar="MxN", help="clusters, as nodes x ranks per node"
     )
@@ -197,7 +199,7 @@ def row(system, figures, cell):
     if "error" in figures:
         return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
     task = cell["task"]
-    compute_s = task["dilation"] * models.model(task["model"]).step_s
+    compute_s = task["dilation"] * architectures.model(task["model"]).step_s
     step_s = statistics.median(figures["step_s"])
     ranks = [statistics.median(times) for times in zip(*figures["ranks_s"], strict=True)]
     wire_s = 8 * figures["sent_bytes"] / cell["rate_bits_per_s"]
@@ -220,9 +222,10 @@ def show(cells):
         task, dilation = cell["task"], case.dilation
         megabits = cell["rate_bits_per_s"] / 1e6
         shrunk = f", shrunk by {task['shrink']:g}" if task["shrink"] != 1 else ""
+        step_ms = 1e3 * architectures.model(case.model).step_s
         print(
             f"\n{case.model}{shrunk}, {case.layout} ranks, {case.network}, compute "
-            f"{1e3 * models.model(case.model).step_s:.0f} ms, {harness.emulated({case: cell})}; "
+            f"{step_ms:.0f} ms, {harness.emulated({case: cell})}; "
             f"measured {dilation:g} times as slow, with links of {megabits:.0f} Mb/s"
         )
         header = (

@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import figures, harness
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 COMMON = {
     "pairs": 101,
@@ -44,7 +44,9 @@ def parse_arguments():
         "--systems", nargs="*", help="schemes and `small` on two ranks, and `fit` on one"
     )
     parser.add_argument(
-        "--model", choices=models.MODELS, help="model whose gradients are exchanged (resnet50)"
+        "--model",
+        choices=architectures.MODELS,
+        help="model whose gradients are exchanged (resnet50)",
     )
     parser.add_argument(
         "--bucket-mib", type=float, nargs="*", help="sizes of buckets to try, in MiB"

@@ -24,7 +24,7 @@ from datacache.nodes import reader
 from datacache.nodes.reader import Partitioning
 from datacache.order import Order
 from datacache.pool.folder import own_memory
-from datacache.sources.source import Source, SourceError
+from datacache.sources.source import Source, check_source
 from datacache.statistics import Counts, Statistics
 from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
@@ -123,7 +123,7 @@ class Cache:
             )
         # Refuse an invalid budget before anything is read.
         budget_bytes(budget, 1)
-        _check_source(source)
+        check_source(source)
         if memory == "auto":
             memory = own_memory()
         self._source, self._make = source, Preprocessing(source, preprocess, variable_shapes)
@@ -434,21 +434,3 @@ class Cache:
 
     def _nested_batch(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._make.structure, self._reader.batch(samples))
-
-
-def _check_source(source: Any) -> None:
-    missing = [
-        name
-        for name in ("identity", "signature", "name", "decode", "__len__")
-        if not hasattr(source, name)
-    ]
-    if not hasattr(source, "read") and not hasattr(source, "stream"):
-        missing.append("read")
-    if missing:
-        raise SourceError(
-            "A source must implement the protocol datacache.sources.source.Source. Received: "
-            f"{type(source).__name__} without {', '.join(missing)}. Use from_folder, "
-            "from_tfrecords, from_tfds or from_dataset, or add these attributes."
-        )
-    if len(source) == 0:
-        raise SourceError(f"A source must have samples. Received: {source} with 0 samples.")

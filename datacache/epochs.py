@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from datacache.from_tfposeidon import graphs
+from datacache.from_tfposeidon import pipelines
 from datacache.graphs import ONE_TO_ONE
 from datacache.order import Order, Position
 
@@ -256,7 +256,7 @@ class Positions:
                 "A position belongs to a dataset of the cache. Received: a cache without a "
                 "dataset. Call cache.dataset() or cache.pydataset() first."
             )
-        made_of = [data] if isinstance(data, keras.utils.PyDataset) else graphs.datasets(data)
+        made_of = [data] if isinstance(data, keras.utils.PyDataset) else pipelines.datasets(data)
         found = [self._of[made] for made in made_of if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
@@ -280,7 +280,7 @@ def length(data: Any) -> float | None:
         return len(data)
     if not isinstance(data, tf.data.Dataset):
         return None
-    if others := {graphs.kind_of(one) for one in graphs.datasets(data)} - SAME_STEPS:
+    if others := {pipelines.kind_of(one) for one in pipelines.datasets(data)} - SAME_STEPS:
         raise RuntimeError(
             "`data` must have the steps of the cache's dataset in the same order. Received: data "
             f"with {min(others)}. Remove operations that shuffle, skip, filter or rebatch."
@@ -296,7 +296,7 @@ def steps_ahead(data: Any) -> float:
     """Returns the most steps that a pipeline may be ahead of training."""
     values = [
         (int(getattr(one, name)), most)
-        for one in graphs.datasets(data)
+        for one in pipelines.datasets(data)
         for name, most in AUTOTUNED.items()
         if getattr(one, name, None) is not None
     ]

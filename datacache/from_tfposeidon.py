@@ -9,26 +9,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfposeidon.communication.agreement import require_equal as require_equal
+from tfposeidon.checks import check_integer as check_integer
+from tfposeidon.checks import require_equal as require_equal
 from tfposeidon.communication.launcher import process_rank as process_rank
 from tfposeidon.memory import available_memory as available_memory
 from tfposeidon.memory import is_memory as is_memory
 from tfposeidon.quiet import import_tensorflow as import_tensorflow
-from tfposeidon.ranges import check_integer as check_integer
 from tfposeidon.text import ProgressBar as ProgressBar
+from tfposeidon.text import parse_share as parse_share
+from tfposeidon.text import parse_size as parse_size
+from tfposeidon.text import readable_size as readable_size
 from tfposeidon.text import table as table
-from tfposeidon.units import parse_share as parse_share
-from tfposeidon.units import parse_size as parse_size
-from tfposeidon.units import readable_size as readable_size
 
 if TYPE_CHECKING:
     from tfposeidon.communication.wire import Wire as Wire
-    from tfposeidon.inputs import graphs as graphs
+    from tfposeidon.inputs import pipelines as pipelines
 
 
 def __getattr__(name: str) -> Any:
-    if name == "graphs":
-        return importlib.import_module("tfposeidon.inputs.graphs")
+    if name == "pipelines":
+        return importlib.import_module("tfposeidon.inputs.pipelines")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

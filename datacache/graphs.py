@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from datacache.from_tfposeidon import graphs
+from datacache.from_tfposeidon import pipelines
 
 log = logging.getLogger("datacache")
 ONE_TO_ONE = {
@@ -25,17 +25,17 @@ _IN_ORDER = ONE_TO_ONE | {
 
 def shuffling(dataset: tf.data.Dataset) -> str | None:
     """Returns the cause of an order that changes between runs, with its remedy, or `None`."""
-    causes = [_shuffling_itself(one) for one in graphs.datasets(dataset)]
+    causes = [_shuffling_itself(one) for one in pipelines.datasets(dataset)]
     causes += [
         _unsteady_node(node)
-        for graph in graphs.functions(dataset)
-        for node in graphs.nodes(graph.as_graph_def())
+        for graph in pipelines.functions(dataset)
+        for node in pipelines.nodes_of_graph(graph.as_graph_def())
     ]
     return next(filter(None, causes), None)
 
 
 def _shuffling_itself(one: Any) -> str | None:
-    kind = graphs.kind_of(one)
+    kind = pipelines.kind_of(one)
     if hasattr(one, "_seed"):
         again = getattr(one, "_reshuffle_each_iteration", bool(getattr(one, "_rerandomize", 0)))
         if again or again is None or not (one._seed or one._seed2):
@@ -45,11 +45,11 @@ def _shuffling_itself(one: Any) -> str | None:
             )
     if getattr(one, "_deterministic", None) == "false":
         return f"{kind} with deterministic=False. Omit that argument"
-    drawn = any(graphs.drawing_ops(graphs.ops(graph)) for graph in graphs.functions(one))
+    drawn = any(pipelines.drawing_ops(pipelines.ops(graph)) for graph in pipelines.functions(one))
     if kind not in _IN_ORDER and drawn:
         return f"elements that {kind} selects at random. Use random ops after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):
-        nodes = graphs.nodes(graphs.serialized(one))
+        nodes = pipelines.nodes_of_graph(pipelines.serialized(one))
         return next(filter(None, map(_unsteady_node, nodes)), None)
     return None
 
@@ -65,7 +65,7 @@ def _unsteady_node(node: Any) -> str | None:
 def processors_of_order(dataset: tf.data.Dataset) -> int:
     """Returns the number of processors if TensorFlow chooses the order by it, else 0."""
     # Readers of files contain their interleave.
-    found = [getattr(one, "_impl", one) for one in graphs.datasets(dataset)]
+    found = [getattr(one, "_impl", one) for one in pipelines.datasets(dataset)]
     cycles = [int(getattr(one, "_cycle_length", 0)) for one in found]
     return len(os.sched_getaffinity(0)) if tf.data.AUTOTUNE in cycles else 0
 

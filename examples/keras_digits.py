@@ -15,7 +15,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.units import readable_size
+from tfposeidon.text import readable_size
 
 
 def parse_arguments():

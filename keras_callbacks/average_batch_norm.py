@@ -6,10 +6,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from tfposeidon.training import layer_averages, session
+from tfposeidon.training import global_metrics, session
 
 
-class AverageBatchNorm(layer_averages.LayerAverages):
+class AverageBatchNorm(global_metrics.LayerAverages):
     """Averages the moving statistics of layers over ranks.
 
     `fit` does so by itself for optimizers of `tfposeidon`. Use this callback for other optimizers,
@@ -51,7 +51,7 @@ class AverageBatchNorm(layer_averages.LayerAverages):
     @override
     def on_test_begin(self, logs: Any = None) -> None:
         if not self._trains:
-            layer_averages.average(self.model)
+            global_metrics.average(self.model)
         elif not self._has_nothing_to_do:
             super().on_test_begin(logs)
 

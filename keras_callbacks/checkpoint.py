@@ -15,17 +15,19 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.variable_agreement import as_json, first_difference
-from tfposeidon.gradients.description import of_tensorflow
-from tfposeidon.optimizers.wrapping import leaves
+from tfposeidon.exchange.replicas import as_json, first_different_variable
+from tfposeidon.gradients import of_tensorflow
+from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
-from tfposeidon.state.placement import Placement, another_seed, is_seed
-from tfposeidon.state.rank_state import (
+from tfposeidon.state.placement import (
+    Placement,
     StateDescription,
+    another_seed,
+    is_seed,
     redistribute,
     saved_descriptions,
     with_names,
@@ -35,6 +37,7 @@ from tfposeidon.state.snapshots import (
     SnapshotError,
     Snapshots,
     assign_values,
+    mismatch,
     to_array_list,
     to_named_arrays,
     values_of,
@@ -110,8 +113,8 @@ class Checkpoint(keras.callbacks.Callback):
                 f'`resume` must be True, False or "epoch". Received: resume={resume!r}'
             )
         if every_n_steps is not None:
-            ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
-        ranges.check_integer("keep", keep, 1)
+            checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
+        checks.check_integer("keep", keep, 1)
         self.folder = folder
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -121,9 +124,6 @@ class Checkpoint(keras.callbacks.Callback):
         self._steps = 0
         self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
-        # Steps since the writing of a snapshot started, and the step of the next check for
-        # completion.
-        self._steps_since_start = self._next_look = 0
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -177,7 +177,9 @@ class Checkpoint(keras.callbacks.Callback):
         if self._session.was_skipped:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
-        self._look_at_files()
+        # Ranks that are not in step wait for the files at the end of the epoch.
+        if self._session.knows_lengths or self._session.is_in_step:
+            self._files.poll_at_step()
         if self.every_n_steps and self._steps // self.every_n_steps > before // self.every_n_steps:
             self._write(self._epoch, batch + 1)
 
@@ -204,7 +206,6 @@ class Checkpoint(keras.callbacks.Callback):
         # With local weights on each rank, the global weights are saved.
         with self._session.global_weights():
             self._start_write(epoch, batches)
-        self._steps_since_start, self._next_look = 0, 1
 
     def _start_write(self, epoch: int, batches: int) -> None:
         meta = {
@@ -230,17 +231,6 @@ class Checkpoint(keras.callbacks.Callback):
             shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
             shared |= self._layers(Placement.REPLICATED)
         self._files.start(meta, shared, own)
-
-    def _look_at_files(self) -> None:
-        """Checks for complete files 1, 2, 4, ... steps after writing started."""
-        # All ranks must check at the same steps, and each check is an exchange. So checks are few,
-        # and early.
-        self._steps_since_start += 1
-        if not self._session.knows_lengths and not self._session.is_in_step:
-            # Ranks are not in step: they wait for the files at the end of the epoch.
-            return
-        if self._steps_since_start == self._next_look:
-            self._next_look = 0 if self._files.poll() else 2 * self._next_look
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
         found = layer_state.read(self.model, placement)
@@ -400,11 +390,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
         found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
         if len(found) != len(saved):
-            raise SnapshotError(
-                "A checkpoint must match the model and its optimizers. Received: "
-                f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model. Use "
-                "another folder, or Checkpoint(..., resume=False)."
-            )
+            raise mismatch(f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model")
         return list(zip(found, saved, strict=True))
 
     def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
@@ -446,19 +432,14 @@ class Checkpoint(keras.callbacks.Callback):
             before, now = meta.get("classes", _classes(held)), _classes(held)
             if before != now:
                 # Optimizers of other kinds may have state of the same shapes.
-                raise SnapshotError(
-                    "A checkpoint must match the model and its optimizers. Received: "
-                    f"{', '.join(now)}, and {', '.join(before)} in {self.folder}. Use another "
-                    "folder, or Checkpoint(..., resume=False)."
-                )
+                raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
         described = as_json(replicas.describe_any(replicated_variables(self.model)))
-        difference = first_difference(snapshot.meta["variables"], described)
+        difference = first_different_variable(snapshot.meta["variables"], described)
         if difference:
             index, saved, built = difference
-            raise SnapshotError(
-                "A checkpoint must match the model and its optimizers. The first difference is "
-                f"variable {index}: {saved} in {self.folder}, {built} in the model. Use another "
-                "folder, or Checkpoint(..., resume=False)."
+            raise mismatch(
+                "other variables. The first difference is "
+                f"variable {index}: {saved} in {self.folder}, {built} in the model"
             )
 
 

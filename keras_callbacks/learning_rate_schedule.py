@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, ranges
+from tfposeidon import arguments, checks
 from tfposeidon.optimizer import DistributedOptimizer
-from tfposeidon.optimizers.wrapping import innermost, leaves
+from tfposeidon.optimizers.wrapper import innermost, leaves
 from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
 from tfposeidon.training.entries import optimizers
@@ -79,8 +79,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
                 "1.0 for a constant rate."
             )
         super().__init__()
-        self.initial_learning_rate = ranges.check_number(
-            "initial_learning_rate", initial_learning_rate, ranges.NOT_NEGATIVE
+        self.initial_learning_rate = checks.check_number(
+            "initial_learning_rate", initial_learning_rate, checks.NOT_NEGATIVE
         )
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
         self.start_epoch = start_epoch

@@ -8,7 +8,7 @@ import keras
 from typing_extensions import override
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication import runtime
 
 
@@ -58,7 +58,7 @@ class LearningRateWarmup(LearningRateSchedule):
         optimizer: keras.optimizers.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        ranges.check_number("warmup_epochs", warmup_epochs, ranges.POSITIVE)
+        checks.check_number("warmup_epochs", warmup_epochs, checks.POSITIVE)
         self.warmup_epochs = warmup_epochs
         super().__init__(
             initial_learning_rate,

@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
 from keras_callbacks.scheme_schedule import SchemeSchedule
-from tfposeidon import policies, ranges
+from tfposeidon import checks, policies
 from tfposeidon.communication import runtime
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapper import innermost
 from tfposeidon.training import session
 from tfposeidon.training.entries import optimizers
 
@@ -62,13 +62,13 @@ class Phase:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "size", "batch"):
-            ranges.check_integer(name, getattr(self, name), 1)
+            checks.check_integer(name, getattr(self, name), 1)
         if self.learning_rate is not None and not callable(self.learning_rate):
-            ranges.check_number("learning_rate", self.learning_rate, ranges.NOT_NEGATIVE)
+            checks.check_number("learning_rate", self.learning_rate, checks.NOT_NEGATIVE)
         if self.momentum is not None:
-            ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Omit to retain it.")
+            checks.check_number("momentum", self.momentum, checks.BELOW_1, "Omit to retain it.")
         if self.weight_decay is not None:
-            ranges.check_number("weight_decay", self.weight_decay, ranges.NOT_NEGATIVE)
+            checks.check_number("weight_decay", self.weight_decay, checks.NOT_NEGATIVE)
         if self.scheme is not None:
             policies.parse(self.scheme)
 
@@ -150,7 +150,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         super().__init__()
         self.phases = _counted(phases)
         if learning_rate is not None and not callable(learning_rate):
-            ranges.check_number("learning_rate", learning_rate, ranges.NOT_NEGATIVE)
+            checks.check_number("learning_rate", learning_rate, checks.NOT_NEGATIVE)
         _check_every_phase_knows_its_rate(self.phases, learning_rate)
         for name in ("scheme", "momentum", "weight_decay"):
             _check_first_phase_has(name, self.phases)

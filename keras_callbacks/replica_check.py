@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
@@ -42,7 +42,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     def __init__(self, every_n_steps: int = 1000, action: str = "stop") -> None:
         super().__init__()
-        ranges.check_number("every_n_steps", every_n_steps, ranges.AT_LEAST_1)
+        checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
         if action not in ACTIONS:
             raise ValueError(
                 f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}"

@@ -9,9 +9,9 @@ import pytest
 
 import keras_callbacks
 from tests.helpers.checks import LogLines
-from tfposeidon.elastic_averaging import callbacks as own_callbacks
+from tfposeidon.elastic_averaging import fit as own_callbacks
 from tfposeidon.elastic_averaging.calls import Call
-from tfposeidon.elastic_averaging.last_centre import saved_at_failure
+from tfposeidon.elastic_averaging.job import saved_at_failure
 from tfposeidon.elastic_averaging.server import Server
 
 
@@ -86,7 +86,7 @@ def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
 )
 def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     with pytest.raises(ValueError, match=f"Received: {type(callback).__name__}.*{remedy}"):
-        own_callbacks.check(callback)
+        own_callbacks.check_callback(callback)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_act_are_not_refused(callback):
-    own_callbacks.check(callback)
+    own_callbacks.check_callback(callback)
 
 
 def test_what_is_left_without_a_snapshot_is_said():
@@ -149,7 +149,7 @@ def _terminate():
     time.sleep(60)
 
 
-def test_sigterm_ends_it_once_the_centre_is_saved():
+def test_sigterm_ends_it_once_the_center_is_saved():
     done, before = [], signal.getsignal(signal.SIGTERM)
     saved = saved_at_failure(_idle_server(), int, [lambda: done.append(1)], "")
     with pytest.raises(SystemExit) as exit_, saved:

@@ -21,7 +21,7 @@ from tfposeidon.elastic_averaging.calls import (
     sum_of_both,
     wait_for_call,
 )
-from tfposeidon.elastic_averaging.server import ServedCentre
+from tfposeidon.elastic_averaging.server import ServedCenter
 
 
 def _sgd():
@@ -101,11 +101,11 @@ class _PairOfOne:
         return tf.concat(self._given[name][-2:], 0)
 
 
-def test_the_centre_gains_its_share_of_the_difference():
-    pair, centre = _PairOfOne(), ServedCentre(tf.constant([1.0, 1.0]), alpha=0.5)
+def test_the_center_gains_its_share_of_the_difference():
+    pair, center = _PairOfOne(), ServedCenter(tf.constant([1.0, 1.0]), alpha=0.5)
     sum_of_both(pair, tf.constant([3.0, 5.0]), "tp.swap")
-    centre.swap(pair)
-    assert centre.values.numpy().tolist() == [2, 3]
+    center.swap(pair)
+    assert center.values.numpy().tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -65,7 +65,7 @@ def test_rules_without_arguments_are_those_of_their_sources():
     assert (config["momentum"], config["nesterov"]) == (0.9, True)
 
 
-def test_scripts_may_ask_for_the_centre_on_one_rank():
+def test_scripts_may_ask_for_the_center_on_one_rank():
     model = _trained(tp.LocalUpdates(keras.optimizers.SGD(0.1)))
     before = model.get_weights()
     with model.optimizer.global_weights():

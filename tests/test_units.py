@@ -3,7 +3,7 @@
 import pytest
 
 from datacache.system.room import budget_bytes
-from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size, readable_size
+from tfposeidon.text import parse_duration, parse_rate, parse_share, parse_size, readable_size
 
 KIB, MIB, GIB, TIB = (2 ** (10 * power) for power in (1, 2, 3, 4))
 SIZES = {

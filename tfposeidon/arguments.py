@@ -1,4 +1,4 @@
-"""Validation of optimizer arguments other than numbers, which `ranges` validates."""
+"""Validation of optimizer arguments other than numbers, which `checks` validates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfposeidon.optimizers.wrapping import innermost, leaves
+from tfposeidon.optimizers.wrapper import innermost, leaves
 
 HOROVODS = {
     "compression": "the scheme defines the compression: "

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import at_first_entry, require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.packing import as_carried, from_carried
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero
 from tfposeidon.exchange import replicas
@@ -259,11 +260,11 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
         raise refusal or ValueError(
             f"Another rank rejected the arguments of this collective: {refused[0]}"
         )
-    agreement.require_equal(
+    require_equal(
         [one for _, one in everybody],
         "All ranks must pass values of the same structure and type to a collective",
         _REMEDY,
-        agreement.at_first_entry(),
+        at_first_entry(),
     )
 
 

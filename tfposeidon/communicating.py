@@ -15,14 +15,14 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, ranges, sample_counts
-from tfposeidon.communication import surroundings
+from tfposeidon import arguments, checks, policies, sample_counts
+from tfposeidon.communication import runtime
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import describe
+from tfposeidon.gradients import describe
 from tfposeidon.optimizers.wrapper import OptimizerWrapper
 from tfposeidon.schemes import names
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.state.placement import StateDescription
 from tfposeidon.training import keras_patches, one_writer, session
 from tfposeidon.training.hooks import FitHooks
 
@@ -52,10 +52,10 @@ class CommunicatingOptimizer(OptimizerWrapper):
         gradient_accumulation_steps: int | None,
         name: str,
     ) -> None:
-        surroundings.check_surroundings()
+        runtime.check_surroundings()
         arguments.check_inner(type(self).__name__, inner_optimizer, CommunicatingOptimizer)
         if bucket_bytes is not None:
-            bucket_bytes = ranges.check_integer("bucket_bytes", bucket_bytes, 0)
+            bucket_bytes = checks.check_integer("bucket_bytes", bucket_bytes, 0)
         arguments.check_sample_count(sample_count)
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
@@ -167,7 +167,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         scale = self._around()
         session.note_applied(scale or self, variables)
         if not self.built:
-            with surroundings.made_before_the_trace():
+            with runtime.made_before_the_trace():
                 self.build(variables)
         if scale is not None and not scale.built:
             # In the trace: the step is traced again, because `scale_loss` ran without these

@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfposeidon.checks import check_integer
 from tfposeidon.native import library
-from tfposeidon.ranges import check_integer
 
 METHODS = ("mstopk", "exact", "dgc")
 """Methods of selection; see `top_k`."""

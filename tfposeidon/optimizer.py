@@ -18,17 +18,16 @@ from typing_extensions import override
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer
 from tfposeidon.communication import runtime
-from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.gradients.accumulation import Accumulation, Call
-from tfposeidon.gradients.description import describe
-from tfposeidon.optimizers.wrapping import (
+from tfposeidon.gradients import Accumulation, Call, describe
+from tfposeidon.optimizers.wrapper import (
     accumulated_steps,
     leaves,
     step_counter,
 )
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
 
 
@@ -236,7 +235,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         if factor is not None:
             means = means.times(factor, variables)
         norms = self._exchange.exchanger(variables).norm_method.norms
-        with layer_norms.override_norms(self.inner_optimizer, norms):
+        with parallel_operator.override_norms(self.inner_optimizer, norms):
             self._apply(means, variables)
         # Last, because a skipped step must not change the state, and the means determine whether a
         # step is skipped.

@@ -1,10 +1,16 @@
-"""Tables, sparklines and progress bars on terminals and in logs."""
+"""Sizes, rates and durations as text, and tables, sparklines and progress bars.
+
+Prefixes have the same meaning everywhere, in any case, as in `tc` and in data sheets: k, M, G and T
+are powers of ten, Ki, Mi, Gi and Ti powers of two. So "1.5gb" is 1.5e9 bytes and "1.5GiB" is 1.5 x
+2^30.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -85,3 +91,99 @@ class ProgressBar:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
+
+SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
+# The same units as in `tc`, where "bps" means bytes per second.
+RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
+RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
+DURATIONS = dict.fromkeys(("us", "usec", "usecs"), 1e-6)
+DURATIONS |= dict.fromkeys(("ms", "msec", "msecs"), 1e-3)
+DURATIONS |= dict.fromkeys(("s", "sec", "secs"), 1.0)
+SHARES = {"%": 0.01}
+
+SLOWEST_RATE, FASTEST_RATE = 8e3, 1e12
+NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", re.IGNORECASE)
+
+
+def parse_size(text: str) -> float:
+    """Returns a size in bytes; a number without a unit is in bytes.
+
+    >>> parse_size("1.5gb"), parse_size("1.5 GB"), parse_size("1.5GiB"), parse_size("400")
+    (1500000000.0, 1500000000.0, 1610612736.0, 400.0)
+    """
+    examples = "400MB, 1.5GB (powers of ten) or 1.5GiB (powers of two)"
+    return _parse(text, SIZES, "A size", examples)
+
+
+def parse_rate(text: str) -> float:
+    """Returns a rate in bits per second, between 8 kbit/s and 1 Tbit/s, which `tc` supports.
+
+    >>> parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate("10mbps")
+    (200000000.0, 1500000000.0, 80000000.0)
+    """
+    examples = "200mbit, 1gbit or 25gbit (powers of ten; mbps are megabytes per second, as in tc)"
+    bits_per_s = _parse(text, RATES, "A rate", examples)
+    if not SLOWEST_RATE <= bits_per_s <= FASTEST_RATE:
+        raise ValueError(f"A rate must be between 8kbit and 1tbit. Received: {text!r}")
+    return bits_per_s
+
+
+def parse_duration(text: str) -> float:
+    """Returns a duration in seconds.
+
+    >>> parse_duration("500us"), parse_duration("2s")
+    (0.0005, 2.0)
+    """
+    return _parse(text, DURATIONS, "A duration", "1ms, 500us or 2s")
+
+
+def parse_share(text: str) -> float:
+    """Returns a percentage as a fraction, at most 1.
+
+    >>> parse_share("0.1%")
+    0.001
+    """
+    share = _parse(text, SHARES, "A percentage", "0.1%")
+    if share > 1:
+        raise ValueError(f"A percentage must be at most 100%. Received: {text!r}")
+    return share
+
+
+def readable_size(size_bytes: float) -> str:
+    """Formats a size in bytes, in powers of ten.
+
+    >>> readable_size(1.5e6)
+    '1.50 MB'
+    """
+    for unit, prefix in (("GB", "g"), ("MB", "m"), ("kB", "k")):
+        if size_bytes >= DECIMAL_PREFIXES[prefix]:
+            return f"{size_bytes / DECIMAL_PREFIXES[prefix]:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def readable_rate(bits_per_s: float | None) -> str:
+    """Formats a rate in bits per second; `None` means no limit.
+
+    >>> readable_rate(2e8), readable_rate(None)
+    ('200 Mb/s', 'unshaped')
+    """
+    if bits_per_s is None:
+        return "unshaped"
+    for unit, prefix in (("Gb/s", "g"), ("Mb/s", "m"), ("kb/s", "k")):
+        if bits_per_s >= DECIMAL_PREFIXES[prefix]:
+            return f"{bits_per_s / DECIMAL_PREFIXES[prefix]:g} {unit}"
+    return f"{bits_per_s:g} b/s"
+
+
+def _parse(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
+    found = NUMBER_AND_UNIT.fullmatch(text.strip())
+    if not found or found[2].lower() not in units:
+        raise ValueError(
+            f"{what} must be a number with a unit, such as {examples}. Received: {text!r}"
+        )
+    return float(found[1]) * units[found[2].lower()]

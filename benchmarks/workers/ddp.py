@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab.stream import Stream, gradient_values
+from tfposeidon.lab.accelerator import Stream, gradient_values
 
 try:
     import torch
@@ -136,7 +136,7 @@ class EmulatedModel(torch.nn.Module):
     """Parameters and timing of a model; its value is its input.
 
     Args:
-      model: A `tfposeidon.lab.models.Model`.
+      model: A `tfposeidon.lab.architectures.Model`.
       dilation: Factor on all times.
       seed: Seed of the gradients' values; give each rank its own.
     """

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from typing_extensions import override
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab.stream import Stream, gradient_values
+from tfposeidon.lab.accelerator import Stream, gradient_values
 
 SYSTEM = "jax"
 BATCH = "batch"

@@ -7,8 +7,8 @@ from benchmarks.norms import drawn
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
-from tfposeidon.communication.partition import balanced
-from tfposeidon.exchange import layer_norms
+from tfposeidon.communication.packing import balanced
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import local_norms
 
@@ -23,7 +23,7 @@ def main():
     largest = variables[slice(*shares[sums.index(max(sums))])]
     mine = variables[slice(*shares[topology.rank])]
     own = tf.Variable(tf.ones([len(mine), 2]))
-    in_parallel = layer_norms.parallel_norms(wire, "bench.parallel")
+    in_parallel = parallel_operator.parallel_norms(wire, "bench.parallel")
     everybody = range(topology.size)
     for system, ranks, step in (
         ("local", [0], lambda: local_norms(variables, twice(variables))),

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tfposeidon.lab import models, network
+from tfposeidon.lab import architectures, network
 from tfposeidon.lab.network import payload_bytes
 
 
@@ -21,7 +21,7 @@ class Task:
       text: JSON object with the attributes below.
 
     Attributes:
-      model: Name in `tfposeidon.lab.models`.
+      model: Name in `tfposeidon.lab.architectures`.
       shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
       systems: Systems to measure, in turn, in this job.
@@ -48,7 +48,7 @@ class Task:
 
     def emulated(self):
         """Returns the model to train, in the size that was asked for."""
-        return models.model(self.model).shrunk(self.shrink)
+        return architectures.model(self.model).shrunk(self.shrink)
 
     def address(self, rank):
         """Returns host and port for a rank of a peer to listen at.

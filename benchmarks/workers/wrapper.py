@@ -19,7 +19,7 @@ from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.state.placement import Placement
-from tfposeidon.training import entries, layer_averages
+from tfposeidon.training import entries, global_metrics
 from tfposeidon.training.global_metrics import GlobalMetrics
 
 BATCH, STEPS = 64, 10
@@ -200,7 +200,7 @@ def _synchronized():
         # Each rank's own statistics, as after steps.
         for variable in entries.variables_of(model, Placement.AVERAGED):
             variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
-        layer_averages.average(model)
+        global_metrics.average(model)
         metrics.on_epoch_begin(0)
         metrics.on_epoch_end(0, model.get_metrics_result())
 

@@ -176,3 +176,22 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
                 f"Files of a source must be readable. Received: {error}. Check the file and the "
                 "mount."
             ) from error
+
+
+def check_source(source: Any) -> None:
+    """Refuses objects without the methods of a source, and sources without samples."""
+    missing = [
+        name
+        for name in ("identity", "signature", "name", "decode", "__len__")
+        if not hasattr(source, name)
+    ]
+    if not hasattr(source, "read") and not hasattr(source, "stream"):
+        missing.append("read")
+    if missing:
+        raise SourceError(
+            "A source must implement the protocol datacache.sources.source.Source. Received: "
+            f"{type(source).__name__} without {', '.join(missing)}. Use from_folder, "
+            "from_tfrecords, from_tfds or from_dataset, or add these attributes."
+        )
+    if len(source) == 0:
+        raise SourceError(f"A source must have samples. Received: {source} with 0 samples.")

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.from_tfposeidon import graphs
+from datacache.from_tfposeidon import pipelines
 from datacache.graphs import processors_of_order, shuffling, warn_of_draws
 from datacache.pool.spec import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
@@ -51,8 +51,8 @@ class DatasetSource(StreamSource):
             )
         draws = {
             op
-            for graph in graphs.functions(dataset)
-            for op in graphs.drawing_ops(graphs.ops(graph))
+            for graph in pipelines.functions(dataset)
+            for op in pipelines.drawing_ops(pipelines.ops(graph))
         }
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
@@ -124,9 +124,9 @@ class DatasetSource(StreamSource):
         """Returns the names of the TFRecord files of a `TFRecordDataset`."""
         files = [
             one
-            for one in graphs.datasets(self._dataset)
+            for one in pipelines.datasets(self._dataset)
             # Records of compressed files have no offsets in them.
-            if "TFRecord" in graphs.kind_of(one) and not getattr(one, "_compression_type", None)
+            if "TFRecord" in pipelines.kind_of(one) and not getattr(one, "_compression_type", None)
         ]
         names = [one._filenames for one in files if hasattr(one, "_filenames")]
         paths = {path.decode() for name in names for path in _texts(name)}

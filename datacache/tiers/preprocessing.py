@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from datacache.from_tfposeidon import graphs
+from datacache.from_tfposeidon import pipelines
 from datacache.graphs import warn_of_draws
 from datacache.pool.spec import Arrays
 from datacache.sources.source import Source, SourceError, array_digest, digest
@@ -187,7 +187,7 @@ def _outputs_digest(
                 name: _attribute_digest(value, bodies, within)
                 for name, value in node.attr.items()
                 if not name.startswith("_")
-                and not (node.op in graphs.PYTHON_OPS and name == "token")
+                and not (node.op in pipelines.PYTHON_OPS and name == "token")
             }
             controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
             inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
@@ -247,16 +247,16 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    used = graphs.ops(graph)
-    if used & graphs.PYTHON_OPS:
+    used = pipelines.ops(graph)
+    if used & pipelines.PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
             "change `version` when the code changes"
         )
-    if files := graphs.file_ops(used):
+    if files := pipelines.file_ops(used):
         log.warning(
             "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
             "change `version` when the files change",
             ", ".join(sorted(files)),
         )
-    warn_of_draws("`preprocess`", graphs.drawing_ops(used))
+    warn_of_draws("`preprocess`", pipelines.drawing_ops(used))

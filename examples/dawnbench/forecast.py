@@ -9,9 +9,8 @@ from tfposeidon.autotune.search import choose_plan, predict
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.gradients.description import describe
-from tfposeidon.text import table
-from tfposeidon.units import readable_size
+from tfposeidon.gradients import describe
+from tfposeidon.text import readable_size, table
 
 SINGLE = {96: 4400, 128: 3010, 224: 1240, 288: 710}
 """Images per second of one V100 by the resolution (CommLib, table 4)."""

@@ -33,7 +33,7 @@ from tfposeidon.autotune import measurement
 from tfposeidon.autotune.choose_plan import StepTimes
 from tfposeidon.autotune.planner import AutoPlanner
 from tfposeidon.communication import runtime
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 
 pytestmark = pytest.mark.ranks("2x1")
 

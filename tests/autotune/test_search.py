@@ -18,7 +18,7 @@ from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 
 CLUSTER = Topology.regular(0, 32, 8)
 LAYERS = [Description(f"layer_{i}/kernel", (1024, 1024), "float32") for i in range(12)]

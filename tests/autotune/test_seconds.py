@@ -18,7 +18,7 @@ from tfposeidon.autotune.simulation import (
 from tfposeidon.communication.network_profile import CPU, Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.schemes.cost import Transfer, Work
+from tfposeidon.schemes.stages import Transfer, Work
 
 LINKS = NetworkProfile.of("1gbit", ranks_per_node=2)
 NOTHING = Rates(sum_s=0, encode_s=0, select_s=0, pair_s=0, half_s=0, operation_s=0)

@@ -6,21 +6,21 @@ from benchmarks import (
     best_scheme,
     poseidon,
 )
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 
 def test_best_scheme_says_what_poseidon_says():
     """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2), VGG19-22K by factors."""
-    (googlenet,) = best_scheme.rows_of(models.model("googlenet"), 128, [2, 16])
+    (googlenet,) = best_scheme.rows_of(architectures.model("googlenet"), 128, [2, 16])
     assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
     assert [text.split()[0] for text in googlenet[4:]] == ["factors", "ps"]
-    layers = list(best_scheme.rows_of(models.model("vgg19_22k"), 32, [32]))
+    layers = list(best_scheme.rows_of(architectures.model("vgg19_22k"), 32, [32]))
     assert [row[4].split()[0] for row in layers] == ["factors"] * 3
 
 
 def _poseidon_cell(model, layout, gbit, systems):
     task = {"model": model, "shrink": 1, "dilation": 4, "systems": list(systems)}
-    compute_s = 4 * models.model(model).step_s
+    compute_s = 4 * architectures.model(model).step_s
     figures = {
         system: {
             "step_s": [compute_s / share],

@@ -9,7 +9,7 @@ from benchmarks import grid, predict, predict_steps
 from tfposeidon.autotune import simulation
 from tfposeidon.autotune.measurement import large_probes, small_probes
 from tfposeidon.communication.network_profile import HEADERS, Link, NetworkProfile, Rates
-from tfposeidon.units import parse_rate
+from tfposeidon.text import parse_rate
 
 LAYOUT = "2x2"
 CALL_S = 1e-3

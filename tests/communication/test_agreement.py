@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfposeidon.communication import agreement
+from tfposeidon.checks import at_first_entry, at_first_item, in_full, require_equal
 
 RULE, REMEDY = "All ranks must do alike", "Do so."
 
@@ -10,32 +10,32 @@ RULE, REMEDY = "All ranks must do alike", "Do so."
 @pytest.mark.parametrize(
     ("received", "show", "message"),
     [
-        ([1, 1, 2], agreement.in_full, "1 on rank 0, 2 on rank 2"),
-        ({1: "a", 3: "b"}, agreement.in_full, "'a' on rank 1, 'b' on rank 3"),
+        ([1, 1, 2], in_full, "1 on rank 0, 2 on rank 2"),
+        ({1: "a", 3: "b"}, in_full, "'a' on rank 1, 'b' on rank 3"),
         (
             ["ab", "ac"],
-            agreement.at_first_item("letter"),
+            at_first_item("letter"),
             "first difference at letter 1: b on rank 0, c on rank 1",
         ),
         (
             ["ab", "a"],
-            agreement.at_first_item("letter"),
+            at_first_item("letter"),
             "first difference at letter 1: b on rank 0, none (there are 1) on rank 1",
         ),
         (
             [{"a": 1, "b": 2}, {"a": 1, "b": 3}],
-            agreement.at_first_entry(),
+            at_first_entry(),
             "b 2 on rank 0, 3 on rank 1",
         ),
-        ([{}, {"a": None}], agreement.at_first_entry(), "a none on rank 0, None on rank 1"),
+        ([{}, {"a": None}], at_first_entry(), "a none on rank 0, None on rank 1"),
     ],
 )
 def test_the_first_rank_that_differs_is_named(received, show, message):
     with pytest.raises(ValueError, match="alike") as raised:
-        agreement.require_equal(received, RULE, REMEDY, show, ValueError)
+        require_equal(received, RULE, REMEDY, show, ValueError)
     assert str(raised.value) == f"{RULE}. Received: {message}. {REMEDY}"
 
 
 def test_equal_values_pass():
-    agreement.require_equal([{"a": [1]}] * 3, RULE, REMEDY)
-    agreement.require_equal({2: "a"}, RULE, REMEDY)
+    require_equal([{"a": [1]}] * 3, RULE, REMEDY)
+    require_equal({2: "a"}, RULE, REMEDY)

@@ -32,8 +32,8 @@ from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tfposeidon.communication.wire import GroupWire
 from tfposeidon.elastic_averaging import server
-from tfposeidon.elastic_averaging.worker import Worker
-from tfposeidon.units import readable_size
+from tfposeidon.elastic_averaging.calls import Worker
+from tfposeidon.text import readable_size
 
 pytestmark = pytest.mark.ranks("3", server_rank=0)
 
@@ -56,8 +56,8 @@ class _Recorded:
         self._own = Worker.swap, server.sum_of_both
         worker_swap, sum_of_both = self._own
 
-        def swap_at_worker(worker, centre, values):
-            difference = worker_swap(worker, centre, values)
+        def swap_at_worker(worker, center, values):
+            difference = worker_swap(worker, center, values)
             self.at_worker.append((values.numpy(), difference.numpy()))
             return difference
 
@@ -110,16 +110,16 @@ def test_memory_of_an_exchange(wire):
         peaks.append(_peak_of(exchange))
 
     if is_server():
-        own = server.ServedCentre.swap
+        own = server.ServedCenter.swap
 
-        def swap(centre, pair):
-            peaks.append(_peak_of(lambda: own(centre, pair)))
+        def swap(center, pair):
+            peaks.append(_peak_of(lambda: own(center, pair)))
 
-        server.ServedCentre.swap = swap
+        server.ServedCenter.swap = swap
         try:
             optimizer.run(train)
         finally:
-            server.ServedCentre.swap = own
+            server.ServedCenter.swap = own
     else:
         optimizer.run(train)
     # The largest is that of the first exchange: later ones take what the allocator has kept.
@@ -137,7 +137,7 @@ def _peak_of(function):
 
 
 @rank_1_serves
-def test_what_workers_gave_is_what_the_centre_gained(wire):
+def test_what_workers_gave_is_what_the_center_gained(wire):
     start = np.linspace(-1, 1, 50).astype("float32")
     for server_alpha in (None, SERVER_ALPHA):
         variable = keras.Variable(start)
@@ -157,8 +157,8 @@ def test_what_workers_gave_is_what_the_centre_gained(wire):
         assert not is_server() or len(recorded.at_server) == sum(exchanges)
 
 
-def test_each_worker_sees_the_newest_centre(wire):
-    """Both sides know the same bits of a difference from the centre as it is at that moment."""
+def test_each_worker_sees_the_newest_center(wire):
+    """Both sides know the same bits of a difference from the center as it is at that moment."""
     variable = keras.Variable(np.zeros(20, "float32"))
     optimizer = tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA)
     optimizer.build([variable])
@@ -171,11 +171,11 @@ def test_each_worker_sees_the_newest_centre(wire):
         return
     at_workers = sorted(digest for worker in seen for digest in worker)
     assert at_workers == sorted(models.digest([d]) for _, d in recorded.at_server)
-    centre = np.zeros(20, "float32")
+    center = np.zeros(20, "float32")
     for before, difference in recorded.at_server:
-        np.testing.assert_allclose(before, centre, rtol=1e-5, atol=1e-6)
-        centre = before + np.float32(ALPHA) * difference
-    np.testing.assert_allclose(variable.numpy(), centre, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(before, center, rtol=1e-5, atol=1e-6)
+        center = before + np.float32(ALPHA) * difference
+    np.testing.assert_allclose(variable.numpy(), center, rtol=1e-5, atol=1e-6)
 
 
 class _Slow(keras.callbacks.Callback):
@@ -192,7 +192,7 @@ class _Slow(keras.callbacks.Callback):
 
 @pytest.mark.ranks("3", server_rank=0)
 @pytest.mark.ranks("3", server_rank=1)
-def test_fit_ends_with_the_centre_everywhere(wire):
+def test_fit_ends_with_the_center_everywhere(wire):
     data = models.mlp.data(96)
     with LogLines() as lines:
         model, history = elastic_fitted(data, epochs=3, callbacks=[_Slow(0.01)])
@@ -239,7 +239,7 @@ def test_early_stopping_at_the_server_stops_all(wire):
 
 def test_files_are_the_servers(wire):
     folder, data = shared_folder(wire), models.mlp.data(48)
-    path = os.path.join(folder, "centre.keras")
+    path = os.path.join(folder, "center.keras")
     elastic_fitted(data, epochs=1, callbacks=[keras.callbacks.ModelCheckpoint(path)])
     exchange_objects(None, wire, "saved")
     loaded = keras.models.load_model(path)
@@ -279,7 +279,7 @@ def test_a_resumed_run_begins_at_the_servers_epoch(wire):
 
 
 @rank_1_serves
-def test_weights_that_are_not_finite_stay_away_from_the_centre(wire):
+def test_weights_that_are_not_finite_stay_away_from_the_center(wire):
     optimizer, variable, velocity = _of_one_variable()
     recovered = os.path.join(shared_folder(wire), "recovered")
     if is_server():

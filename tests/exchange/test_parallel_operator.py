@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from tests.in_process import Cluster
-from tfposeidon.communication import partition
+from tfposeidon.communication import packing
 from tfposeidon.communication.topology import Topology
-from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.optimizers.layer_wise import local_norms
 
 SHAPES = [(64, 3), (), (7, 5), (2, 2), (90,), (1, 1), (30, 30)]
@@ -26,7 +26,7 @@ def largest(sizes, cuts):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_other_cuts_are_better(seed, parts):
     sizes = np.random.default_rng(seed).integers(0, 20, 7).tolist()
-    cut = partition.balanced(sizes, parts)
+    cut = packing.balanced(sizes, parts)
     assert len(cut) == parts
     assert [cut[0][0], cut[-1][1]] == [0, 7]
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(cut))
@@ -39,7 +39,7 @@ def test_no_other_cuts_are_better(seed, parts):
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 3), (2, 5), (7, 3), (12, 4)])
 def test_even_parts(length, parts):
-    cut = partition.even(length, parts)
+    cut = packing.even(length, parts)
     sizes = [end - begin for begin, end in cut]
     assert sum(sizes) == length
     assert max(sizes) - min(sizes) <= 1
@@ -51,7 +51,9 @@ def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
     cluster = Cluster(Topology.regular(0, ranks, ranks).nodes)
     rows = [[tf.constant(t), tf.constant(2 * t)] for t in TENSORS]
     expected = local_norms(TENSORS, rows).numpy()
-    for found in cluster.run(lambda wire: layer_norms.parallel_norms(wire, "norms")(TENSORS, rows)):
+    for found in cluster.run(
+        lambda wire: parallel_operator.parallel_norms(wire, "norms")(TENSORS, rows)
+    ):
         np.testing.assert_array_equal(found, expected)
     # Two numbers a layer reach each other rank, and nothing else does.
     assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)

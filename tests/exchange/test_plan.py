@@ -15,7 +15,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import make_plan
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 
 LAYERS = [
     Description(f"layer_{i}/{part}", shape, "float32")

@@ -10,10 +10,10 @@ import pytest
 import tensorflow as tf
 
 from tests import keras_layers
-from tfposeidon.factors import graph, rows
+from tfposeidon.factors import pairs, reader
 from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError
 from tfposeidon.factors.reader import FactorReader
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 
 L = keras.layers
 
@@ -133,8 +133,8 @@ def _read_all(model, shape, whole, batch):
 
 def _factors(gradient, variable, model):
     if isinstance(gradient, tf.IndexedSlices):
-        return rows.read(gradient, variable.shape)
-    return graph.read(gradient, variable.shape, "float32", model.trainable_variables)
+        return pairs.read(gradient, variable.shape)
+    return reader.read(gradient, variable.shape, "float32", model.trainable_variables)
 
 
 def test_no_layer_of_keras_is_forgotten():
@@ -186,7 +186,7 @@ def _why_not(step, variables, *inputs):
             loss = step(*inputs)
         (gradient, *_) = tape.gradient(loss, variables)
         try:
-            found.append(graph.read(gradient, variables[0].shape, "float32", variables))
+            found.append(reader.read(gradient, variables[0].shape, "float32", variables))
         except NoFactorsError as error:
             found.append(str(error))
         return gradient
@@ -255,7 +255,7 @@ def test_any_gradient_is_a_product_with_the_unit_matrix():
     for shape in ((2, 3, 5), (5, 2, 3)):
         gradient = np.random.default_rng(0).normal(size=shape).astype("float32")
         like = FactorShape(None, math.prod(shape[:-1]), shape[-1], "float32")
-        factors = rows.as_product(gradient, like)
+        factors = pairs.as_product(gradient, like)
         np.testing.assert_array_equal(factors.product(factors.packed), gradient.ravel())
         np.testing.assert_array_equal(factors.own_product, gradient.ravel())
         assert factors.packed.shape[0] == min(like.left, like.right)

@@ -10,7 +10,7 @@ from tfposeidon import policies, schemes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.plan import make_plan, sized
 from tfposeidon.factors.pairs import FactorShape
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 
 
 def test_each_variable_of_a_bucket_keeps_its_reason():

@@ -6,12 +6,11 @@ import pytest
 import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.exchange.presence import weight_of
-from tfposeidon.factors import rows as embedding_rows
-from tfposeidon.factors.pairs import FactorShape, NoFactorsError
+from tfposeidon.exchange.means import weight_of
+from tfposeidon.factors import pairs as embedding_rows
+from tfposeidon.factors.pairs import FactorShape, NoFactorsError, Rows
 from tfposeidon.factors.reader import FactorReader
-from tfposeidon.factors.rows import Rows
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 from tfposeidon.policies import HybComm
 
 TABLE, WIDTH = 70_000, 3

@@ -14,8 +14,8 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Zeros
 from tfposeidon.exchange.plan import Bucket
 from tfposeidon.factors.pairs import FactorPair, FactorShape
-from tfposeidon.gradients.description import Description
-from tfposeidon.schemes.cost import total_cost
+from tfposeidon.gradients import Description
+from tfposeidon.schemes.stages import total_cost
 
 FACTOR_SCHEMES = (
     schemes.Factors(),
@@ -57,6 +57,14 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
         check_calls(cluster, rank, stages, "x")
         cost = total_cost(stages, topology)
         assert cluster.bytes_of(rank) == (cost.node_bytes, cost.cross_bytes)
+
+
+@pytest.mark.parametrize("layout", ["2x1", "2+1", "3x2"])
+def test_the_work_of_multiplying_the_factors_of_all_ranks_is_predicted(layout):
+    factors = FactorShape(3, 7, 5, "float32")
+    topology = Topology(0, LAYOUTS[layout])
+    *_, last = schemes.Factors().factor_stages(factors, topology)
+    assert last == factors.multiplication(topology.size)
 
 
 BY_ROWS = (

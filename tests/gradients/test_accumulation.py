@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.gradients.accumulation import Accumulation, Call
+from tfposeidon.gradients import Accumulation, Call
 
 SHAPE = (7, 5)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.gradients.description import merge_rows
+from tfposeidon.gradients import merge_rows
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

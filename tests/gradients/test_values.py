@@ -56,7 +56,7 @@ def test_the_largest_of_all_calls_of_an_update(wire):
         _check(distributed(inner, scheme), wire, 2)
 
 
-def test_the_centre_has_the_largest_of_all_ranks(wire):
+def test_the_center_has_the_largest_of_all_ranks(wire):
     weight = keras.Variable(np.ones((4, 3)), name="weight")
     history = keras.Variable(np.zeros(8), name="history")
     history.overwrite_with_gradient = True

@@ -4,7 +4,7 @@ import keras
 
 import tfposeidon as tp
 from tests.helpers import models
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapper import innermost
 
 ALPHA, SERVER_ALPHA = 0.3, 0.2
 BATCH = 4

@@ -39,20 +39,20 @@ class Reference:
 
     def __init__(self, rule, replicas, weights=None):
         self.rule, self.replicas = rule, replicas
-        self.centre = [np.array(w) for w in replicas[0].get_weights()]
-        self.velocity = [np.zeros_like(w) for w in self.centre]
+        self.center = [np.array(w) for w in replicas[0].get_weights()]
+        self.velocity = [np.zeros_like(w) for w in self.center]
         self.weights = weights
 
     def sent(self):
         return [
-            [w - c for w, c in zip(replica.get_weights(), self.centre, strict=True)]
+            [w - c for w, c in zip(replica.get_weights(), self.center, strict=True)]
             for replica in self.replicas
         ]
 
     def settle(self, sent):
         """Applies differences, which may be some steps old."""
         means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
-        before, self.centre = self.centre, self._moved(means)
+        before, self.center = self.center, self._moved(means)
         for replica, differences in zip(self.replicas, sent, strict=True):
             replica.set_weights(
                 [
@@ -60,23 +60,23 @@ class Reference:
                     if self.rule == "elastic"
                     else w - d + new - old
                     for w, d, old, new in zip(
-                        replica.get_weights(), differences, before, self.centre, strict=True
+                        replica.get_weights(), differences, before, self.center, strict=True
                     )
                 ]
             )
 
     def _moved(self, means):
         if self.rule == "average":
-            return [c + m for c, m in zip(self.centre, means, strict=True)]
+            return [c + m for c, m in zip(self.center, means, strict=True)]
         if self.rule == "elastic":
-            return [c + 0.8 * m for c, m in zip(self.centre, means, strict=True)]
+            return [c + 0.8 * m for c, m in zip(self.center, means, strict=True)]
         rate, momentum = (0.7, 0.5) if self.rule == "outer" else (0.9, 0.6)
         self.velocity = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
         if self.rule == "outer":
             moves = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
         else:
             moves = self.velocity
-        return [c + move for c, move in zip(self.centre, moves, strict=True)]
+        return [c + move for c, move in zip(self.center, moves, strict=True)]
 
 
 def fitted(build, start, data, wire, optimizer, **fit):

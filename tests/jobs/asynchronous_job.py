@@ -89,12 +89,12 @@ def _loop(model, optimizer, data, folder):
             raise ValueError("broken on purpose")
         time.sleep(60)
 
-    path = os.path.join(folder, "centre.weights.h5")
+    path = os.path.join(folder, "center.weights.h5")
     start = models.digest(model.get_weights())
 
     def save():
         model.save_weights(path)
-        print(f"centre moved: {models.digest(model.get_weights()) != start}", flush=True)
+        print(f"center moved: {models.digest(model.get_weights()) != start}", flush=True)
 
     optimizer.run(train, models=[model], on_failure=save)
 

@@ -80,9 +80,9 @@ def _check_steps(epoch, resumed):
 
 
 @ahead(functools.partial(_run, "raise in a loop", ranks=2))
-def test_a_loop_of_ones_own_saves_the_centre(outcome):
+def test_a_loop_of_ones_own_saves_the_center(outcome):
     done, _, _ = outcome
     assert done.returncode != 0
     assert "rank 1 failed first: ValueError: broken on purpose" in done.stdout, done.stdout
     assert "the job ends; the server has saved the global weights" in done.stdout, done.stdout
-    assert "centre moved: True" in done.stdout, done.stdout
+    assert "center moved: True" in done.stdout, done.stdout

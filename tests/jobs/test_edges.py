@@ -22,7 +22,7 @@ def test_it_is_the_copy():
 WITHOUT_AUTOTUNE = """
 from tfposeidon import policies
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 from tfposeidon.exchange.plan import make_plan
 
 def test_auto_is_all_reduce():

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import harness
 from tests.launch import ahead, lab
-from tfposeidon.lab import models
+from tfposeidon.lab import architectures
 
 RANKS = 2
 MODEL, SHRINK = "alexnet", 4
@@ -47,7 +47,7 @@ def all_reduce_bytes(elements, element_bytes=4):
 
 
 def parameters():
-    return models.model(MODEL).shrunk(SHRINK).parameters
+    return architectures.model(MODEL).shrunk(SHRINK).parameters
 
 
 def powersgd_elements():
@@ -57,7 +57,7 @@ def powersgd_elements():
     other gradients are sent whole.
     """
     elements = 0
-    for layer in models.model(MODEL).shrunk(SHRINK).layers:
+    for layer in architectures.model(MODEL).shrunk(SHRINK).layers:
         n, m = layer.kernel[-1], math.prod(layer.kernel[:-1])
         factors = min(n, m, POWERSGD_RANK) * (n + m)
         elements += (factors if 2 * factors < n * m else n * m) + sum(layer.vectors)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.lab import models
-from tfposeidon.lab.accelerator import emulated_model
-from tfposeidon.lab.stream import Stream
+from tfposeidon.lab import architectures
+from tfposeidon.lab.accelerator import Stream, emulated_model
 
 
 class Clock:
@@ -60,7 +59,7 @@ class Recorder(Stream):
 
 
 def small():
-    return models.model("alexnet").shrunk(16)
+    return architectures.model("alexnet").shrunk(16)
 
 
 def test_a_step_works_forward_and_back_through_the_layers():
@@ -176,7 +175,7 @@ def test_dilation_must_be_positive():
 @pytest.mark.slow
 def test_pool_holds_the_largest_gradient():
     for name in ("vgg19", "transformer_110m"):
-        model = models.model(name).shrunk(16)
+        model = architectures.model(name).shrunk(16)
         gradients = _gradients(emulated_model(model, stream=Recorder()))()
         sizes = [math.prod(g.shape) for g in gradients]
         assert sum(sizes) == model.parameters

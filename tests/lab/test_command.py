@@ -11,7 +11,7 @@ import pytest
 from tfposeidon.lab import demo, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.delay_line import DelayLine
-from tfposeidon.lab.report import Report
+from tfposeidon.lab.inside import Report
 
 
 def test_packets_are_late_within_bounds_and_never_overtake():

@@ -7,7 +7,7 @@ from functools import cache
 import keras
 import pytest
 
-from tfposeidon.lab.models import MODELS, model
+from tfposeidon.lab.architectures import MODELS, model
 
 KERAS = {
     "resnet50": keras.applications.ResNet50,

@@ -50,7 +50,7 @@ class Looking(keras.callbacks.ModelCheckpoint):
         self.ends.append(self.model.get_weights())
 
 
-def test_what_is_saved_and_evaluated_is_the_centre(wire):
+def test_what_is_saved_and_evaluated_is_the_center(wire):
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     undisturbed = fitted(
         models.mlp,
@@ -84,7 +84,7 @@ def test_assigned_weights_are_where_ranks_go_on(wire):
     local = BATCH // wire.topology.size
     again = [part[:local] for part in models.share(data, BATCH, wire.topology)]
     model.fit(*again, batch_size=local, shuffle=False, verbose=0)
-    # One step, no round: the centre is what was assigned.
+    # One step, no round: the center is what was assigned.
     assert not any(np.any(w) for w in model.get_weights())
 
 
@@ -384,7 +384,7 @@ class Twice(keras.Model):
         return {"loss": loss}
 
 
-def test_two_centres_of_one_variable_are_refused(wire):
+def test_two_centers_of_one_variable_are_refused(wire):
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
     for run_eagerly in (False, True):
         model = Twice()
@@ -402,7 +402,7 @@ def test_two_centres_of_one_variable_are_refused(wire):
     same_on_all_ranks(again.get_weights(), wire)
 
 
-def test_statistics_that_are_not_finite_go_on_from_the_centre(wire):
+def test_statistics_that_are_not_finite_go_on_from_the_center(wire):
     """The weights of that rank count, and it keeps its slots."""
     data, start = models.mlp.data(7 * BATCH), batch_norm()
     for options in (
@@ -426,7 +426,7 @@ def test_statistics_that_are_not_finite_go_on_from_the_centre(wire):
 
 
 def test_statistics_before_the_first_round(wire):
-    """The centre shows those that ranks began with, however many steps they have taken."""
+    """The center shows those that ranks began with, however many steps they have taken."""
     data, start = models.mlp.data(5 * BATCH), batch_norm()
     for compile_options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)

@@ -19,7 +19,7 @@ EVERY = 3
 
 
 def _check(model, start, wire):
-    """The centre is equal on all ranks and has moved; ranks have trained on since their rounds."""
+    """The center is equal on all ranks and has moved; ranks have trained on since their rounds."""
     weights = model.get_weights()
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
     assert all(np.isfinite(w).all() for w in weights)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.ranks("2+1")
 
 
 def _nodes_in_one_process(start, data, wire, rule, delay=0):
-    """The centre and the weights of each node: replicas train on the shares of all its ranks."""
+    """The center and the weights of each node: replicas train on the shares of all its ranks."""
     nodes, local = wire.topology.nodes, BATCH // wire.topology.size
     replicas = []
     for _ in nodes:
@@ -49,7 +49,7 @@ def _nodes_in_one_process(start, data, wire, rule, delay=0):
         if sent is not None and (step - (EVERY - 1)) % EVERY == delay:
             reference.settle(sent)
             sent = None
-    return reference.centre, [replica.get_weights() for replica in replicas]
+    return reference.center, [replica.get_weights() for replica in replicas]
 
 
 @pytest.mark.ranks("2+1", "2x2")
@@ -58,13 +58,13 @@ def test_nodes_equal_replicas_in_one_process(wire):
     sizes = {len(node) for node in wire.topology.nodes}
     # Rules weigh nodes alike or by samples, which differs where nodes do.
     for rule, delay in (("average", 2), ("elastic", 0))[: len(sizes)]:
-        centre, nodes = on_one_rank(
+        center, nodes = on_one_rank(
             lambda rule=rule, delay=delay: _nodes_in_one_process(start, data, wire, rule, delay)
         )
         options = {"hierarchical": True, "overlap_steps": delay, "bucket_bytes": 512}
         optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
         model = fitted(models.mlp, start, data, wire, optimizer)
-        check_equal(model.get_weights(), centre)
+        check_equal(model.get_weights(), center)
         same_on_all_ranks(model.get_weights(), wire)
         own = own_weights(model)
         check_equal(own, nodes[wire.topology.node_index])

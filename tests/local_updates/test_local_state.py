@@ -59,7 +59,7 @@ def test_throughput_shows_bytes_of_a_step(wire):
         np.testing.assert_allclose(shown, copies * length, rtol=0.05)
 
 
-def test_files_hold_the_centre_and_what_the_rule_keeps(wire):
+def test_files_hold_the_center_and_what_the_rule_keeps(wire):
     """Saved by each rank after rounds, and loaded on all of them."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     for rule in (tp.local.Outer(), tp.local.SlowMomentum(0.6)):
@@ -113,7 +113,7 @@ def test_how_fast_ranks_are_changes_no_bit(wire):
 
 
 class Spoil(keras.callbacks.Callback):
-    """Changes the centre on one rank alone, as a broken machine might."""
+    """Changes the center on one rank alone, as a broken machine might."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 4 and tp.rank() == 1:
@@ -122,7 +122,7 @@ class Spoil(keras.callbacks.Callback):
                 copy.assign(copy + 1.0)
 
 
-def test_replica_check_looks_at_the_centre(wire):
+def test_replica_check_looks_at_the_center(wire):
     data, start = models.mlp.data(9 * BATCH), models.mlp()
 
     def run(*callbacks):

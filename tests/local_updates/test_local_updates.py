@@ -60,14 +60,14 @@ def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
 
 def ended(reference):
     """Returns the global weights, and the weights of each replica."""
-    return reference.centre, [replica.get_weights() for replica in reference.replicas]
+    return reference.center, [replica.get_weights() for replica in reference.replicas]
 
 
 def test_rules_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     cases = [(rule, 2) for rule in RULES] + [("outer", 0)]
     for rule, delay in cases:
-        centre, replicas = on_one_rank(
+        center, replicas = on_one_rank(
             lambda rule=rule, delay=delay: ended(
                 in_one_process(models.mlp, start, data, wire, rule, delay)
             )
@@ -76,8 +76,8 @@ def test_rules_equal_replicas_in_one_process(wire):
             sgd(), EVERY, RULES[rule](), overlap_steps=delay, bucket_bytes=512
         )
         model = fitted(models.mlp, start, data, wire, optimizer)
-        # The centre is what the end of `fit` shows.
-        check_equal(model.get_weights(), centre)
+        # The center is what the end of `fit` shows.
+        check_equal(model.get_weights(), center)
         same_on_all_ranks(model.get_weights(), wire)
         own = own_weights(model)
         check_equal(own, replicas[wire.topology.rank])
@@ -97,7 +97,7 @@ def test_a_round_each_step_equals_all_reduce(wire):
 
 
 def test_two_fits_are_one(wire):
-    """The centre is shown at the end of `fit`, and each rank goes on from its own weights."""
+    """The center is shown at the end of `fit`, and each rank goes on from its own weights."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
 
     def optimizer():
@@ -127,7 +127,7 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
         data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
         model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
         same_on_all_ranks(model.get_weights(), wire)
-        # How late ranks notice depends on the delay: centres agree, and nothing hangs.
+        # How late ranks notice depends on the delay: centers agree, and nothing hangs.
         if not delay:
             mean = on_one_rank(lambda: _unequal_in_one_process(start, (x, y), pieces, batches))
             check_equal(model.get_weights(), mean)
@@ -193,7 +193,7 @@ def test_an_overflow_on_one_rank_parts_nobody(wire):
     assert updates[0] < updates[1] == 8, updates
 
 
-def test_what_is_not_finite_never_reaches_the_centre(wire):
+def test_what_is_not_finite_never_reaches_the_center(wire):
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     x, y = data[0].copy(), data[1]
     local = BATCH // wire.topology.size
@@ -212,8 +212,8 @@ def test_moving_statistics_travel_along(wire):
     data, start = models.mlp.data(9 * BATCH), batch_norm()
     model = fitted(batch_norm, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
-    centre, _ = on_one_rank(lambda: ended(in_one_process(batch_norm, start, data, wire)))
-    check_equal(model.get_weights(), centre)
+    center, _ = on_one_rank(lambda: ended(in_one_process(batch_norm, start, data, wire)))
+    check_equal(model.get_weights(), center)
 
 
 RESUMED = {

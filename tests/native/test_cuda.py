@@ -6,9 +6,8 @@ import tensorflow as tf
 
 from tfposeidon import native, policies
 from tfposeidon.communication.topology import Topology
-from tfposeidon.exchange import advice
-from tfposeidon.exchange.plan import make_plan
-from tfposeidon.gradients.description import Description
+from tfposeidon.exchange.plan import cpu_advice, make_plan
+from tfposeidon.gradients import Description
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
@@ -28,7 +27,7 @@ def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
         ("allreduce", ""),
     ):
         plan = make_plan(variables, policies.parse(scheme), Topology.regular(0, 4, 2), 1 << 20)
-        assert advice.cpu_advice(plan) == ""
+        assert cpu_advice(plan) == ""
         with monkeypatch.context() as patch:
             patch.setattr(tf.config, "list_physical_devices", lambda kind: ["GPU:0"])
-            assert advice.cpu_advice(plan)[: len(words) or None] == words
+            assert cpu_advice(plan)[: len(words) or None] == words

@@ -12,7 +12,7 @@ from tests.helpers import models
 from tests.helpers.local_updates import fitted
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.training import BATCH, STEPS, check_equal, train_alone, train_together
-from tfposeidon.optimizers.wrapping import leaves, rates, settings, slots
+from tfposeidon.optimizers.wrapper import leaves, rates, settings, slots
 
 SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 

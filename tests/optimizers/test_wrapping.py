@@ -6,7 +6,7 @@ import pytest
 
 import tfposeidon as tp
 from tfposeidon.elastic_averaging import job
-from tfposeidon.optimizers.wrapping import settings, slots
+from tfposeidon.optimizers.wrapper import settings, slots
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1),

@@ -13,9 +13,8 @@ import pytest
 
 from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import client, meeting, run, sources, store
-from tfposeidon.peers.client import Client
-from tfposeidon.peers.meeting import Entry
+from tfposeidon.peers import meeting, run, sources, store
+from tfposeidon.peers.meeting import Client, Entry
 from tfposeidon.peers.sources import Job
 
 IDENTITY = "test a:1"
@@ -47,7 +46,7 @@ THERE = {"host": "there", "process": 7, "start": "first"}
 
 def meet(server, rank, size=2, limit_s=5.0):
     mine = job(server, rank, size)
-    reached = client.connect(mine, "secret", limit_s)
+    reached = meeting.connect(mine, "secret", limit_s)
     return meeting.meet(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
 
 
@@ -68,12 +67,12 @@ def test_a_missing_rank_is_named(server):
 def test_timeouts_of_slurm_name_srun(server):
     hint = sources.find(SLURM).hint
     mine = job(server, 0, hint=hint)
-    reached = client.connect(mine, "secret", 5.0)
+    reached = meeting.connect(mine, "secret", 5.0)
     message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
     with pytest.raises(TimeoutError, match=message):
         meeting.meet(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
     with pytest.raises(TimeoutError, match=message):
-        client.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
+        meeting.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
 
 
 def published(server, rank):
@@ -116,7 +115,7 @@ def test_sizes_are_compared_before_ranks_are_counted(server):
 @pytest.mark.parametrize("method", ["put_first", "all"])
 @pytest.mark.parametrize("problem", [ConnectionResetError("reset"), TimeoutError("timed out")])
 def test_a_request_that_fails_once_is_repeated(server, monkeypatch, method, problem):
-    original, problems = getattr(client.Client, method), [problem]
+    original, problems = getattr(meeting.Client, method), [problem]
 
     def fails_once(*arguments):
         answer = original(*arguments)
@@ -124,14 +123,14 @@ def test_a_request_that_fails_once_is_repeated(server, monkeypatch, method, prob
             raise problems.pop()
         return answer
 
-    monkeypatch.setattr(client.Client, method, fails_once)
+    monkeypatch.setattr(meeting.Client, method, fails_once)
     assert len(meet(server, 0, size=1)) == 1
     assert not problems
 
 
 def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkeypatch):
-    reached = client.connect(job(server), "secret", 5.0)
-    monkeypatch.setattr(client.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
+    reached = meeting.connect(job(server), "secret", 5.0)
+    monkeypatch.setattr(meeting.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
     with pytest.raises(RuntimeError, match=r"must answer until.*Received: silent at 127"):
         meeting.meet(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
 
@@ -144,15 +143,15 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     with pytest.raises(RuntimeError, match=message):
         meeting.meet_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
-    answers = [None, client.running(job(server), "secret")]
-    monkeypatch.setattr(client, "running", lambda *_: answers.pop(0))
+    answers = [None, meeting.running(job(server), "secret")]
+    monkeypatch.setattr(meeting, "running", lambda *_: answers.pop(0))
     monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
     with pytest.raises(RuntimeError, match=message):
         meeting.meet_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):
-    assert client.running(job(server, identity="second"), None) is None
+    assert meeting.running(job(server, identity="second"), None) is None
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
@@ -160,7 +159,7 @@ def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
     # A new start has drawn another token.
-    assert client.running(job(server), "another") is None
+    assert meeting.running(job(server), "another") is None
 
 
 def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
@@ -177,17 +176,17 @@ def test_a_wrong_token_is_refused(server):
     with pytest.raises(
         PermissionError, match=r"same token\. Received: the store at .*TFPOSEIDON_TOKEN"
     ):
-        client.connect(job(server, 1), "another", 5.0)
+        meeting.connect(job(server, 1), "another", 5.0)
 
 
 def test_the_store_of_another_job_is_passed_over(server):
     other = store.prefix_of("other", None)
     with store.Store(("127.0.0.1", 0), "other", other) as second, second.serving():
         ports = (second.server_address[1], server.server_address[1])
-        assert client.connect(job(server, ports=ports), "secret", 5.0).port == ports[1]
+        assert meeting.connect(job(server, ports=ports), "secret", 5.0).port == ports[1]
     mine = job(server, 1, identity="third")
     with pytest.raises(TimeoutError, match=r"another job at .*\(test a:1; this job is third\)"):
-        client.connect(mine, None, 0.1)
+        meeting.connect(mine, None, 0.1)
 
 
 def test_a_store_that_never_comes_is_named(server):
@@ -196,20 +195,20 @@ def test_a_store_that_never_comes_is_named(server):
     server.server_close()
     message = rf"no answer at 127\.0\.0\.1:{port} .*refused.*Check that rank 0 \(host0:1\)"
     with pytest.raises(TimeoutError, match=message):
-        client.connect(job(server, 1), "secret", 0.1)
+        meeting.connect(job(server, 1), "secret", 0.1)
 
 
 def test_a_host_without_an_address_is_named(server):
     with pytest.raises(TimeoutError, match=r"no answer at no-such-host\.invalid"):
-        client.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
+        meeting.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
 
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
     """Debian's address of a host's own name is 127.0.1.1. Node 0 finds it there, too."""
     with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
         there = job(found, host="127.0.1.1")
-        client.connect(there, "secret", 5.0)
-        assert client.running(there, "secret") is not None
+        meeting.connect(there, "secret", 5.0)
+        assert meeting.running(there, "secret") is not None
     ports = found.server_address[1:]
     own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
     with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:

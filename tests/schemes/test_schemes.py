@@ -8,7 +8,7 @@ from tests import contract
 from tests.in_process import Cluster, InProcessWire
 from tfposeidon import schemes
 from tfposeidon.communication.topology import Topology
-from tfposeidon.schemes.cost import Transfer, total_cost
+from tfposeidon.schemes.stages import Transfer, total_cost
 
 SPARSE = (schemes.HiTopK, schemes.TopK)
 LAYOUTS = {

@@ -15,11 +15,11 @@ from tests.state.test_rank_state import LAYOUTS
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import make_plan
-from tfposeidon.gradients.description import describe
+from tfposeidon.gradients import describe
 from tfposeidon.policies import Uniform
 from tfposeidon.sharded.scheme import Sharded
 from tfposeidon.sharded.shards import Shards
-from tfposeidon.state.rank_state import redistribute
+from tfposeidon.state.placement import redistribute
 from tfposeidon.state.snapshots import SnapshotError
 
 SERVED = tp.schemes.ParameterServer(pair_bytes=256)

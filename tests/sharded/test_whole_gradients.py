@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.in_process import Cluster
 from tfposeidon.communication.topology import Topology
-from tfposeidon.sharded.whole_gradients import sharded_norms
+from tfposeidon.sharded.scheme import sharded_norms
 
 RANKS = 3
 

@@ -33,15 +33,15 @@ class Noting(keras.callbacks.Callback):
 
 
 def state(model):
-    """Returns the centre, what the rule keeps, and this rank's slots and residuals, for JSON.
+    """Returns the center, what the rule keeps, and this rank's slots and residuals, for JSON.
 
     Args:
-      model: Model whose variables hold the centre.
+      model: Model whose variables hold the center.
     """
     optimizer = model.optimizer
     named = [(part.name, v.numpy().tolist()) for v, part in optimizer.rank_state]
     return {
-        "centre": [w.tolist() for w in model.get_weights()],
+        "center": [w.tolist() for w in model.get_weights()],
         "kept": [v.numpy().tolist() for v in optimizer.variables],
         "slots": [array for name, array in named if name.startswith("inner")],
         "residual": [array for name, array in named if name == "residual"],
@@ -90,7 +90,7 @@ def check_loaded(found, saved):
       found: State of the model.
       saved: State of the rank that has saved it.
     """
-    for what in ("centre", "slots", "kept"):
+    for what in ("center", "slots", "kept"):
         assert found[what] == saved[what], what
 
 
@@ -102,7 +102,7 @@ def check_goes_on(begin, end):
       end: State of each rank that there was.
     """
     for rank in begin:
-        assert (rank["centre"], rank["kept"]) == (end[0]["centre"], end[0]["kept"])
+        assert (rank["center"], rank["kept"]) == (end[0]["center"], end[0]["kept"])
         _check_close(rank["slots"], _over_ranks(np.mean, end, "slots"))
     sums = [_over_ranks(np.sum, ranks, "residual") for ranks in (begin, end)]
     _check_close(*sums)

@@ -13,10 +13,9 @@ from tfposeidon import schemes
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import make_plan
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 from tfposeidon.policies import Uniform
-from tfposeidon.state.placement import Placement
-from tfposeidon.state.rank_state import StateDescription, redistribute
+from tfposeidon.state.placement import Placement, StateDescription, redistribute
 
 LAYOUTS = {
     "1x1": ((0,),),

@@ -16,11 +16,12 @@ from typing_extensions import override
 
 from tfposeidon.autotune.search import RACED_WITHIN
 from tfposeidon.autotune.simulation import Timeline
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.exchange.scheme_states import SchemeStates
-from tfposeidon.gradients.description import Description, GradientReader
+from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
@@ -179,7 +180,7 @@ class ChoosePlan(keras.callbacks.Callback):
         if self._has_compared or not chooses:
             return
         self._has_compared = True
-        agreement.require_equal(
+        require_equal(
             exchange_objects(len(self._plans), runtime.wire(), "tp.choose_plan.tunable"),
             "All ranks must choose plans by the network, or none",
             "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "

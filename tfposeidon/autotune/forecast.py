@@ -9,7 +9,7 @@ from typing import Any
 from tfposeidon.autotune.simulation import Simulated
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.units import readable_size
+from tfposeidon.text import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
 """Numbers of ranks, and of a node's ranks per core, up to which predictions have been compared with

@@ -26,7 +26,7 @@ from tfposeidon.autotune.simulation import EXPOSED, float16_sums, load_of
 from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.schemes.cost import Operation, Transfer
+from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
 """Number of rounds, of those that may enlarge vectors, and of those that tell a variation."""

@@ -32,7 +32,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan, make_plan
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 from tfposeidon.policies import Policy, Rules
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)

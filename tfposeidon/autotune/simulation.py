@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Structure
+from tfposeidon.gradients import Structure
 from tfposeidon.schemes import Scheme
-from tfposeidon.schemes.cost import Operation, Transfer, Work
+from tfposeidon.schemes.stages import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication.topology import Topology
-from tfposeidon.units import NUMBER_AND_UNIT, parse_rate, readable_rate
+from tfposeidon.text import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
 HEADERS = 1514 / 1448
@@ -45,12 +45,12 @@ class Link:
     flow_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        ranges.check_number("latency_s", self.latency_s, ranges.NOT_NEGATIVE)
+        checks.check_number("latency_s", self.latency_s, checks.NOT_NEGATIVE)
         remedy = "Pass the payload bandwidth in bytes per second."
-        ranges.check_number("bytes_per_s", self.bytes_per_s, ranges.POSITIVE, remedy)
+        checks.check_number("bytes_per_s", self.bytes_per_s, checks.POSITIVE, remedy)
         if self.flow_bytes_per_s is None:
             return
-        ranges.check_number("flow_bytes_per_s", self.flow_bytes_per_s, ranges.POSITIVE, remedy)
+        checks.check_number("flow_bytes_per_s", self.flow_bytes_per_s, checks.POSITIVE, remedy)
         if self.flow_bytes_per_s > self.bytes_per_s:
             raise ValueError(
                 "`flow_bytes_per_s` must not exceed `bytes_per_s`: one connection cannot carry "
@@ -91,7 +91,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            ranges.check_number(field.name, getattr(self, field.name), ranges.NOT_NEGATIVE)
+            checks.check_number(field.name, getattr(self, field.name), checks.NOT_NEGATIVE)
 
 
 V100 = Rates(
@@ -159,10 +159,10 @@ class NetworkProfile:
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        ranges.check_number("collective_s", self.collective_s, ranges.NOT_NEGATIVE)
-        ranges.check_integer("ranks_per_node", self.ranks_per_node, 1)
-        ranges.check_number("uncertainty", self.uncertainty, ranges.NOT_NEGATIVE)
-        ranges.check_number("ranks_per_core", self.ranks_per_core, ranges.NOT_NEGATIVE)
+        checks.check_number("collective_s", self.collective_s, checks.NOT_NEGATIVE)
+        checks.check_integer("ranks_per_node", self.ranks_per_node, 1)
+        checks.check_number("uncertainty", self.uncertainty, checks.NOT_NEGATIVE)
+        checks.check_number("ranks_per_core", self.ranks_per_core, checks.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
                 "A network profile must hold `node` or `across`. Received: neither. A job of a "

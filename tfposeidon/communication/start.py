@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon import ranges
-from tfposeidon.communication import agreement, launcher
+from tfposeidon import checks
+from tfposeidon.checks import require_equal
+from tfposeidon.communication import launcher
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import HorovodWire, exchange_objects
 from tfposeidon.peers import meeting, sources
@@ -38,7 +39,7 @@ def find_peers(timeout_s: float) -> meeting.Nodes | None:
     """Returns the ranks of each node if they find each other by a platform's variables."""
     import horovod.tensorflow as hvd
 
-    ranges.check_number("start_timeout_s", timeout_s, ranges.AT_LEAST_1, "The unit is seconds.")
+    checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
     return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=launcher.has_mpi())
 
 
@@ -108,7 +109,7 @@ def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
         store.put("layout", [mine, server_rank])
     else:
         nodes, server = store.wait_for("layout", LAYOUT_PATIENCE_S)
-        agreement.require_equal(
+        require_equal(
             {0: nodes, topology.rank: mine},
             "All ranks must see the same nodes",
             "Pass the same `ranks_per_node` to tfposeidon.init() on every rank.",
@@ -117,7 +118,7 @@ def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
 
 
 def _require_same_servers(servers: Any) -> None:
-    agreement.require_equal(
+    require_equal(
         servers,
         "All ranks must use the same `server_rank`",
         "Pass the same `server_rank` to tfposeidon.init() on every rank.",
@@ -128,7 +129,7 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
     """Refuses an invalid rank of the server, and a job without workers."""
     if server_rank is None:
         return
-    ranges.check_integer("server_rank", server_rank, 0)
+    checks.check_integer("server_rank", server_rank, 0)
     if size == 1:
         raise ValueError(
             "`server_rank` requires a job of two or more ranks. Received: "
@@ -185,7 +186,7 @@ def set_limits(
         ("transport_timeout_s", transport_timeout_s),
     ):
         if value is not None:
-            ranges.check_number(name, value, ranges.AT_LEAST_1, "The unit is seconds.")
+            checks.check_number(name, value, checks.AT_LEAST_1, "The unit is seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)

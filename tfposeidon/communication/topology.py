@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tfposeidon.ranges import check_integer
+from tfposeidon.checks import check_integer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.communication import agreement
+from tfposeidon.checks import require_equal
 from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
@@ -227,7 +227,7 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
         end = _LENGTH_BYTES + int.from_bytes(joined[:_LENGTH_BYTES], "big")
         pairs.append(json.loads(joined[_LENGTH_BYTES:end]))
         joined = joined[end:]
-    agreement.require_equal(
+    require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",
         "Give every rank the same callbacks, in the same order, and the same number of epochs and "

@@ -2,28 +2,96 @@
 
 `fit` and `ElasticAveraging.run` use these functions in turn: `begin_fit` or `begin_loop`,
 which make the server's values the start of all ranks, `start_worker` or
-`start_server`, then `end_worker` or `let_workers_go`.
+`start_server`, then `end_worker` or `let_workers_go`. If the job ends early, `saved_at_failure`
+saves the global weights first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import at_first_entry, require_equal
+from tfposeidon.communication import failure, runtime
 from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.elastic_averaging.calls import ServedSlots, Slots
-from tfposeidon.elastic_averaging.last_centre import saved_at_failure
-from tfposeidon.elastic_averaging.server import ServedCentre, Server
-from tfposeidon.elastic_averaging.worker import Worker
+from tfposeidon.elastic_averaging.calls import ServedSlots, Slots, Worker
+from tfposeidon.elastic_averaging.server import ServedCenter, Server
 from tfposeidon.exchange import replicas
-from tfposeidon.optimizers.wrapping import rates, slots, step_counter
+from tfposeidon.optimizers.wrapper import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
+from tfposeidon.text import readable_size
 from tfposeidon.training import entries, layer_state, session
+
+log = logging.getLogger("tfposeidon")
+
+
+class _Terminated(SystemExit):
+    """Exit in response to SIGTERM."""
+
+
+@contextlib.contextmanager
+def saved_at_failure(
+    server: Server, show: Callable[[], None], savers: Sequence[Callable[[], Any]], without: str
+) -> Iterator[None]:
+    """Saves the global weights before an error, or a launcher, ends the server.
+
+    `show` assigns them to the server's variables, and `savers` save these. `without` is the log
+    message for jobs without savers.
+    """
+    # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
+    is_main = threading.current_thread() is threading.main_thread()
+    # Python installs signal handlers in the main thread only.
+    previous = signal.signal(signal.SIGTERM, _exit) if is_main else None
+    try:
+        yield
+    except BaseException as error:
+        if is_main:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, _Terminated):
+            failure.report_signal("SIGTERM")
+        # If the script continues, workers must not train without a server.
+        server.fall_silent()
+        # A list, so that each saver runs, regardless of earlier failures.
+        done = [_succeeds(save) for save in savers] if _succeeds(show) else []
+        log.warning("tfposeidon: the job ends; %s.", _fate(done, savers, without))
+        raise
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def _exit(*_: Any) -> None:
+    # Interrupts the current operation of the main thread.
+    raise _Terminated(128 + signal.SIGTERM)
+
+
+def _succeeds(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except Exception:
+        # The error that ends the job must be the last one in the log.
+        log.exception("tfposeidon: %s could not save the global weights.", _name(call))
+        return False
+    return True
+
+
+def _name(call: Callable[[], Any]) -> str:
+    owner = getattr(call, "__self__", None)
+    return str(getattr(call, "__name__", call)) if owner is None else type(owner).__name__
+
+
+def _fate(done: list[bool], savers: Sequence[Any], without: str) -> str:
+    if any(done):
+        return "the server has saved the global weights"
+    return "the global weights could not be saved, for the reason above" if savers else without
 
 
 def check_roles() -> None:
@@ -67,7 +135,7 @@ def begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str,
         for o in optimizers
     ]
     everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
-    agreement.require_equal(
+    require_equal(
         [optimizers_there for optimizers_there, _ in everybody],
         "Optimizers must be the same on all ranks",
         "Build the same model with the same arguments on the server and on all workers.",
@@ -119,9 +187,9 @@ def start_server(optimizers: Sequence[Any]) -> Server:
     wires = {rank: runtime.pair_wire(rank) for rank in workers}
     for optimizer in optimizers:
         _check_finite(optimizer.exchanged_variables)
-    centres = [ServedCentre(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
     of_start = [ServedSlots(slots_of(o.inner_optimizer)) for o in optimizers]
-    server = Server(wires, centres, of_start, runtime.stall_limit_s())
+    server = Server(wires, centers, of_start, runtime.stall_limit_s())
     server.start()
     return server
 
@@ -148,7 +216,7 @@ def run(
     """
     if is_server():
         server = start_server(optimizers)
-        show = functools.partial(show_centres, server, optimizers)
+        show = functools.partial(show_centers, server, optimizers)
         without = "the global weights are lost, because run received no on_failure"
         with saved_at_failure(server, show, [on_failure] if on_failure else [], without):
             for _ in server.epochs():
@@ -178,10 +246,10 @@ def _end_together() -> None:
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 
-def show_centres(server: Server, optimizers: Sequence[Any]) -> None:
+def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
     """Assigns global weights and the workers' optimizer state to the server's variables."""
     for number, optimizer in enumerate(optimizers):
-        assign_parts(optimizer.exchanged_variables, server.centre(number))
+        assign_parts(optimizer.exchanged_variables, server.center(number))
         assign_slots(optimizer.inner_optimizer, server.slots(number))
 
 
@@ -223,11 +291,11 @@ def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
     equal = {name: arguments[name] for name in _EQUAL}
     own = {"equal": equal, "resumed": session.of(model).resumed_epoch}
     everybody = begin(optimizers, own)
-    agreement.require_equal(
+    require_equal(
         [given["equal"] for given in everybody],
         "All ranks must train for the same epochs",
         "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
-        agreement.at_first_entry(),
+        at_first_entry(),
     )
     _share_rest(model, optimizers)
     server = runtime.server_rank()
@@ -241,7 +309,7 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
 
     It raises on all ranks if optimizers or the numbers of models differ.
     """
-    agreement.require_equal(
+    require_equal(
         [given["models"] for given in begin(optimizers, {"models": len(models)})],
         "All ranks must train the same number of models",
         "Pass the same models=[...] to run on the server and on all workers.",
@@ -292,3 +360,19 @@ def _optimizers(model: Any) -> list[Any]:
             "fit."
         )
     return found
+
+
+def notes_of_layout(bytes_per_step: float) -> list[str]:
+    """Returns remarks on the server's location, and its traffic for one step of each worker."""
+    topology, server = runtime.wire().topology, runtime.server_rank()
+    assert server is not None
+    workers = runtime.workers()
+    beside = [r for r in workers.ranks if topology.same_node(server, r)]
+    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
+    away = workers.size - len(beside)
+    return [
+        f"server: rank {server}, which {where}; {workers.size} worker(s) on "
+        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
+        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
+        "step of all workers, in each direction, one worker at a time",
+    ]

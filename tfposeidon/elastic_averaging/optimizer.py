@@ -16,23 +16,21 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, ranges
+from tfposeidon import arguments, checks, policies
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
-from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication import runtime
 from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job
-from tfposeidon.elastic_averaging.calls import Slots
-from tfposeidon.elastic_averaging.worker import Worker
+from tfposeidon.elastic_averaging.calls import Slots, Worker
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import describe, with_merged_rows
-from tfposeidon.optimizers.wrapping import rates, settings, step_counter
-from tfposeidon.state.placement import Placement
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.gradients import describe, with_merged_rows
+from tfposeidon.optimizers.wrapper import rates, settings, step_counter
+from tfposeidon.state.placement import Placement, StateDescription
+from tfposeidon.text import readable_size
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.units import readable_size
 
 BETA = 0.9
 """Default of workers x alpha, by Zhang et al. 2015."""
@@ -95,10 +93,10 @@ class ElasticAveraging(CommunicatingOptimizer):
         **others: Any,
     ) -> None:
         arguments.check_no_more_arguments("ElasticAveraging", others)
-        ranges.check_integer("sync_every", sync_every, 1)
+        checks.check_integer("sync_every", sync_every, 1)
         for argument, value in (("alpha", alpha), ("server_alpha", server_alpha)):
             if value is not None:
-                ranges.check_number(argument, value, ranges.FRACTION)
+                checks.check_number(argument, value, checks.FRACTION)
         policy = policies.parse("allreduce")
         super().__init__(
             inner_optimizer,
@@ -224,7 +222,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             f"a worker and the server exchange weights once in {self._every} steps of the worker: "
             f"{readable_size(plan.cost.bytes / self._every)} per step in each direction; alpha "
             f"{self.alpha:g}, server alpha {self.server_alpha:g}",
-            *_notes_of_layout(length / self._every),
+            *job.notes_of_layout(length / self._every),
             f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of optimizer state",
             f"memory on the server: {readable_size(length)} for the global weights, the same "
             f"again while a worker exchanges, and {readable_size(slot_bytes)} for optimizer "
@@ -242,7 +240,7 @@ class ElasticAveraging(CommunicatingOptimizer):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         arguments.check_all_variables("ElasticAveraging", variables, self._trainable_variables)
         job.check_roles()
-        surroundings.check_graph()
+        runtime.check_graph()
         if job.is_server():
             raise RuntimeError(
                 f"The server must not train. Received: a step on rank {runtime.rank()}, which is "
@@ -440,19 +438,3 @@ def _pair_of_plan() -> Wire:
         return runtime.own_wire()
     workers = runtime.workers().ranks
     return runtime.pair_wire(workers[0] if job.is_server() else runtime.rank())
-
-
-def _notes_of_layout(bytes_per_step: float) -> list[str]:
-    """Returns remarks on the server's location, and its traffic for one step of each worker."""
-    topology, server = runtime.wire().topology, runtime.server_rank()
-    assert server is not None
-    workers = runtime.workers()
-    beside = [r for r in workers.ranks if topology.same_node(server, r)]
-    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
-    away = workers.size - len(beside)
-    return [
-        f"server: rank {server}, which {where}; {workers.size} worker(s) on "
-        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
-        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
-        "step of all workers, in each direction, one worker at a time",
-    ]

@@ -31,7 +31,7 @@ LOOKS_EVERY_S = 1.0
 """Seconds between checks for late workers."""
 
 
-class ServedCentre:
+class ServedCenter:
     """Global weights on the server, which each exchange moves toward a worker's weights.
 
     `start` is a float32 vector, and `alpha` the share of a worker's difference that is added.
@@ -65,7 +65,7 @@ class ServedCentre:
 
     def give(self, wire: Wire) -> None:
         """Sends its values to a worker that has called."""
-        give(wire, self.values, "tp.centre")
+        give(wire, self.values, "tp.center")
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Server:
     def __init__(
         self,
         wires: Mapping[int, Wire],
-        centres: Sequence[ServedCentre],
+        centers: Sequence[ServedCenter],
         slots: Sequence[ServedSlots],
         stall_limit_s: float,
     ) -> None:
-        self._wires, self._centres, self._slots = wires, centres, slots
+        self._wires, self._centers, self._slots = wires, centers, slots
         self._stall_limit_s = stall_limit_s
         # Horovod's single thread runs ready collectives in sequence, while workers of other pairs
         # wait for it. So only one large transfer runs at a time.
@@ -123,9 +123,9 @@ class Server:
         """Stops answering, as after an error: Horovod ends the job unless another rank does."""
         self._is_silent = True
 
-    def centre(self, number: int) -> tf.Tensor:
+    def center(self, number: int) -> tf.Tensor:
         """Returns the values of a center, a float32 vector."""
-        return self._centres[number].values
+        return self._centers[number].values
 
     def slots(self, number: int) -> Slots:
         """Returns a center's optimizer state, a mean of the newest states of workers."""
@@ -136,12 +136,12 @@ class Server:
         """Exchanges of all workers so far."""
         return sum(worker.exchanges for worker in self.progress.values())
 
-    def let_go(self, centres: Sequence[tf.Tensor]) -> None:
+    def let_go(self, centers: Sequence[tf.Tensor]) -> None:
         """Sends final weights to all workers after training, and waits until they have left.
 
-        `centres` are float32 vectors. It raises the error of a thread, such as a lost worker.
+        `centers` are float32 vectors. It raises the error of a thread, such as a lost worker.
         """
-        for served, values in zip(self._centres, centres, strict=True):
+        for served, values in zip(self._centers, centers, strict=True):
             served.values = values
         self._lets_go = True
         with self._changed:
@@ -204,29 +204,29 @@ class Server:
     def _serve(self, rank: int) -> None:
         try:
             while not self.progress[rank].has_left:
-                call, centre = wait_for_call(self._wires[rank], self._stops)
+                call, center = wait_for_call(self._wires[rank], self._stops)
                 if self._is_silent:
                     return
-                self._answer(rank, call, centre)
+                self._answer(rank, call, center)
         except BaseException as error:  # noqa: BLE001 (`epochs` raises it)
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _answer(self, rank: int, call: Call, centre: int) -> None:
+    def _answer(self, rank: int, call: Call, center: int) -> None:
         wire, worker = self._wires[rank], self.progress[rank]
         if call == Call.SWAP:
-            self._centres[centre].swap(wire)
+            self._centers[center].swap(wire)
             worker.exchanges += 1
             worker.last_exchange_s = time.monotonic()
         elif call == Call.GIVE:
             with self._transfer:
-                self._slots[centre].take(wire, rank)
+                self._slots[center].take(wire, rank)
         elif call == Call.TAKE:
             self._report_broken(rank)
             with self._transfer:
-                self._centres[centre].give(wire)
-                self._slots[centre].give(wire)
+                self._centers[center].give(wire)
+                self._slots[center].give(wire)
         elif call == Call.ASK:
             sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
         elif call != Call.ALIVE:

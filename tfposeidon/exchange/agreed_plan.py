@@ -1,7 +1,8 @@
 """Plans of one optimizer, which ranks agree on when its steps are traced.
 
 There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
-that is trained in parts, has several.
+that is trained in parts, has several. A `Planner` makes them, by default from the policy alone;
+policies whose choices depend on more, such as predicted steps, have a subclass of it.
 """
 
 from __future__ import annotations
@@ -9,25 +10,102 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+import keras
 import tensorflow as tf
 
-from tfposeidon.communication import agreement, runtime, surroundings
+from tfposeidon.checks import require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
-from tfposeidon.exchange import advice, layer_norms
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.plan import Plan, sized
-from tfposeidon.exchange.planner import Planner, planner_for
+from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.plan import (
+    Plan,
+    check_optimizer,
+    cpu_advice,
+    make_plan,
+    sized,
+    sparsity_advice,
+)
 from tfposeidon.exchange.scheme_states import SchemeStates
-from tfposeidon.gradients.description import (
+from tfposeidon.gradients import (
     Description,
     describe,
     distinct_paths,
     of_tensorflow,
 )
 from tfposeidon.policies.base import Policy
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.schemes import names
+from tfposeidon.state.placement import StateDescription
+
+
+class Planner:
+    """Makes the plans of one optimizer, the same on every rank.
+
+    `is_watching` is true while steps that are traced call observers. `callback` is the class of the
+    callback that `fit` runs once for all optimizers with such a planner; of its methods, those at
+    the begin of an epoch and around a batch are called.
+    """
+
+    callback: ClassVar[type[keras.callbacks.Callback] | None] = None
+    is_watching = False
+
+    def __init__(self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> None:
+        self._wire = wire
+        self.policy = policy
+        self.bucket_bytes = bucket_bytes
+
+    @property
+    def plans_steps(self) -> bool:
+        """True if the first traced step may change the plan; the same on all ranks."""
+        return self.policy.reader is not None
+
+    def plan(self, descriptions: Sequence[Description]) -> Plan:
+        """Makes a plan before the first step shows the structure of gradients."""
+        return make_plan(
+            descriptions, self.policy, self._wire().topology, self.bucket_bytes, self._notes()
+        )
+
+    def plan_step(self, descriptions: Sequence[Description]) -> Plan:
+        """Makes the plan of the first traced step; all ranks call it together."""
+        return self.plan(descriptions)
+
+    def _notes(self) -> list[str]:
+        return [] if self._wire().topology.size > 1 else ["one rank: no data is sent"]
+
+    def observer(self, descriptions: Sequence[Description]) -> Observer | None:
+        """Returns the observer of the steps of a list of variables, if there is one."""
+        return None
+
+    def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
+        """Returns a plan with the measurements of the observer."""
+        return plan
+
+    def forget_steps(self) -> None:
+        """Discards measurements of steps, because later ones will differ from them."""
+
+    def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
+        """Returns the data behind the plans that are in use, for JSON."""
+        return {}
+
+    def resume(self, saved: dict[str, Any]) -> bool:
+        """Uses the data behind an earlier run's plans; returns true if it changes later plans.
+
+        All ranks call it together.
+        """
+        return False
+
+
+def planner_for(policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> Planner:
+    """Returns the policy's planner, or one that predicts steps if the network is known."""
+    make = policy.planner or Planner
+    if policy.is_fixed and runtime.links() is not None and names.PLANNERS:
+        make = names.resolve(names.PLANNERS, __name__, "PredictingPlanner")
+    planner: Planner = make(policy, bucket_bytes, wire)
+    return planner
+
 
 # Collectives are matched by name. Plans take their number at their first step, which all ranks
 # reach together, and not at their creation: a rank may create or load more optimizers than others.
@@ -42,7 +120,7 @@ def next_prefix() -> str:
 class AgreedPlans:
     """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
 
-    `choose_norms` is the function that chooses how layer norms are computed; see `layer_norms`.
+    `choose_norms` chooses how layer norms are computed; see `parallel_operator`.
     """
 
     def __init__(
@@ -55,7 +133,9 @@ class AgreedPlans:
         self.policy, self.bucket_bytes = policy, bucket_bytes
         self._wire = wire
         self._planner: Planner | None = None
-        self.choose_norms: Callable[..., layer_norms.NormMethod] = layer_norms.choose_norms
+        self.choose_norms: Callable[..., parallel_operator.NormMethod] = (
+            parallel_operator.choose_norms
+        )
         self._prefix = prefix
         self._exchangers: dict[Any, Exchanger] = {}
         self._zeros = Zeros()
@@ -73,8 +153,8 @@ class AgreedPlans:
         key = _key(variables)
         if key not in self._exchangers:
             plan = self.planner.plan([describe(v) for v in variables])
-            advice.check_optimizer(plan, inner_optimizer)
-            with surroundings.made_before_the_trace():
+            check_optimizer(plan, inner_optimizer)
+            with runtime.made_before_the_trace():
                 exchanger = Exchanger(plan, self._wire(), self._zeros)
                 exchanger.observer = self.planner.observer(plan.descriptions)
                 self._exchangers[key] = exchanger
@@ -128,7 +208,7 @@ class AgreedPlans:
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is not None:
             # A script that has caught the error below must not train with the plan.
-            advice.check_optimizer(exchanger.plan, inner_optimizer)
+            check_optimizer(exchanger.plan, inner_optimizer)
             return
         links = runtime.links()
         own = {
@@ -144,7 +224,7 @@ class AgreedPlans:
         wire, prefix = exchanger.wire, f"{exchanger.prefix}"
         exchanger.norm_method = self.choose_norms(inner_optimizer, variables, wire, prefix)
         # The new plan may have other schemes.
-        advice.check_optimizer(exchanger.plan, inner_optimizer)
+        check_optimizer(exchanger.plan, inner_optimizer)
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 
     def change_policy(self, policy: Policy) -> None:
@@ -220,7 +300,7 @@ class AgreedPlans:
         """Plans again, now that the graph shows the ops that compute the gradients."""
         plan = self.planner.plan_step(descriptions)
         # A planner may depend on floating-point arithmetic.
-        agreement.require_equal(
+        require_equal(
             _exchanged(plan.digest, exchanger, "plan"),
             "All ranks must compute the same plan",
             "Pass an explicit `scheme` if ranks have processors that round differently.",
@@ -250,7 +330,7 @@ def _notes(
             yield f"{path}: rows are summed and sent as a dense matrix"
         if grad is None:
             yield f"{path}: no gradient on rank {runtime.rank()}, zeros are sent"
-    for text in (advice.sparsity_advice(plan, inner_optimizer), advice.cpu_advice(plan)):
+    for text in (sparsity_advice(plan, inner_optimizer), cpu_advice(plan)):
         if text:
             runtime.say("tfposeidon: %s.", text)
             yield text

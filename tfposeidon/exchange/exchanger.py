@@ -14,20 +14,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.communication import agreement
-from tfposeidon.communication.wire import (
-    Wire,
-    Zeros,
-    exchange_objects,
-    names_ending_in,
-)
-from tfposeidon.exchange.layer_norms import NormMethod
+from tfposeidon.checks import at_first_entry, at_first_item, require_equal
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, names_ending_in
+from tfposeidon.exchange.means import CallPresence, Presence, weight_of
 from tfposeidon.exchange.observer import Observer
+from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.exchange.presence import CallPresence, Presence, weight_of
+from tfposeidon.exchange.replicas import REMEDY, as_json, check_same_variables
 from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
-from tfposeidon.exchange.variable_agreement import REMEDY, as_json, check_same_variables
-from tfposeidon.gradients.description import tensors_of
+from tfposeidon.gradients import tensors_of
 from tfposeidon.schemes.base import State
 
 Afterwards = Callable[[list[Any]], list[Any]]
@@ -82,20 +77,20 @@ class Exchanger:
         # Run now, outside of the traced graph, and not in every step.
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
-        agreement.require_equal(
+        require_equal(
             [other["settings"] for other in everybody],
             "All ranks must use the same exchange settings",
             REMEDY,
-            agreement.at_first_entry(),
+            at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])
         # Paths may differ between ranks in generated names, which rules must not match.
-        agreement.require_equal(
+        require_equal(
             [other["schemes"] for other in everybody],
             "All ranks must choose the same scheme for a variable",
             "Name the layers that rules match: names that Keras generates, such as 'dense_1', "
             "depend on earlier layers of the process.",
-            agreement.at_first_item("variable"),
+            at_first_item("variable"),
         )
         self._present_at_first_step = [
             any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)

@@ -1,17 +1,22 @@
-"""Means of a step, and the conditions under which they are applied.
+"""Participation of ranks in a step, its means, and the conditions under which they are applied.
 
-The conditions must be equal on all ranks, or replicas would diverge.
+The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
+small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
+the first bucket whether they had that many; see `Exchanger.weighted_means`. A rank with exhausted
+input joins the exchanges with zeros, because collectives need all ranks. The conditions must be
+equal on all ranks, or replicas would diverge.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfposeidon.gradients.description import all_finite, is_overwritten
+from tfposeidon.gradients import all_finite, is_overwritten
 
 Apply = Callable[[list[Any]], None]
 """Applies a list of means, one per variable, with `None` for variables to skip."""
@@ -123,3 +128,74 @@ def _apply_expected(
         with_group,
         lambda: _apply_expected(without, others, present, expected, apply),
     )
+
+
+Join = Callable[[bool], bool]
+"""Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
+
+
+class JoinHook(NamedTuple):
+    """One kind of exchange that a rank with exhausted input joins.
+
+    `is_ordered` is true if its collectives are eager in eager steps, where they match by order.
+    """
+
+    join: Join
+    is_ordered: bool = True
+
+
+def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
+    """Joins exchanges until all ranks' input is exhausted; returns whether others had data."""
+    # The number and order of exchanges in the other ranks' steps is unknown here, so join all
+    # concurrently, except for those that match by order.
+    ordered = [hook for hook in hooks if eagerly and hook.is_ordered]
+    groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
+
+    def join(group: list[JoinHook]) -> bool:
+        return _join_in_turn(group, eagerly)
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        # Use a list, because `map` raises a thread's error only when its result is read.
+        return any(list(threads.map(join, groups)))
+
+
+def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
+    others_went_on = False
+    # Use a list, because each turn must join all of them.
+    while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
+        others_went_on = True
+    return others_went_on
+
+
+class Presence(NamedTuple):
+    """Participation of ranks in a step, the same on every rank.
+
+    `total` is the sum of the counted number, `absent` the number of ranks with exhausted input, and
+    `gradients` the number of ranks with each gradient, `[variables]`. All are float32.
+    """
+
+    total: tf.Tensor
+    absent: tf.Tensor
+    gradients: tf.Tensor
+
+    @property
+    def any_gradient(self) -> tf.Tensor:
+        """True for each variable that has a gradient on any rank, `[variables]` bool."""
+        return self.gradients > 0.0
+
+
+def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
+    """Returns the weight of a rank with `count` of `total` samples, a float32 scalar."""
+    return tf.math.divide_no_nan(count * float(ranks), total)
+
+
+class CallPresence(NamedTuple):
+    """Participation of ranks in a call whose gradients may wait for an update.
+
+    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
+    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
+    """
+
+    weight: tf.Tensor
+    finite: tf.Tensor
+    absent: tf.Tensor

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfposeidon.gradients.description import Description, tensors_of
+from tfposeidon.gradients import Description, tensors_of
 from tfposeidon.native import library
 
 Done = Callable[[Sequence[Any]], None]

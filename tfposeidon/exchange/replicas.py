@@ -5,6 +5,7 @@ Replicas start with equal variables after a broadcast, and checksums detect whet
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +13,70 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.communication import agreement
+from tfposeidon.checks import at_first_item, different_ranks, first_difference, require_equal
 from tfposeidon.communication.packing import as_carried, from_carried, joined, parted, summed_dtype
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
-from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
-from tfposeidon.gradients.description import Description
+from tfposeidon.gradients import Description
 from tfposeidon.state.placement import another_seed, is_seed
+
+REMEDY = "Build the same model and the same optimizer on every rank."
+
+
+def as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
+    """Returns `[path, shape, dtype]` of each description, for other ranks and checkpoints."""
+    return [[d.path, list(d.shape), d.dtype] for d in descriptions]
+
+
+def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
+    """Raises on all ranks, with the first difference, if variables or their order differ."""
+    require_equal(
+        [_renamed(received[0], other) for other in received],
+        "All ranks must train the same variables",
+        REMEDY,
+        at_first_item("variable", _readable),
+    )
+
+
+def first_different_variable(
+    first: list[list[Any]], other: list[list[Any]]
+) -> tuple[int, str, str] | None:
+    """Returns the index and texts of the first variable that differs; `None` if all are equal."""
+    other = _renamed(first, other)
+    return None if first == other else first_difference(first, other, _readable)
+
+
+def is_same_path(first: str, other: str) -> bool:
+    """Returns whether two paths may be of one variable, in two instances of a model.
+
+    Keras generates names with numbers, which depend on earlier layers of the process. The path of a
+    variable that was created before its model lacks the model's name.
+
+    >>> is_same_path("dense/kernel", "sequential_3/dense_1/kernel")
+    True
+    >>> is_same_path("dense/kernel", "dense/bias")
+    False
+    """
+    one, two = _without_numbers(first), _without_numbers(other)
+    return one.endswith(two) or two.endswith(one)
+
+
+def _without_numbers(path: str) -> str:
+    """Returns a path without its outermost name and generated numbers."""
+    return re.sub(r"_\d+(?=_|/|$)", "", path.partition("/")[2] or path)
+
+
+def _renamed(first: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+    """Returns `other` with the paths of `first` for variables that may be the same."""
+    names = [path for path, _, _ in first]
+    return [
+        [name if name and is_same_path(name, path) else path, shape, dtype]
+        for name, (path, shape, dtype) in zip([*names, *[""] * len(other)], other, strict=False)
+    ]
+
+
+def _readable(variable: list[Any]) -> str:
+    path, shape, dtype = variable
+    return f"{path!r} {tuple(shape)} {dtype}"
 
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
@@ -145,7 +204,7 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     found: dict[str, list[int]] = {}
     for index, description in enumerate(describe_any(variables)):
-        ranks = agreement.different_ranks([sums[index] for sums in everybody])
+        ranks = different_ranks([sums[index] for sums in everybody])
         if ranks:
             found[description.path] = ranks
     return found
@@ -161,9 +220,7 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
     }
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
-    found = {
-        name: agreement.different_ranks([sums.get(name) for sums in everybody]) for name in names
-    }
+    found = {name: different_ranks([sums.get(name) for sums in everybody]) for name in names}
     return {name: ranks for name, ranks in found.items() if ranks}
 
 

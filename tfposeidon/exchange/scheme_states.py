@@ -11,13 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfposeidon.exchange.means import Presence
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.exchange.presence import Presence
-from tfposeidon.gradients.description import distinct_paths
-from tfposeidon.optimizers.wrapping import leaves
+from tfposeidon.gradients import distinct_paths
+from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.base import Slot, State
-from tfposeidon.state.placement import Placement
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.state.placement import Placement, StateDescription
 
 
 class SchemeStates:

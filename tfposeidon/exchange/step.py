@@ -15,16 +15,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon import sample_counts
-from tfposeidon.communication import runtime, surroundings
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.joining import JoinHook
-from tfposeidon.exchange.means import Means
+from tfposeidon.exchange.means import JoinHook, Means
 from tfposeidon.exchange.observer import Done, ExposedTime
-from tfposeidon.gradients.description import all_finite, with_merged_rows
-from tfposeidon.optimizers.wrapping import settings, step_counter
+from tfposeidon.gradients import all_finite, with_merged_rows
+from tfposeidon.optimizers.wrapper import settings, step_counter
 from tfposeidon.policies.base import Policy
 
 
@@ -96,7 +95,7 @@ class Step:
         if not self._exchanges(variables):
             yield
             return
-        surroundings.check_graph()
+        runtime.check_graph()
         self.plans.agree(gradients, variables, self._optimizer.updater, self._settings(count))
         with self.exchanger(variables).call():
             yield
@@ -188,7 +187,7 @@ class Step:
             **_settings_of_loss_scale(optimizer),
             "gradient_accumulation_steps": steps,
             **self._own_settings(),
-            **layer_norms.norm_settings(optimizer.inner_optimizer),
+            **parallel_operator.norm_settings(optimizer.inner_optimizer),
         }
 
     # ------------------------------------------------------------------ state for callers

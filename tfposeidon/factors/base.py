@@ -16,12 +16,11 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros, opaque, zeros
-from tfposeidon.factors.pairs import FactorPair, FactorShape, shape_of
+from tfposeidon.factors.pairs import FactorPair, FactorShape, Rows, shape_of
 from tfposeidon.factors.reader import FactorReader
-from tfposeidon.factors.rows import Rows
-from tfposeidon.gradients.description import Description, Structure
+from tfposeidon.gradients import Description, Structure
 from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.cost import Cost, Stage, renamed, total_cost
+from tfposeidon.schemes.stages import Cost, Stage, renamed, total_cost
 
 
 class SchemeOfFactors(Scheme):

@@ -11,13 +11,91 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops, readers
+from tensorflow.python.framework import op_def_registry
 
-from tfposeidon.inputs import graphs
+PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+"""Ops that call Python."""
+_UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
+"""Random ops that are not stateful, or have neither a seed nor a generator."""
+_WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
+
+
+def nodes_of_graph(definition: Any) -> Iterator[Any]:
+    """Yields the `NodeDef` of each op of a `GraphDef`, and of the functions that it calls."""
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
+
+
+def ops(graph: Any) -> set[str]:
+    """Returns the names of the ops of a graph, and of the functions that it calls."""
+    return {node.op for node in nodes_of_graph(graph.as_graph_def())}
+
+
+def drawing_ops(names: set[str]) -> set[str]:
+    """Returns the ops whose results may differ between runs.
+
+    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
+    generators of Keras's random layers do.
+    """
+    return set(filter(_draws, names))
+
+
+def file_ops(names: set[str]) -> set[str]:
+    """Returns the ops that read files by their names."""
+    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
+
+
+def datasets(data: Any) -> Iterator[tf.data.Dataset]:
+    """Yields all inputs of a dataset, recursively, and the dataset itself last."""
+    if isinstance(data, tf.data.Dataset):
+        # TensorFlow has no public API for the inputs of a dataset.
+        for below in data._inputs():
+            yield from datasets(below)
+        yield data
+
+
+def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the graph of each function of a dataset and of its inputs."""
+    for one in datasets(dataset):
+        yield from (function.function.graph for function in one._functions())
+
+
+def kind_of(dataset: Any) -> str:
+    """Returns the name of a dataset's class without underscores."""
+    return type(dataset).__name__.strip("_")
+
+
+def serialized(dataset: tf.data.Dataset) -> Any:
+    """Returns the `GraphDef` of a dataset, which contains its data if they are in memory."""
+    content = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
+    )
+    return tf.compat.v1.GraphDef.FromString(content.numpy())
+
+
+def _draws(name: str) -> bool:
+    op = op_def_registry.get(name)
+    if name in _UNSTEADY or op is None or not op.is_stateful:
+        return name in _UNSTEADY
+    # Datasets within a function are analyzed separately.
+    if re.search(r"Dataset(V\d+)?$", name):
+        return False
+    attributes = {attribute.name for attribute in op.attr}
+    has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
+    return has_seed or re.match(_WRITES, name) is not None
+
+
+def _inputs(name: str) -> set[str]:
+    op = op_def_registry.get(name)
+    return set() if op is None else {argument.name for argument in op.input_arg}
+
 
 _ALONE = {
     "MapDataset": "MapDataset",
@@ -95,7 +173,7 @@ def kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
     # That of files which are read in parallel has the name of another step, with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
-    return ("Legacy" if is_legacy else "") + graphs.kind_of(step)
+    return ("Legacy" if is_legacy else "") + kind_of(step)
 
 
 def groups(step: tf.data.Dataset) -> bool:
@@ -163,8 +241,8 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
         # The first step may have several inputs.
         for one in [step] if index else below(step):
             ops = {node.op for node in nodes(one)}
-            draws = draws or kind(one) == "RandomDataset" or bool(graphs.drawing_ops(ops))
-            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & graphs.PYTHON_OPS))
+            draws = draws or kind(one) == "RandomDataset" or bool(drawing_ops(ops))
+            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
             selects = kind(one) not in _IN_POSITION
             if _reorders(one, is_free) or (draws and selects):
                 return index
@@ -173,7 +251,7 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
 
 def below(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Returns all steps of a dataset and of its inputs, the last one last."""
-    return map(_unwrapped, graphs.datasets(dataset))
+    return map(_unwrapped, datasets(dataset))
 
 
 def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
@@ -194,7 +272,7 @@ def _deterministic(step: tf.data.Dataset) -> str | None:
         return getattr(step, "_deterministic", None)
     # Its Python object does not have the argument, but its graph does.
     op = _SELECTING["ParallelInterleaveDataset"]
-    last = [node for node in graphs.serialized(step).node if node.op == op][-1]
+    last = [node for node in serialized(step).node if node.op == op][-1]
     return last.attr["deterministic"].s.decode()
 
 
@@ -202,13 +280,13 @@ def nodes(step: tf.data.Dataset) -> Iterator[Any]:
     """Yields the `NodeDef` of each op in a step's functions, or of a dataset without steps."""
     definitions = [one.function.graph.as_graph_def() for one in step._functions()]
     if kind(step) == "VariantDataset":
-        definitions.append(graphs.serialized(step))
+        definitions.append(serialized(step))
     for definition in definitions:
-        yield from graphs.nodes(definition)
+        yield from nodes_of_graph(definition)
 
 
 def _reads_files(step: tf.data.Dataset) -> bool:
-    return bool(graphs.file_ops({node.op for node in nodes(step)}))
+    return bool(file_ops({node.op for node in nodes(step)}))
 
 
 def _has_at_least(step: tf.data.Dataset, size: int) -> bool:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.inputs import pipelines
 
@@ -78,8 +78,8 @@ def _check(rank: int | None, size: int | None) -> None:
             "`rank` and `size` must be given together. Received: "
             f"rank={rank}, size={size}. Leave both out for this rank of the job."
         )
-    ranges.check_integer("size", size, 1)
-    ranges.check_integer("rank", rank, 0)
+    checks.check_integer("size", size, 1)
+    checks.check_integer("rank", rank, 0)
     if rank >= size:
         raise ValueError(f"`rank` must be below `size`. Received: rank={rank}, size={size}.")
 

@@ -9,17 +9,70 @@ factors.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 from typing_extensions import override
 
-from tfposeidon import ranges
-from tfposeidon.lab import models
+from tfposeidon import checks
+from tfposeidon.lab import architectures
 from tfposeidon.lab.architectures import Layer
-from tfposeidon.lab.stream import Stream, gradient_values
+
+
+class Stream:
+    """Queue of work that an emulated accelerator executes in order.
+
+    As on a real accelerator, the work of a step is queued ahead: a kernel starts when the previous
+    one ended, even if the host noticed its end late. The load of the machine therefore does not
+    increase the time of a step. Tests replace `clock` and `sleep`.
+
+    >>> now_s = [0.0]
+    >>> stream = Stream(clock=lambda: now_s[0], sleep=lambda s: now_s.append(now_s.pop() + s))
+    >>> stream.begin()
+    >>> stream.run(0.5)
+    >>> stream.busy_s, now_s
+    (0.5, [0.5])
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock, self._sleep = clock, sleep
+        self._free_s = clock()
+        self.busy_s = 0.0
+        """Seconds that the accelerator has worked so far."""
+
+    def begin(self) -> None:
+        """Starts a step: the accelerator is free now."""
+        self._free_s = self._clock()
+
+    def run(self, seconds: float) -> None:
+        """Waits until a piece of work of this many seconds would be done."""
+        # Work starts at the end of the previous work, not now: a late call sleeps less.
+        self._free_s += seconds
+        self.busy_s += seconds
+        wait_s = self._free_s - self._clock()
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+SCALE = 1e-3
+"""Scale of the values of a gradient."""
+
+
+def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
+    """Returns `[length]` float32: normal values with log-normal scales."""
+    values = generator.standard_normal(length, dtype=np.float32)
+    values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
+    return values
+
 
 ALIGNED = 16
 """Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
@@ -126,7 +179,11 @@ class EmulatedLayer(keras.layers.Layer):
 
 
 def emulated_model(
-    model: models.Model, *, dilation: float = 1.0, seed: int = 0, stream: Stream | None = None
+    model: architectures.Model,
+    *,
+    dilation: float = 1.0,
+    seed: int = 0,
+    stream: Stream | None = None,
 ) -> keras.Model:
     """Returns a Keras model with the parameters and the timing of `model`.
 
@@ -134,12 +191,12 @@ def emulated_model(
     gradients, as they do where the logits share them. `dilation` multiplies all times: a slow
     machine can follow if links are slower by the same factor. Each rank should have its own `seed`.
 
-    >>> from tfposeidon.lab import models
-    >>> resnet = emulated_model(models.model("resnet50").shrunk(16), dilation=0.1)
+    >>> from tfposeidon.lab import architectures
+    >>> resnet = emulated_model(architectures.model("resnet50").shrunk(16), dilation=0.1)
     >>> resnet.input_shape, resnet.count_params()
     ((16, 1), 103490)
     """
-    ranges.check_number("dilation", dilation, ranges.POSITIVE, "Use 1 for the papers' times.")
+    checks.check_number("dilation", dilation, checks.POSITIVE, "Use 1 for the papers' times.")
     accelerator = Accelerator(_pool_length(model), stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
     for index, (layer, (forward_s, backward_s)) in enumerate(
@@ -150,7 +207,7 @@ def emulated_model(
     return keras.Model(inputs, value, name=model.name.replace("/", "_by_"))
 
 
-def _pool_length(model: models.Model) -> int:
+def _pool_length(model: architectures.Model) -> int:
     """Returns the number of values of the largest gradient or factor."""
     gradients = [math.prod(layer.kernel) for layer in model.layers if layer.kind != "dense"]
     factors = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tfposeidon import ranges
-from tfposeidon.units import readable_rate
+from tfposeidon import checks
+from tfposeidon.text import readable_rate
 
 # Nodes have the addresses 10.99.0.1 to 10.99.0.250, and the switch has 10.99.0.254.
 MOST_NODES = 250
@@ -47,7 +47,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
             raise ValueError(f"`--nodes` must be in 1..{MOST_NODES}. Received: {self.nodes}")
-        ranges.check_integer("--per-node", self.per_node, 1)
+        checks.check_integer("--per-node", self.per_node, 1)
         if self.jitter > self.rtt / 2:
             raise ValueError(
                 "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "

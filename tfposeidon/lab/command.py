@@ -24,7 +24,7 @@ from tfposeidon.lab import sandbox
 from tfposeidon.lab.cluster import Cluster, Fault
 from tfposeidon.memory import available_memory
 from tfposeidon.peers.run import read_command
-from tfposeidon.units import parse_duration, parse_rate, parse_share, parse_size, readable_size
+from tfposeidon.text import parse_duration, parse_rate, parse_share, parse_size, readable_size
 
 RANK_BYTES = 4e8
 """Memory that TensorFlow alone takes in each rank."""

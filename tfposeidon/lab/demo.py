@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tfposeidon import ranges
-from tfposeidon.lab import models, sandbox
+from tfposeidon import checks
+from tfposeidon.lab import architectures, sandbox
 from tfposeidon.lab.cluster import Cluster
 from tfposeidon.lab.command import RANK_BYTES, check_machine
 from tfposeidon.text import table
@@ -39,7 +39,7 @@ LABELS = {
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 SHRINK = 4
-MODEL = models.model("vgg19_32").shrunk(SHRINK)
+MODEL = architectures.model("vgg19_32").shrunk(SHRINK)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
 TIME_LIMIT_S = 600
 STEP_LIMIT_S = 60
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Runs the demo; returns 0 (also without a lab), 1 for a failed job, 2 for invalid options."""
     try:
-        ranges.check_integer("--steps", options.steps, 1)
+        checks.check_integer("--steps", options.steps, 1)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -15,7 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 
@@ -113,6 +114,15 @@ class GlobalWeights:
         """True if the variables hold the local weights, and the copies the global weights."""
         return self.has_begun and not self.is_shown
 
+    def check_may_be_saved(self) -> None:
+        """Refuses to save local weights."""
+        if self.is_apart:
+            raise RuntimeError(
+                "A model must be saved with its global weights. Received: a model whose "
+                "variables hold the weights of this rank. Save it within `with "
+                "optimizer.global_weights():`."
+            )
+
     @property
     def was_assigned(self) -> bool:
         """True if other weights were assigned since the global weights are shown."""
@@ -198,7 +208,7 @@ class GlobalWeights:
 
 def check_equal(variables: Sequence[Any]) -> None:
     """Raises on all ranks if these variables differ between them."""
-    agreement.require_equal(
+    require_equal(
         exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start"),
         "All ranks must begin with the same weights",
         "Pass keras_callbacks.BroadcastVariables() to fit, or call "

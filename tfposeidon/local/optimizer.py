@@ -17,21 +17,20 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import arguments, checks, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner
 from tfposeidon.communication import runtime
-from tfposeidon.exchange.joining import JoinHook
+from tfposeidon.exchange.means import JoinHook
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
-from tfposeidon.gradients.description import with_merged_rows
+from tfposeidon.gradients import with_merged_rows
 from tfposeidon.local import exchanges, rules
 from tfposeidon.local.global_weights import GlobalWeights, check_equal
 from tfposeidon.local.schedule import Schedule, notes
 from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
-from tfposeidon.optimizers.wrapping import settings
-from tfposeidon.state.placement import by_dtype
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.optimizers.wrapper import settings
+from tfposeidon.state.placement import StateDescription, by_dtype
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
 
@@ -108,11 +107,7 @@ class LocalUpdates(CommunicatingOptimizer):
     ) -> None:
         arguments.check_no_more_arguments("LocalUpdates", others)
         schedule = Schedule(sync_every, overlap_steps, warmup_steps)
-        if not isinstance(hierarchical, bool):
-            raise ValueError(
-                f"`hierarchical` must be True or False. Received: hierarchical={hierarchical!r}. "
-                "Leave it out to let every rank train separately."
-            )
+        checks.check_flag("hierarchical", hierarchical, "Leave it out for separate ranks.")
         policy = policies.parse(scheme)
         exchanges.check_policy(policy)
         super().__init__(
@@ -255,12 +250,8 @@ class LocalUpdates(CommunicatingOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Saves the rule's state; Keras saves the inner optimizer. Raises for local weights."""
         super().save_own_variables(store)
-        if self._synchronization is not None and self._synchronization.weights.is_apart:
-            raise RuntimeError(
-                "A model must be saved with its global weights. Received: a model whose "
-                "variables hold the weights of this rank. Save it within `with "
-                "optimizer.global_weights():`."
-            )
+        if self._synchronization is not None:
+            self._synchronization.weights.check_may_be_saved()
         for index, variable in enumerate(self._rule.variables):
             store[str(index)] = variable.numpy()
         if self.built:

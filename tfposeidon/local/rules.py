@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
+from tfposeidon import checks
 from tfposeidon.communication import runtime
-from tfposeidon.optimizers.wrapping import leave_out_replica_sum, leaves
+from tfposeidon.optimizers.wrapper import leave_out_replica_sum, leaves
 
 
 class Rule(ABC):
@@ -39,19 +39,19 @@ class Rule(ABC):
         """Variables that persist between synchronizations, equal on all ranks."""
         return []
 
-    def build(self, centre: Sequence[Any]) -> None:  # noqa: B027
+    def build(self, global_weights: Sequence[Any]) -> None:  # noqa: B027
         """Creates the rule's variables.
 
         Args:
-          centre: Keras variables that hold the global weights.
+          global_weights: Keras variables that hold the global weights.
         """
 
     @abstractmethod
-    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+    def move(self, global_weights: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
         """Updates the global weights.
 
         Args:
-          centre: Keras variables that hold the global weights, which are assigned.
+          global_weights: Keras variables that hold the global weights, which are assigned.
           means: Mean over ranks of the differences from the global weights, one tensor per variable
             with its shape and dtype.
         """
@@ -95,8 +95,8 @@ class Average(Rule):
     """
 
     @override
-    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
-        for variable, mean in zip(centre, means, strict=True):
+    def move(self, global_weights: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        for variable, mean in zip(global_weights, means, strict=True):
             variable.assign_add(mean)
 
 
@@ -131,12 +131,12 @@ class Elastic(Rule):
             "alpha = beta / replicas must be at most 1 / replicas: above this limit, synchronous "
             "elastic averaging diverges."
         )
-        ranges.check_number("beta", beta, ranges.FRACTION, remedy)
+        checks.check_number("beta", beta, checks.FRACTION, remedy)
         self.beta = beta
 
     @override
-    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
-        for variable, mean in zip(centre, means, strict=True):
+    def move(self, global_weights: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        for variable, mean in zip(global_weights, means, strict=True):
             variable.assign_add(tf.cast(self.beta, mean.dtype) * mean)
 
     @override
@@ -196,13 +196,13 @@ class Outer(Rule):
         return list(self.optimizer.variables)
 
     @override
-    def build(self, centre: Sequence[Any]) -> None:
+    def build(self, global_weights: Sequence[Any]) -> None:
         leave_out_replica_sum(self.optimizer)
-        self.optimizer.build(centre)
+        self.optimizer.build(global_weights)
 
     @override
-    def move(self, centre: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
-        self.optimizer.apply([-mean for mean in means], centre)
+    def move(self, global_weights: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
+        self.optimizer.apply([-mean for mean in means], global_weights)
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -245,8 +245,8 @@ class SlowMomentum(Outer):
     """
 
     def __init__(self, momentum: float = 0.7, rate: float = 1.0) -> None:
-        ranges.check_number("momentum", momentum, ranges.BELOW_1)
-        ranges.check_number("rate", rate, ranges.POSITIVE)
+        checks.check_number("momentum", momentum, checks.BELOW_1)
+        checks.check_number("rate", rate, checks.POSITIVE)
         self.rate = rate
         super().__init__(keras.optimizers.SGD(rate, momentum=momentum))
 

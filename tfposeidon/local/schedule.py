@@ -1,13 +1,22 @@
-"""Steps at which ranks with local weights synchronize, and remarks on them for the plan."""
+"""Steps at which ranks with local weights synchronize, and exchanges between these steps.
+
+Think of a `Flight` as a future: the training thread starts it and reads the result steps later.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tfposeidon import ranges
+import tensorflow as tf
+
+from tfposeidon import checks
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.local.rules import Rule
-from tfposeidon.units import readable_size
+from tfposeidon.text import readable_size
 
 
 @dataclass(frozen=True)
@@ -24,9 +33,9 @@ class Schedule:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        ranges.check_integer("sync_every", self.sync_every, 1)
-        ranges.check_integer("overlap_steps", self.overlap_steps, 0)
-        ranges.check_integer("warmup_steps", self.warmup_steps, 0)
+        checks.check_integer("sync_every", self.sync_every, 1)
+        checks.check_integer("overlap_steps", self.overlap_steps, 0)
+        checks.check_integer("warmup_steps", self.warmup_steps, 0)
         if self.overlap_steps >= self.sync_every:
             raise ValueError(
                 "`overlap_steps` must be less than `sync_every`, so that each synchronization "
@@ -77,3 +86,66 @@ def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
             "; during an exchange of weights, the all-reduce waits for at most one of its buckets"
         )
     return [note]
+
+
+class Sent(NamedTuple):
+    """Contribution of this rank: trained weights minus global weights, and averaged statistics.
+
+    `count` is the rank's weight, a float32 scalar: 0 without samples or with values that are not
+    finite. `finite` is a bool scalar for the differences, equal on all ranks of a replica.
+    """
+
+    differences: list[tf.Tensor]
+    statistics: list[tf.Tensor]
+    count: tf.Tensor
+    finite: tf.Tensor
+
+
+class Found(NamedTuple):
+    """Result of an exchange, the same on all ranks except for the new scheme `states`.
+
+    `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: any rank
+    contributed and the means are finite. `absent` is the number of ranks without data, a float32
+    scalar.
+    """
+
+    means: list[tf.Tensor]
+    statistics: list[tf.Tensor]
+    states: list[tf.Tensor]
+    total: tf.Tensor
+    counts: tf.Tensor
+    absent: tf.Tensor
+
+
+class Flight:
+    """Exchange in a thread, with the contribution of this rank."""
+
+    def __init__(self, sent: Sent, exchange: Callable[[], Found]) -> None:
+        self.sent = sent
+        self._future: Future[Found] = Future()
+        # A daemon: a failing job must not wait for ranks that have exited.
+        thread = threading.Thread(
+            target=_run, args=(exchange, self._future), daemon=True, name="tfposeidon-exchange"
+        )
+        thread.start()
+        self._thread = thread
+
+    @property
+    def has_failed(self) -> bool:
+        """True once the exchange has ended with an error."""
+        return self._future.done() and self._future.exception() is not None
+
+    def found(self) -> Found:
+        """Waits for the exchange, and returns its result or raises its error."""
+        return self._future.result()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the exchange has ended, with or without an error."""
+        self._thread.join(timeout_s)
+
+
+def _run(exchange: Callable[[], Found], future: Future[Found]) -> None:
+    try:
+        future.set_result(exchange())
+    except BaseException as error:  # noqa: BLE001 (it is raised where the result is asked for)
+        future.set_exception(error)

@@ -13,12 +13,13 @@ from typing import Any
 
 import keras
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.training.equal_steps import has_batch_hooks
+from tfposeidon.training.global_metrics import SAVING
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.layer_averages import SAVING
 
 
 class Showing:
@@ -131,7 +132,7 @@ class Showing:
         own = [weights.was_assigned, weights.checksum()]
         everybody = exchange_objects(own, runtime.wire(), "tp.assigned")
         if are_equal:
-            agreement.require_equal(
+            require_equal(
                 [checksum for _, checksum in everybody],
                 "All ranks must begin with the same weights",
                 "Assign them on all ranks, or pass keras_callbacks.BroadcastVariables() to fit.",

@@ -23,15 +23,13 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.communication.packing import joined, parted, summed_dtype
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.presence import weight_of
+from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
-from tfposeidon.local.flight import Flight, Found, Sent
 from tfposeidon.local.global_weights import GlobalWeights, either, is_finite
 from tfposeidon.local.rules import Rule
-from tfposeidon.local.schedule import Schedule
-from tfposeidon.optimizers.wrapping import reset_slots
-from tfposeidon.state.placement import Placement
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.local.schedule import Flight, Found, Schedule, Sent
+from tfposeidon.optimizers.wrapper import reset_slots
+from tfposeidon.state.placement import Placement, StateDescription
 
 log = logging.getLogger("tfposeidon")
 

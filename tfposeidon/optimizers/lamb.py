@@ -10,9 +10,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
-from tfposeidon.optimizers.exclusion import Exclude
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
+from tfposeidon import checks
+from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -78,9 +77,9 @@ class LAMB(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.beta_1 = ranges.check_number("beta_1", beta_1, ranges.BELOW_1, "Use 0.9.")
-        self.beta_2 = ranges.check_number("beta_2", beta_2, ranges.BELOW_1, "Use 0.999.")
-        self.epsilon = ranges.check_number("epsilon", epsilon, ranges.POSITIVE, "Use 1e-6.")
+        self.beta_1 = checks.check_number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
+        self.beta_2 = checks.check_number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
+        self.epsilon = checks.check_number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
 
     @override
     def build(self, variables: Sequence[Any]) -> None:

@@ -9,9 +9,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ranges
-from tfposeidon.optimizers.exclusion import Exclude
-from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, ratio_or_1
+from tfposeidon import checks
+from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
 
 RATIOS = ("sum_of_norms", "norm_of_sum")
 
@@ -93,19 +92,19 @@ class LARS(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.momentum = ranges.check_number(
-            "momentum", momentum, ranges.BELOW_1, "Use 0.9, or 0.0 for none."
+        self.momentum = checks.check_number(
+            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
         )
         self.nesterov = _checked_nesterov(nesterov, self.momentum)
-        self.trust_coefficient = ranges.check_number(
+        self.trust_coefficient = checks.check_number(
             "trust_coefficient",
             trust_coefficient,
-            ranges.POSITIVE,
+            checks.POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
         self.ratio = _checked_ratio(ratio)
-        self.epsilon = ranges.check_number(
-            "epsilon", epsilon, ranges.NOT_NEGATIVE, "Use 0.0 for none."
+        self.epsilon = checks.check_number(
+            "epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none."
         )
 
     @override
@@ -150,11 +149,7 @@ class LARS(LayerWiseOptimizer):
 
 
 def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
-    if not isinstance(nesterov, bool):
-        raise ValueError(
-            f"`nesterov` must be True or False. Received: nesterov={nesterov!r}. Leave it out for "
-            "False."
-        )
+    checks.check_flag("nesterov", nesterov, "Leave it out for False.")
     if nesterov and not momentum:
         raise ValueError(
             f"`nesterov` requires momentum. Received: nesterov=True, momentum={momentum}. Use "

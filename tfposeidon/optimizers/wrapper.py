@@ -1,19 +1,206 @@
-"""Base class of optimizers that contain another one, as Keras sees them.
+"""Base class of optimizers that contain another one, and inspection of optimizers inside.
 
-Think of it as the half of a wrapper that exchanges nothing: Keras reads and sets the counter and
-the learning rate of the optimizer inside, and saves that one.
+Think of the base class as the half of a wrapper that exchanges nothing: Keras reads and sets the
+counter and the learning rate of the optimizer inside, and saves that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, ClassVar, Self
 
 import keras
+import numpy as np
+import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.gradients.description import indices_of, of_tensorflow, path_of
-from tfposeidon.optimizers.wrapping import innermost, leave_out_replica_sum, leaves
+from tfposeidon.gradients import indices_of, of_tensorflow, path_of
+
+_RATE, _COUNTER = "learning_rate", "iteration"
+"""Names that Keras gives the variables of an optimizer's learning rate and of its step counter."""
+
+
+def innermost(optimizer: Any) -> Any:
+    """Returns the optimizer inside any number of wrappers that have an `inner_optimizer`.
+
+    >>> import keras
+    >>> sgd = keras.optimizers.SGD()
+    >>> innermost(keras.optimizers.LossScaleOptimizer(sgd)) is sgd
+    True
+    """
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """Returns the optimizers inside that contain no others, at any depth; itself if it has none.
+
+    >>> import keras
+    >>> adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
+    >>> rules = keras.optimizers.OptimizerMap(default_optimizer=sgd, optimizer_map={"a/.*": adam})
+    >>> both = keras.optimizers.MultiOptimizer(rules)
+    >>> leaves(keras.optimizers.LossScaleOptimizer(both)) == [adam, sgd]
+    True
+    """
+    # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
+    # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
+    inside = []
+    for value in vars(optimizer).values():
+        items = value.values() if isinstance(value, Mapping) else value
+        candidates = items if isinstance(items, list | tuple | ValuesView) else [value]
+        inside += [one for one in candidates if isinstance(one, keras.optimizers.Optimizer)]
+    unique = {id(one): one for one in inside if one is not optimizer}
+    found = [leaf for one in unique.values() for leaf in leaves(one)] or [optimizer]
+    return list({id(leaf): leaf for leaf in found}.values())
+
+
+def leave_out_replica_sum(optimizer: Any) -> None:
+    """Leaves out of Keras's update the sum over replicas of `tf.distribute`, which is refused."""
+    # Keras's method joins all gradients, so that the first update, or gather from shard owners,
+    # would wait for the last exchange. It also registers a gradient function permanently, which
+    # references the graph of each traced step.
+    for leaf in leaves(optimizer):
+        leaf._all_reduce_sum_gradients = list
+
+
+def accumulated_steps(optimizer: Any) -> int | None:
+    """Returns the gradient accumulation steps, or `None` if optimizers inside differ in them.
+
+    >>> import keras
+    >>> accumulated_steps(keras.optimizers.SGD(gradient_accumulation_steps=4))
+    4
+    """
+    found = {leaf.gradient_accumulation_steps for leaf in leaves(optimizer)}
+    return found.pop() if len(found) == 1 else None
+
+
+def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
+    """Returns an optimizer's class and nested configuration, flat, for JSON; without names.
+
+    >>> import keras
+    >>> found = settings(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
+    >>> found["optimizer"], found["optimizer.inner_optimizer.learning_rate"]
+    ('LossScaleOptimizer', 0.5)
+    """
+    # Rates are variables, which must be read outside of the traced step.
+    with tf.init_scope():
+        return dict(_flat(prefix, _serialized(optimizer)))
+
+
+def _serialized(value: Any) -> dict[str, Any]:
+    try:
+        config = value.get_config()
+    except Exception:  # noqa: BLE001, of users' own optimizers, and of functions without a name
+        simple = bool | int | float | str | None
+        attributes = vars(value).items()
+        config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}
+    # Keras's optimizers include inner ones in their configuration; those of users may not.
+    saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
+    if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
+        inside = [one for one in leaves(value) if one is not value]
+        config |= {f"part {place}": one for place, one in enumerate(inside)}
+    return {"class_name": type(value).__name__, "config": config}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of a configuration that Keras serialized."""
+    if hasattr(value, "get_config"):
+        value = _serialized(value)
+    if isinstance(value, Mapping):
+        if "class_name" in value:
+            yield name, value["class_name"]
+            config = value.get("config")
+            # The configuration of a function is its name, or its code if it has no name. Code is
+            # left out, because it is not comparable between ranks.
+            value = config if isinstance(config, Mapping) else {"function": config}
+        for key, item in value.items():
+            if key not in ("name", "code"):
+                yield from _flat(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
+        for index, item in enumerate(value):
+            yield from _flat(f"{name}.{index}", item)
+    else:
+        yield name, _plain(value)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or hasattr(value, "get_config")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    try:
+        return np.asarray(value).tolist()
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def slots(optimizer: Any) -> list[Any]:
+    """Returns the floating-point state of a built optimizer, such as velocities, without rates.
+
+    >>> import keras
+    >>> adam = keras.optimizers.Adam()
+    >>> adam.build([keras.Variable([1.0, 2.0], name="weight")])
+    >>> [slot.name for slot in slots(adam)]
+    ['weight_momentum', 'weight_velocity']
+    """
+    # This state belongs to a number of steps, with which optimizers such as Adam correct their
+    # bias.
+    return [
+        variable
+        for leaf in leaves(optimizer)
+        for variable in leaf.variables
+        if keras.backend.is_float_dtype(variable.dtype) and variable.name != _RATE
+    ]
+
+
+def rates(optimizer: Any) -> list[Any]:
+    """Returns the variables of learning rates; none for a schedule or a function.
+
+    >>> import keras
+    >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
+    ['learning_rate']
+    """
+    return [v for leaf in leaves(optimizer) for v in leaf.variables if v.name == _RATE]
+
+
+def step_counter(optimizer: Any) -> Any:
+    """Returns the variable that counts an optimizer's steps, including those that accumulate."""
+    found = leaves(optimizer)
+    # Some optimizers of a `MultiOptimizer` may train nothing, and are not built.
+    counting = next((leaf for leaf in found if leaf.built), found[0])
+    # `iterations` is not a variable if an optimizer accumulates gradients.
+    return next(variable for variable in counting.variables if variable.name == _COUNTER)
+
+
+def reset_slots(optimizer: Any) -> None:
+    """Resets the state of a built optimizer, such as velocities, but not rates and counters.
+
+    >>> import keras
+    >>> adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.5)
+    >>> adagrad.build([keras.Variable(1.0, name="scale")])
+    >>> _ = slots(adagrad)[0].assign(7.0)
+    >>> reset_slots(adagrad)
+    >>> float(slots(adagrad)[0])
+    0.5
+    """
+    for leaf in leaves(optimizer):
+        # Adagrad and Ftrl divide by these, so they do not start at 0.
+        accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
+        # Nadam's product over its steps, whose counter is not reset.
+        product = getattr(leaf, "_u_product", None)
+        for variable in slots(leaf):
+            if variable is product:
+                continue
+            is_accumulator = id(variable) in accumulators
+            begin = getattr(leaf, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
+            variable.assign(keras.ops.full_like(variable, begin))
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.client import Client, connect, running_or
+from tfposeidon.peers.meeting import Client, connect, running_or
 from tfposeidon.peers.runner import GRACE_S, Background, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 

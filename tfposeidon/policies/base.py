@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.config import Configured
-from tfposeidon.gradients.description import Description, GradientReader
+from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.schemes.base import Scheme
 
 
@@ -43,7 +43,7 @@ class Policy(Configured, ABC):
       >>> import dataclasses
       >>> from tfposeidon import policies, schemes
       >>> from tfposeidon.communication.topology import Topology
-      >>> from tfposeidon.gradients.description import Description
+      >>> from tfposeidon.gradients import Description
       >>> @dataclasses.dataclass(frozen=True)
       ... class HalfWhereLarge(policies.Policy):
       ...     least_bytes: int = 2**20

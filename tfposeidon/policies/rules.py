@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.gradients.description import Description, GradientReader
+from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.policies.base import Choice, Policy, Uniform
 from tfposeidon.schemes import REGISTRY, AllReduce, Scheme, names
 
@@ -30,7 +30,7 @@ class Rules(Policy):
 
     Example:
       >>> from tfposeidon.communication.topology import Topology
-      >>> from tfposeidon.gradients.description import Description
+      >>> from tfposeidon.gradients import Description
       >>> from tfposeidon.schemes import AllToAll
       >>> policy = Rules([("embedding", AllToAll(wire_dtype="float16")), (".*", "torus2d")])
       >>> table = Description("embedding/embeddings", (1000, 16), "float32")

@@ -6,15 +6,11 @@ from typing import Any
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import names, stages
-from tfposeidon.schemes.all_reduce import AllReduce
-from tfposeidon.schemes.all_to_all import AllToAll
 from tfposeidon.schemes.base import Scheme, Slot, State
-from tfposeidon.schemes.cost import Cost, Stage, Transfer, Work
-from tfposeidon.schemes.hi_top_k import HiTopK
-from tfposeidon.schemes.parameter_server import ParameterServer
+from tfposeidon.schemes.dense import AllReduce, AllToAll, ParameterServer, Torus2D
 from tfposeidon.schemes.residual import ResidualScheme
-from tfposeidon.schemes.top_k import TopK
-from tfposeidon.schemes.torus_2d import Torus2D
+from tfposeidon.schemes.sparse import HiTopK, TopK
+from tfposeidon.schemes.stages import Cost, Stage, Transfer, Work
 
 REGISTRY: dict[str, Callable[[], Scheme]] = {
     "allreduce": AllReduce,

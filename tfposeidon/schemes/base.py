@@ -16,8 +16,8 @@ import tensorflow as tf
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros, opaque
 from tfposeidon.config import Configured
-from tfposeidon.gradients.description import Description, GradientReader, Structure, dense
-from tfposeidon.schemes.cost import Cost, Stage, total_cost
+from tfposeidon.gradients import Description, GradientReader, Structure, dense
+from tfposeidon.schemes.stages import Cost, Stage, total_cost
 
 State = tuple[tf.Tensor, ...]
 """State of a scheme for one bucket: one tensor per `Slot`, in the same order."""

@@ -31,9 +31,9 @@ SCHEMES = _installed(
 
 POLICIES = _installed(
     {
-        "Auto": "tfposeidon.autotune.policy",
-        "HybComm": "tfposeidon.factors.policy",
-        "best_scheme_values": "tfposeidon.factors.policy",
+        "Auto": "tfposeidon.autotune.planner",
+        "HybComm": "tfposeidon.factors.schemes",
+        "best_scheme_values": "tfposeidon.factors.schemes",
     }
 )
 """Modules of the names in `tfposeidon.policies`."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ops, ranges
+from tfposeidon import checks, ops
 from tfposeidon.schemes.base import Scheme, State
 
 
@@ -103,7 +103,7 @@ class ErrorFeedback:
 
     def __post_init__(self) -> None:
         ops.check_method(self.select)
-        ranges.check_number("momentum", self.momentum, ranges.BELOW_1, "Use 0.0 for none.")
+        checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
         if self.momentum and not self.keep:
             raise ValueError(
                 "Momentum correction requires error feedback. Received: "

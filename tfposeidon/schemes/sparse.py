@@ -1,7 +1,7 @@
-"""Base class of the sparse schemes.
+"""Sparse schemes: each rank sends the largest elements of its shard, as pairs of index and value.
 
 Each rank owns a shard of the node's sum, selects its largest elements with error feedback, and
-sends them as pairs of index and value over the slow network.
+sends them over the slow network. In `TopK` (NaiveAG), every rank is a node of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import ops, ranges
+from tfposeidon import checks, ops
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, Slot, State
-from tfposeidon.schemes.cost import Stage, Work
 from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState, ResidualScheme, Selection
+from tfposeidon.schemes.stages import Stage, Work
 from tfposeidon.schemes.wire_format import (
     check_wire_dtype,
     pack_pairs,
@@ -68,12 +68,12 @@ class SparseScheme(ResidualScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        ranges.check_number(
-            "density", self.density, ranges.FRACTION, "Use AllReduce() to send everything."
+        checks.check_number(
+            "density", self.density, checks.FRACTION, "Use AllReduce() to send everything."
         )
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
-            ranges.check_number(name, getattr(self, name), ranges.NOT_NEGATIVE, "Use 0 for none.")
+            checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
         # Build it now, so that invalid arguments are refused at construction.
         _ = self._feedback
 
@@ -322,3 +322,89 @@ class SparseScheme(ResidualScheme):
 
 def _scatter_work(length: int, count: int) -> Work:
     return Work(name="scatter", kind="scatter", elements=length, pairs=count, operations=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(SparseScheme):
+    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
+
+    Args:
+      density: Share of elements that each rank sends, in (0, 1] (default 0.01).
+      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
+        `tfposeidon.ops.top_k`.
+      wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
+        `"bfloat16"`. Rounding errors are added to the residual.
+      error_feedback: True (default) to add the elements that are not sent to the next gradient.
+        Otherwise they are lost.
+      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
+        0: none). The optimizer's own must then be 0.
+      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
+        0).
+      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
+        or, with `momentum`, by this scheme at density 1.
+
+    Raises:
+      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
+
+    Cost: P ranks, d elements: (P - 1) density d pairs sent per rank.
+    Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
+    feedback; where pairs would be more bytes than the dense exchange, values are sent densely.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> scheme = schemes.TopK(density=0.001)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
+      56000
+    """
+
+    select: str = "exact"
+
+    @override
+    def _layout_topology(self, topology: Topology) -> Topology:
+        # Every rank is a separate node, so that nothing is summed before the selection.
+        return Topology(topology.rank, tuple((rank,) for rank in range(topology.size)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiTopK(SparseScheme):
+    """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
+
+    The ranks at one position of every node exchange the largest elements of their shard. So all n
+    network interfaces of a node are busy at once, and each element is selected once per node, from
+    the sum of its ranks. The residual is that of the shard. The last stage gathers pairs or sums in
+    the node, whichever is fewer bytes.
+
+    Args:
+      density: Share of elements that each node sends, in (0, 1] (default 0.01).
+      select: Method of selection: `"mstopk"` (default), `"exact"` or `"dgc"`; see
+        `tfposeidon.ops.top_k`.
+      wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
+        `"bfloat16"`. Rounding errors are added to the residual. Values are sums over a node, not
+        means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
+      error_feedback: True (default) to add the elements that are not sent to the next gradient.
+        Otherwise they are lost.
+      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
+        0: none). The optimizer's own must then be 0.
+      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
+        0).
+      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
+        or, with `momentum`, by this scheme at density 1.
+
+    Raises:
+      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
+
+    Cost: m nodes of n ranks, d elements, k = density d / n: (n - 1) d / n values per rank in the
+    node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k pairs or (n - 1)
+    d / n values.
+    Source: Shi et al. 2021 (CommLib), section 3.2, Algorithm 2. Differs: error feedback on the
+    shard; indices and values in one message; the scatter is an all-to-all with a local sum (see
+    `stages`); where pairs would be more bytes than the dense exchange, values are sent densely.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
+      2000
+    """

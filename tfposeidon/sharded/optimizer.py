@@ -15,13 +15,13 @@ from typing_extensions import override
 
 from tfposeidon import arguments, policies, sample_counts
 from tfposeidon.exchange.means import Means
-from tfposeidon.gradients.description import describe
+from tfposeidon.gradients import describe
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapper import innermost
 from tfposeidon.sharded.scheme import Sharded
 from tfposeidon.sharded.shards import Shards
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
 
 ELEMENTWISE = (

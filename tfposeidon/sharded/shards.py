@@ -18,24 +18,21 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, zeros
-from tfposeidon.exchange import layer_norms
+from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.plan import Bucket
-from tfposeidon.gradients.description import (
+from tfposeidon.gradients import (
     describe,
     distinct_paths,
     is_overwritten,
     of_tensorflow,
 )
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
-from tfposeidon.optimizers.wrapping import innermost
+from tfposeidon.optimizers.wrapper import innermost
 from tfposeidon.schemes import Scheme
-from tfposeidon.sharded import whole_gradients
-from tfposeidon.sharded.scheme import OwnParts
-from tfposeidon.sharded.whole_gradients import sharded_norms
-from tfposeidon.state.placement import Placement
-from tfposeidon.state.rank_state import StateDescription
+from tfposeidon.sharded.scheme import OwnParts, clip_by_whole_norms, sharded_norms
+from tfposeidon.state.placement import Placement, StateDescription
 
 
 class _ShardSlot(NamedTuple):
@@ -191,7 +188,7 @@ class Shards:
         name = f"{self._exchanger.prefix}.norms"
         wire = self._exchanger.wire
         values = [m for m, v in enumerate(self._variables) if is_overwritten(v)]
-        clipped = whole_gradients.clip_by_whole_norms(
+        clipped = clip_by_whole_norms(
             [None if m in values else mean for m, mean in enumerate(means)],
             *(served, self._updater, wire, name),
         )
@@ -215,13 +212,13 @@ class Shards:
 
     def choose_norms(
         self, optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str
-    ) -> layer_norms.NormMethod:
-        """Returns the method for layer norms of sharded variables; see `layer_norms`."""
+    ) -> parallel_operator.NormMethod:
+        """Returns the method for layer norms of sharded variables; see `parallel_operator`."""
         if not self._parts or wire.topology.size == 1:
-            return layer_norms.choose_norms(optimizer, variables, wire, prefix)
+            return parallel_operator.choose_norms(optimizer, variables, wire, prefix)
         if not isinstance(self._inner, LayerWiseOptimizer):
-            return layer_norms.NormMethod()
-        return layer_norms.NormMethod(
+            return parallel_operator.NormMethod()
+        return parallel_operator.NormMethod(
             sharded_norms(wire, self._is_served, f"{prefix}.norms_of_layers"),
             "norms of layers: the ranks sum the squared norms of their shards",
         )

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfposeidon.checks import check_integer
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
-from tfposeidon.ranges import check_integer
 
 log = logging.getLogger("tfposeidon")
 
@@ -73,6 +73,8 @@ class Snapshots:
         self.keep = check_integer("keep", keep, 1)
         self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
         self._unreadable: set[str] = set()
+        # Steps since the writing of a snapshot started, and the step of the next poll.
+        self._steps = self._next_poll = 0
 
     def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Writes a snapshot with rank 0's `meta` and `shared`; raises on all if one fails."""
@@ -102,6 +104,7 @@ class Snapshots:
         )
         # No second task follows: the thread ends with this one.
         thread.shutdown(wait=False)
+        self._steps, self._next_poll = 0, 1
 
     def poll(self) -> bool:
         """Returns whether no snapshot is being written; costs one small exchange if one was."""
@@ -110,6 +113,14 @@ class Snapshots:
         ):
             self.finish()
         return self._writing is None
+
+    def poll_at_step(self) -> None:
+        """Polls 1, 2, 4, ... steps after `start`; all ranks call it after each step."""
+        # All ranks must poll at the same steps, and each poll is an exchange. So polls are few, and
+        # early.
+        self._steps += 1
+        if self._steps == self._next_poll:
+            self._next_poll = 0 if self.poll() else 2 * self._next_poll
 
     def finish(self) -> None:
         """Waits for the snapshot of `start`; raises on all ranks if one fails, as `write` does."""
@@ -292,14 +303,20 @@ def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
     return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
 
 
+def mismatch(received: str) -> SnapshotError:
+    """Returns the error of a snapshot that does not match the model."""
+    return SnapshotError(
+        f"A checkpoint must match the model and its optimizers. Received: {received}. Use another "
+        "folder, or Checkpoint(..., resume=False)."
+    )
+
+
 def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     """Assigns arrays of a snapshot to variables of the same shapes."""
     pairs = itertools.zip_longest(variables, values)
     if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
-        raise SnapshotError(
-            f"A checkpoint must match the model and its optimizers. Received: {len(values)} arrays "
-            f"for {len(variables)} variables, or arrays of other shapes. Use another folder, or "
-            "Checkpoint(..., resume=False)."
+        raise mismatch(
+            f"{len(values)} arrays for {len(variables)} variables, or arrays of other shapes"
         )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))

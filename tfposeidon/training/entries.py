@@ -16,10 +16,11 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.variable_agreement import as_json, check_same_variables
-from tfposeidon.gradients.description import of_tensorflow
+from tfposeidon.exchange.replicas import as_json, check_same_variables
+from tfposeidon.gradients import of_tensorflow
 from tfposeidon.state.placement import (
     Placement,
+    StateDescription,
     StateEntry,
     another_seed,
     by_dtype,
@@ -27,7 +28,6 @@ from tfposeidon.state.placement import (
     placed,
     seeds_of_layers,
 )
-from tfposeidon.state.rank_state import StateDescription
 from tfposeidon.training import layer_state, session
 
 

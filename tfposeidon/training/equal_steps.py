@@ -16,15 +16,15 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from tfposeidon.communication import agreement, runtime
+from tfposeidon.checks import at_first_entry, require_equal
+from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.joining import join_until_all_have_ended
-from tfposeidon.optimizers.wrapping import leaves
+from tfposeidon.exchange.means import join_until_all_have_ended
+from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.training import entries, session
-from tfposeidon.training.global_metrics import GlobalMetrics
+from tfposeidon.training.global_metrics import GlobalMetrics, LayerAverages
 from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.layer_averages import LayerAverages
 
 log = logging.getLogger("tfposeidon")
 
@@ -394,12 +394,12 @@ def _as_float(value: Any) -> float | None:
 
 
 def _check_equal(everybody: list[dict[str, Any]]) -> None:
-    agreement.require_equal(
+    require_equal(
         everybody,
         "All ranks must train with the same settings",
         "Run callbacks that set or restore it on all ranks, with the same values; instead of "
         "callbacks that restore only one rank, use keras_callbacks.Checkpoint.",
-        agreement.at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
+        at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
     )
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.inputs import graphs, pipelines
+from tfposeidon.inputs import pipelines
 from tfposeidon.inputs.shares import is_array
 from tfposeidon.training import session
 
@@ -123,4 +123,4 @@ def _of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 
 def _calls_python(dataset: tf.data.Dataset) -> bool:
     steps = pipelines.below(dataset)
-    return any(node.op in graphs.PYTHON_OPS for step in steps for node in pipelines.nodes(step))
+    return any(node.op in pipelines.PYTHON_OPS for step in steps for node in pipelines.nodes(step))

@@ -9,7 +9,7 @@ keep their behavior. Keras looks these methods up after the optimizer is constru
   and passes the batch size to the optimizer, which weights unequal batches by it.
 - `fit`: prints on one rank only, without a progress bar where there is no terminal,
   compares the data that ranks pass (`given_data`), ends epochs on all ranks after the same step
-  (`equal_steps`), and averages layer state and metrics (`layer_averages`, `global_metrics`).
+  (`equal_steps`), and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
 The third patched method is `LossScaleOptimizer.apply`: around a communicating optimizer it averages
@@ -40,12 +40,11 @@ from tfposeidon.training import (
     entries,
     equal_steps,
     given_data,
-    layer_averages,
+    global_metrics,
     one_writer,
     session,
 )
-from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches
+from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches
 
 log = logging.getLogger("tfposeidon")
 
@@ -162,7 +161,7 @@ def _count_samples(model: Any) -> None:
     @functools.wraps(step)
     def train_step(data: Any) -> Any:
         if runtime.size() > 1:
-            layer_averages.refuse_synchronized(model)
+            global_metrics.refuse_synchronized(model)
         with session.of(model).train_step(data):
             return step(data)
 
@@ -212,7 +211,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
 
 def _begin_alike(model: Any, callbacks: list[Any]) -> None:
     """Starts a model's first `fit` with the values of one rank, before callbacks see them."""
-    layer_averages.check_saves(model, callbacks)
+    global_metrics.check_saves(model, callbacks)
     # `AgreedStop` does so once more, since callbacks may restore values.
     if not session.of(model).has_begun:
         # That of `BroadcastVariables`, whose values would be lost.

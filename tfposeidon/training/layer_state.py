@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
 from tfposeidon.state.placement import Placement, StateEntry, placement_outside_variables
-from tfposeidon.training import train_functions
+from tfposeidon.training import hooks
 
 State = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
@@ -71,7 +71,7 @@ def assign(model: keras.Model, state: State) -> None:
     if not _equal(read(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
-            train_functions.retrace(model)
+            hooks.retrace(model)
 
 
 def broadcast(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:

@@ -19,8 +19,7 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.training.hooks import FitHooks
-from tfposeidon.training.train_functions import OutsideOfFit, SkipBatches, retrace
+from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches, retrace
 
 _distributed: tuple[type, ...] = ()
 """`CommunicatingOptimizer`, set by registration, since its module imports this one."""

@@ -1,0 +1,22 @@
+"""Rounds of a measurement of the network."""
+
+import pytest
+
+from tfposeidon.autotune import measurement
+
+
+@pytest.mark.ranks("2")
+def test_slow_probes_are_timed_until_their_variation_is_known(wire, monkeypatch):
+    monkeypatch.setattr(measurement, "BUDGET_S", 0.0)
+    monkeypatch.setattr(measurement, "LATEST_S", 1000.0)
+    names, exchange = [], measurement.exchange_objects
+
+    def noted(values, wire, name):
+        names.append(name)
+        return exchange(values, wire, name)
+
+    monkeypatch.setattr(measurement, "exchange_objects", noted)
+    measurement.measure(wire)
+    # The times of the first round do not count.
+    rounds = sum(".round_" in name for name in names)
+    assert rounds >= 1 + measurement.FEWEST_ROUNDS

@@ -1,1 +1,0 @@
-"""Gradients: descriptions, the reading of their structure, and accumulation over steps."""

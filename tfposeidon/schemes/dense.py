@@ -1,0 +1,260 @@
+"""Schemes that send all elements: all-reduce, all-to-all, 2D torus and parameter server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon import checks
+from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.wire import Wire
+from tfposeidon.schemes import stages
+from tfposeidon.schemes.base import Scheme, State
+from tfposeidon.schemes.stages import Stage, Transfer, Work
+from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(WithWireDtype, Scheme):
+    """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
+
+    Args:
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"`, in which Horovod also sums.
+
+    Raises:
+      ValueError: If `wire_dtype` is anything else.
+
+    Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      6000
+      >>> schemes.AllReduce(wire_dtype="float16").exact
+      False
+    """
+
+    allowed_wire_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
+    wire_dtype_remedy: ClassVar[str] = (
+        'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'
+    )
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        world = wire.topology.world
+        if self.wire_dtype is None:
+            return wire.all_reduce(gradient, world, name, scale=1.0 / world.size), state
+        # Scale before the cast: the sum of P ranks must not overflow float16.
+        scaled = gradient / tf.cast(world.size, gradient.dtype)
+        summed = wire.all_reduce(encode(scaled, self.wire_dtype), world, name)
+        return decode(summed, self.wire_dtype, gradient.dtype), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        width = wire_itemsize(self.wire_dtype, itemsize)
+        transfer = Transfer(
+            name="",
+            operation="all_reduce",
+            group=topology.world,
+            parts_bytes=(float(length * width),),
+            itemsize=width,
+        )
+        return (
+            *stages.encoding(length, self.wire_dtype, "encode"),
+            transfer,
+            *stages.encoding(length, self.wire_dtype, "decode"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest(Scheme):
+    """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
+
+    Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,
+    which are never negative. Keras takes the maximum over accumulated calls; this extends it over
+    ranks. No policy chooses it.
+    """
+
+    averages: ClassVar[bool] = False
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
+        return tf.reduce_max(gathered, 0), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        parts_bytes = (float(length * itemsize),) * topology.size
+        compared = length * topology.size
+        return (
+            Transfer(
+                name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+            ),
+            Work(name="largest", kind="sum", elements=compared, operations=compared),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(WithWireDtype, Scheme):
+    """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
+
+    Args:
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"` or `"bfloat16"`: half the bytes of float32, summed in float32. With float16,
+        values beyond 65504 become infinite.
+
+    Raises:
+      ValueError: If `wire_dtype` is anything else.
+
+    Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
+    Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts differ by at most one
+    element where P does not divide n; bfloat16 is supported.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> half = schemes.AllToAll(wire_dtype="bfloat16")
+      >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      3000
+    """
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
+        total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
+        # Round the mean to 16 bits, and not the sum: the sum of P ranks might overflow.
+        mean = total / tf.cast(wire.topology.size, gradient.dtype)
+        gathered = stages.gather(encode(mean, self.wire_dtype), shards, wire, f"{name}.gather")
+        return decode(gathered, self.wire_dtype, gradient.dtype), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        shards, own = stages.Shards.even(length, topology.world), self.wire_dtype
+        return (
+            *stages.scatter_sum_stages(shards, itemsize, topology, own, "scatter"),
+            *stages.encoding(shards.length_of(topology.rank), own, "encode"),
+            *stages.gather_stages(shards, itemsize, own, "gather"),
+            *stages.encoding(length, own, "decode"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torus2D(WithWireDtype, Scheme):
+    """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node (2DTAR).
+
+    With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
+    nodes, so all n network interfaces of a node are busy at once.
+
+    Args:
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"` or `"bfloat16"`; see `AllToAll`.
+
+    Raises:
+      ValueError: If `wire_dtype` is anything else.
+
+    Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
+    and 2 d (m - 1) / (m n) across nodes, for d elements.
+    Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
+    is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
+    positions that every node has own shards, and the other ranks only contribute.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> cost = schemes.Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
+      >>> int(cost.node_bytes), int(cost.cross_bytes)
+      (4000, 2000)
+    """
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        return stages.mean_by_levels(gradient, wire, name, self.wire_dtype), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        return stages.stages_by_levels(length, itemsize, topology, self.wire_dtype)
+
+
+PAIR_BYTES = 2 * 2**20
+"""Size in bytes of Poseidon's key-value pairs (section 4.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Scheme):
+    """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
+
+    Every node is both worker and shard owner. A bucket is split into equal parts, one per node.
+    Nodes of several ranks sum inside first, and each rank owns a shard of the node's part.
+
+    Every rank updates its variables with the means. `tfposeidon.ShardedOptimizer` keeps means and
+    optimizer state with the shard owners, and gathers variables instead.
+
+    Args:
+      pair_bytes: Bytes, over all buckets, by which the shards of two owners may differ (default 2
+        MiB). Parts differ by one element at most, which is always within this limit, so it has no
+        effect.
+
+    Raises:
+      ValueError: If `pair_bytes` is not positive.
+
+    Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
+    received, for P nodes and d elements.
+    Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; push is an all-to-all with a local
+    sum, pull an all-gather. Differs: every bucket is sharded over all nodes, where each of
+    Poseidon's 2 MB pairs has one server. Horovod runs one exchange after another: with a bucket on
+    one server, only that server's network connection would be busy.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> schemes.ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      (3, 6)
+    """
+
+    name: ClassVar[str] = "ps"
+    pair_bytes: int = PAIR_BYTES
+
+    def __post_init__(self) -> None:
+        checks.check_number(
+            "pair_bytes", self.pair_bytes, checks.POSITIVE, "Leave it out for 2 MB."
+        )
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        return stages.mean_by_levels(gradient, wire, name, None), state
+
+    def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
+        """Returns the shard that `topology.rank` owns.
+
+        Args:
+          length: Number of elements of the bucket.
+          topology: Topology of the job.
+
+        Returns:
+          Start and end of the shard; (0, 0) if the rank owns none.
+        """
+        node, across = stages.shards_by_level(length, topology)
+        if across is None:
+            return 0, 0
+        # The rank's shard of the node's vector is sharded again over the nodes.
+        begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
+        return begin, begin + across.length_of(topology.rank)
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        return stages.stages_by_levels(length, itemsize, topology, None)
