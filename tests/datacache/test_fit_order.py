@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 
 import keras
 import numpy as np
@@ -161,16 +162,17 @@ def test_positions_that_do_not_follow(numbers):
         (plain, plain.take(3), None, r"another iteration over the data after 3 of 6 steps"),
     ):
         position = keras_callbacks.CachePosition(cache, named)
+        # So that data that are read ahead begin before the next epoch of fit.
+        pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.2))
         with pytest.raises(
             Exception,
             match=rf"CachePosition\(cache, data\) must .* within an epoch. Received: {received}",
         ):
             model.fit(
                 given,
-                # Data that are read ahead mostly begin before the epoch of fit, not always.
-                epochs=30,
+                epochs=5,
                 steps_per_epoch=steps,
-                callbacks=[position],
+                callbacks=[position, pause],
                 verbose=0,
                 shuffle=False,
             )

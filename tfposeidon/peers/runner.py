@@ -209,11 +209,12 @@ class Runner:
             print(text, file=sink, flush=True)
         except OSError as error:
             # The output is closed, as in `lab ... | head`, or its disk is full, so end the job.
-            # Redirect the stream, so that Python does not fail again when it flushes the buffer.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())
+            _discard(sink)
             if not isinstance(error, BrokenPipeError):
-                with contextlib.suppress(OSError):
+                try:
                     self.say(f"the job ends, because output could not be written: {error}.")
+                except OSError:
+                    _discard(sys.stderr)
             self.cancel()
 
     def _shows(self, rank: Rank) -> bool:
@@ -248,6 +249,13 @@ class Runner:
                 and time.monotonic() < deadline
             ):
                 await asyncio.sleep(0.05)
+
+
+def _discard(sink: TextIO) -> None:
+    """Redirects a stream, so that Python does not fail again when it flushes the buffer."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sink.fileno())
+    os.close(null)
 
 
 async def _wait_for(
