@@ -28,7 +28,7 @@ def shuffling(dataset: tf.data.Dataset) -> str | None:
     causes = [_shuffling_itself(one) for one in pipelines.datasets(dataset)]
     causes += [
         _unsteady_node(node)
-        for graph in pipelines.functions(dataset)
+        for graph in pipelines.function_graphs(dataset)
         for node in pipelines.nodes_of_graph(graph.as_graph_def())
     ]
     return next(filter(None, causes), None)
@@ -45,7 +45,9 @@ def _shuffling_itself(one: Any) -> str | None:
             )
     if getattr(one, "_deterministic", None) == "false":
         return f"{kind} with deterministic=False. Omit that argument"
-    drawn = any(pipelines.drawing_ops(pipelines.ops(graph)) for graph in pipelines.functions(one))
+    drawn = any(
+        pipelines.drawing_ops(pipelines.op_names(graph)) for graph in pipelines.function_graphs(one)
+    )
     if kind not in _IN_ORDER and drawn:
         return f"elements that {kind} selects at random. Use random ops after the cache"
     if kind in ("ParallelInterleaveDataset", "VariantDataset"):

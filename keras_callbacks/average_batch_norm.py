@@ -51,7 +51,7 @@ class AverageBatchNorm(global_metrics.LayerAverages):
     @override
     def on_test_begin(self, logs: Any = None) -> None:
         if not self._trains:
-            global_metrics.average(self.model)
+            global_metrics.average_layer_state(self.model)
         elif not self._has_nothing_to_do:
             super().on_test_begin(logs)
 

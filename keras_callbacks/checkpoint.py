@@ -19,7 +19,7 @@ from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.replicas import as_json, first_different_variable
+from tfposeidon.exchange.replicas import first_different_variable, variables_as_json
 from tfposeidon.gradients import of_tensorflow
 from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
@@ -213,7 +213,7 @@ class Checkpoint(keras.callbacks.Callback):
             "batches": batches,
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
-            "variables": as_json(replicas.describe_any(replicated_variables(self.model))),
+            "variables": variables_as_json(replicas.describe_any(replicated_variables(self.model))),
             "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
         # Not between epochs: Keras resets metrics at the start of the next one.
@@ -433,14 +433,11 @@ class Checkpoint(keras.callbacks.Callback):
             if before != now:
                 # Optimizers of other kinds may have state of the same shapes.
                 raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
-        described = as_json(replicas.describe_any(replicated_variables(self.model)))
+        described = variables_as_json(replicas.describe_any(replicated_variables(self.model)))
         difference = first_different_variable(snapshot.meta["variables"], described)
         if difference:
             index, saved, built = difference
-            raise mismatch(
-                "other variables. The first difference is "
-                f"variable {index}: {saved} in {self.folder}, {built} in the model"
-            )
+            raise mismatch(f"variable {index}: {saved} in {self.folder}, {built} in the model")
 
 
 def _classes(held: Any) -> list[str]:

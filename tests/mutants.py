@@ -28,7 +28,7 @@ from tests.launch import ROOT
 
 CODE = (
     *("exchange", "communication", "schemes", "sharded", "local", "elastic_averaging"),
-    *("factors", "autotune", "state", "gradients", "policies", "training", "optimizers"),
+    *("factors", "autotune", "state", "gradients", "policies", "training", "optimizers", "checks"),
 )
 """Folders of tfposeidon, or modules; keras_callbacks and datacache are taken whole."""
 DATA = ROOT / "build" / "mutants.coverage"

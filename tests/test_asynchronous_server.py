@@ -9,7 +9,7 @@ import pytest
 
 import keras_callbacks
 from tests.helpers.checks import LogLines
-from tfposeidon.elastic_averaging import fit as own_callbacks
+from tfposeidon.elastic_averaging import fit
 from tfposeidon.elastic_averaging.calls import Call
 from tfposeidon.elastic_averaging.job import saved_at_failure
 from tfposeidon.elastic_averaging.server import Server
@@ -86,7 +86,7 @@ def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
 )
 def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     with pytest.raises(ValueError, match=f"Received: {type(callback).__name__}.*{remedy}"):
-        own_callbacks.check_callback(callback)
+        fit.check_callback(callback)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_act_are_not_refused(callback):
-    own_callbacks.check_callback(callback)
+    fit.check_callback(callback)
 
 
 def test_what_is_left_without_a_snapshot_is_said():
-    fate = own_callbacks.fate_without_snapshot
+    fate = fit.fate_without_snapshot
     assert fate([]).startswith("the global weights are lost")
     kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
     assert "only the global weights that ModelCheckpoint saved at the end of an epoch" in kept

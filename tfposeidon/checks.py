@@ -12,6 +12,14 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+Show = Callable[[Any, Any], tuple[str, str]]
+"""Function from two different values to a text for each, in full or only where they differ."""
+
+_MISSING = object()
+
+
+# ------------------------------------------------------------------ arguments
+
 
 class Range(NamedTuple):
     """Allowed numbers: the end of the sentence "`x` must be ...", and a test for finite numbers."""
@@ -66,10 +74,7 @@ def _message(name: str, value: Any, rule: str, remedy: str) -> str:
     return f"`{name}` must be {rule}. Received: {name}={value!r}. {remedy}".rstrip()
 
 
-Show = Callable[[Any, Any], tuple[str, str]]
-"""Function from two different values to a text for each, in full or only where they differ."""
-
-_MISSING = object()
+# ------------------------------------------------------------------ values of all ranks
 
 
 def in_full(first: Any, other: Any) -> tuple[str, str]:

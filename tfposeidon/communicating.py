@@ -52,7 +52,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         gradient_accumulation_steps: int | None,
         name: str,
     ) -> None:
-        runtime.check_surroundings()
+        runtime.check_environment()
         arguments.check_inner(type(self).__name__, inner_optimizer, CommunicatingOptimizer)
         if bucket_bytes is not None:
             bucket_bytes = checks.check_integer("bucket_bytes", bucket_bytes, 0)

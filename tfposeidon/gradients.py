@@ -1,4 +1,4 @@
-"""Descriptions of gradients, readers of their structure, and accumulation over calls.
+"""Gradients: descriptions, readers of their structure, conversions, accumulation over calls.
 
 A `Description` has all properties of a gradient that are known before any step runs. It is the same
 on every rank. The structure that a reader finds in the graph is opaque: only schemes and policies
@@ -133,6 +133,9 @@ class GradientReader(Protocol):
         """Returns a gradient as from `take`, made of a vector of values, for timed trials."""
 
 
+# ------------------------------------------------------------------ variables
+
+
 def path_of(variable: Any) -> str:
     """Returns the path of a Keras variable ("layer/kernel"), or the name of a `tf.Variable`."""
     return getattr(variable, "path", None) or variable.name
@@ -186,6 +189,9 @@ def is_overwritten(variable: Any) -> bool:
     return getattr(variable, "overwrite_with_gradient", False)
 
 
+# ------------------------------------------------------------------ sparse and dense
+
+
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice.
 
@@ -237,7 +243,7 @@ def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     return tf.reduce_all([tf.constant(True), *each])
 
 
-def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
+def as_dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tensor:
     """Returns a gradient as one tensor of the variable's shape, in the dtype of the exchange."""
     if gradient is None:
         return wire.zeros(description.shape, zero)
@@ -253,8 +259,11 @@ def dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.Tens
     return tf.ensure_shape(gradient, description.shape)
 
 
+# ------------------------------------------------------------------ accumulation
+
+
 @dataclass(frozen=True)
-class Call:
+class AccumulatedCall:
     """One call of an optimizer that accumulates gradients.
 
     `weight` is the scalar weight of its gradients on this rank, or `None` if all ranks have equal
@@ -294,7 +303,7 @@ class Accumulation:
         self,
         indices: Sequence[int],
         gradients: Sequence[Any],
-        call: Call,
+        call: AccumulatedCall,
         update: Callable[[list[Any], Any, Any], None],
         wait: Callable[[], None],
     ) -> None:

@@ -21,7 +21,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.gradients import Accumulation, Call, describe
+from tfposeidon.gradients import AccumulatedCall, Accumulation, describe
 from tfposeidon.optimizers.wrapper import (
     accumulated_steps,
     leaves,
@@ -198,7 +198,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         share, finite, everybody = self._exchange.join_call(
             grads, variables, rows, skips=updater is not inner
         )
-        call = Call(
+        call = AccumulatedCall(
             weight=share if own is None else own,
             is_due=self._is_due(),
             scale=updater.scale_loss(1.0),

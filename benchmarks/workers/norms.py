@@ -7,7 +7,7 @@ from benchmarks.norms import drawn
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import balanced
+from tfposeidon.communication.packing import balanced_parts
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import local_norms
@@ -18,7 +18,9 @@ def main():
     topology = tp.init()
     wire = runtime.wire()
     variables = drawn(task.model)
-    shares = balanced([variable.shape.num_elements() for variable in variables], topology.size)
+    shares = balanced_parts(
+        [variable.shape.num_elements() for variable in variables], topology.size
+    )
     sums = [sum(v.shape.num_elements() for v in variables[begin:end]) for begin, end in shares]
     largest = variables[slice(*shares[sums.index(max(sums))])]
     mine = variables[slice(*shares[topology.rank])]

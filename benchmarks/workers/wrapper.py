@@ -200,7 +200,7 @@ def _synchronized():
         # Each rank's own statistics, as after steps.
         for variable in entries.variables_of(model, Placement.AVERAGED):
             variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
-        global_metrics.average(model)
+        global_metrics.average_layer_state(model)
         metrics.on_epoch_begin(0)
         metrics.on_epoch_end(0, model.get_metrics_result())
 

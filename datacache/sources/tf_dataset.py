@@ -51,8 +51,8 @@ class DatasetSource(StreamSource):
             )
         draws = {
             op
-            for graph in pipelines.functions(dataset)
-            for op in pipelines.drawing_ops(pipelines.ops(graph))
+            for graph in pipelines.function_graphs(dataset)
+            for op in pipelines.drawing_ops(pipelines.op_names(graph))
         }
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)

@@ -247,7 +247,7 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 
 
 def _warn_of_unseen(graph: Any) -> None:
-    used = pipelines.ops(graph)
+    used = pipelines.op_names(graph)
     if used & pipelines.PYTHON_OPS:
         log.warning(
             "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "

@@ -151,7 +151,7 @@ def report(monkeypatch, gpus, driver=None, tensorflow=None, horovod=None):
     monkeypatch.setattr(cuda, "driver_present", lambda: driver is not None)
     monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: tensorflow)
     monkeypatch.setattr(check, "_horovod_cuda", lambda: horovod)
-    return dict(check.rows(gpus))
+    return dict(check.gpu_rows(gpus))
 
 
 def test_a_machine_for_cpus_has_one_line(monkeypatch):
@@ -166,7 +166,7 @@ def test_the_report_names_what_does_not_go_together(monkeypatch):
     assert rows["CUDA"] == "TensorFlow for 12.5.1, Horovod for 12.5.82"
     rows = report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
     assert rows["GPUs"] == "1"
-    with pytest.raises(check.GpuError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
+    with pytest.raises(check.CheckError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
         report(monkeypatch, 1, driver=(12, 8), tensorflow="12.5.1", horovod="13.0.88")
 
 
@@ -177,7 +177,7 @@ def test_native_ops_for_another_gpu_are_named(monkeypatch):
     monkeypatch.setattr(native, "has_gpu_kernels", lambda: True)
     monkeypatch.setattr(ops, "l2_norms", fail)
     message = "architecture of this GPU. Received: no kernel image"
-    with pytest.raises(check.GpuError, match=message):
+    with pytest.raises(check.CheckError, match=message):
         report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
 
 

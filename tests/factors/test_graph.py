@@ -133,8 +133,8 @@ def _read_all(model, shape, whole, batch):
 
 def _factors(gradient, variable, model):
     if isinstance(gradient, tf.IndexedSlices):
-        return pairs.read(gradient, variable.shape)
-    return reader.read(gradient, variable.shape, "float32", model.trainable_variables)
+        return pairs.rows_of(gradient, variable.shape)
+    return reader.factors_of(gradient, variable.shape, "float32", model.trainable_variables)
 
 
 def test_no_layer_of_keras_is_forgotten():
@@ -186,7 +186,7 @@ def _why_not(step, variables, *inputs):
             loss = step(*inputs)
         (gradient, *_) = tape.gradient(loss, variables)
         try:
-            found.append(reader.read(gradient, variables[0].shape, "float32", variables))
+            found.append(reader.factors_of(gradient, variables[0].shape, "float32", variables))
         except NoFactorsError as error:
             found.append(str(error))
         return gradient

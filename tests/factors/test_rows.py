@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.means import weight_of
-from tfposeidon.factors import pairs as embedding_rows
+from tfposeidon.factors import pairs
 from tfposeidon.factors.pairs import FactorShape, NoFactorsError, Rows
 from tfposeidon.factors.reader import FactorReader
 from tfposeidon.gradients import Description
@@ -80,7 +80,7 @@ def test_rows_are_found_in_a_model():
             loss = tf.reduce_sum(model(tokens) ** 2)
         gradient = tape.gradient(loss, table.value)
         found.extend(FactorReader().find([gradient], [description], [table]))
-        rows = embedding_rows.read(gradient, (50, 4))
+        rows = pairs.rows_of(gradient, (50, 4))
         return rows.product(rows.packed), tf.convert_to_tensor(gradient)
 
     product, gradient = check(np.random.default_rng(0).integers(0, 50, (5, 8)).astype("int32"))
@@ -98,14 +98,14 @@ def test_rows_are_found_in_a_model():
 
 def test_a_matrix_among_rows():
     matrix = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
-    rows = embedding_rows.as_product(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
+    rows = pairs.as_product(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
     np.testing.assert_array_equal(rows.product(rows.packed), matrix.reshape(-1))
     np.testing.assert_array_equal(rows.own_product, matrix.reshape(-1))
 
 
 def test_tables_of_matrices_have_no_rows():
     with pytest.raises(NoFactorsError, match="its rows are not vectors"):
-        embedding_rows.read(tf.IndexedSlices(tf.zeros([2, 3, 3]), tf.constant([0, 1])), (5, 3, 3))
+        pairs.rows_of(tf.IndexedSlices(tf.zeros([2, 3, 3]), tf.constant([0, 1])), (5, 3, 3))
 
 
 @pytest.mark.parametrize(("table", "scheme"), [(30_000, "factors"), (100, "ps")])

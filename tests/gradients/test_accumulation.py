@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.gradients import Accumulation, Call
+from tfposeidon.gradients import AccumulatedCall, Accumulation
 
 SHAPE = (7, 5)
 
@@ -24,7 +24,7 @@ class _Calls:
         self._add(gradient, tf.constant(count), tf.constant(self._done % self._steps == 0))
 
     def _traced(self, gradient, count, is_due):
-        call = Call(weight=count, is_due=is_due)
+        call = AccumulatedCall(weight=count, is_due=is_due)
         self.accumulation.add([0], [gradient], call, self._update, lambda: None)
 
     def _update(self, means, total, calls):

@@ -1,5 +1,6 @@
 """Updates of LARS and LAMB: against NumPy and Keras, and by laws."""
 
+import contextlib
 import warnings
 
 import keras
@@ -268,11 +269,13 @@ def test_keras_exclusion_from_decay_leaves_the_ratio(make):
 
 
 @BOTH
-def test_copies_of_a_distributed_variable_have_their_variables_state(make):
+@pytest.mark.parametrize("builds_in_scope", [True, False])
+def test_copies_of_a_distributed_variable_have_their_variables_state(make, builds_in_scope):
     """Under `tf.distribute`, a step receives the copies of a variable."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         copied, optimizer = tf.Variable([[1.0, 2.0], [3.0, 4.0]]), make(exclude=[])
+    with strategy.scope() if builds_in_scope else contextlib.nullcontext():
         optimizer.build([copied])
     strategy.run(lambda: optimizer.apply([tf.ones([2, 2])], [copied]))
     plain, alone = tf.Variable([[1.0, 2.0], [3.0, 4.0]]), make(exclude=[])

@@ -76,8 +76,8 @@ def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
 
 def test_check_claims_no_key_where_a_launcher_counts(environment):
     environment({**TORCHRUN, meeting.LAUNCHER: "0"})
-    assert check.peers() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
+    assert check.peer_rows() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
     environment({**TORCHRUN, **MPIRUN}, has_mpi=True)
-    assert check.peers() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]
+    assert check.peer_rows() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]
     environment({**TORCHRUN, **MPIRUN})
-    assert [name for name, _ in check.peers()] == ["peers by", "rendezvous"]
+    assert [name for name, _ in check.peer_rows()] == ["peers by", "rendezvous"]

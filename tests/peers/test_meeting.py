@@ -143,15 +143,15 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     with pytest.raises(RuntimeError, match=message):
         meeting.meet_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
-    answers = [None, meeting.running(job(server), "secret")]
-    monkeypatch.setattr(meeting, "running", lambda *_: answers.pop(0))
+    answers = [None, meeting.running_store(job(server), "secret")]
+    monkeypatch.setattr(meeting, "running_store", lambda *_: answers.pop(0))
     monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
     with pytest.raises(RuntimeError, match=message):
         meeting.meet_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):
-    assert meeting.running(job(server, identity="second"), None) is None
+    assert meeting.running_store(job(server, identity="second"), None) is None
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
@@ -159,7 +159,7 @@ def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
     # A new start has drawn another token.
-    assert meeting.running(job(server), "another") is None
+    assert meeting.running_store(job(server), "another") is None
 
 
 def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
@@ -208,7 +208,7 @@ def test_a_store_answers_at_any_loopback_address(monkeypatch):
     with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
         there = job(found, host="127.0.1.1")
         meeting.connect(there, "secret", 5.0)
-        assert meeting.running(there, "secret") is not None
+        assert meeting.running_store(there, "secret") is not None
     ports = found.server_address[1:]
     own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
     with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:

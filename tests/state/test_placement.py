@@ -159,6 +159,23 @@ def test_what_is_registered_counts_and_the_rest_is_by_default():
     assert placement_outside_variables(OwnScale()) == Placement.LOCAL
 
 
+def test_a_variable_that_an_inner_layer_shares_has_the_placement_of_the_outer_one():
+    class Router(L.Layer):
+        def __init__(self, counts):
+            super().__init__()
+            self.counts = counts
+
+    class Memory(L.Layer):
+        def build(self, shape):
+            self.counts = self.add_weight(shape=(2,), trainable=False)
+            self.router = Router(self.counts)
+
+    tp.state.register(Memory, "partial")
+    model = keras.Sequential([Memory()])
+    model.layers[0].build((None, 2))
+    assert state_of_layers(model, Placement.PARTIAL) == [model.layers[0].counts]
+
+
 def test_states_of_sequences_are_local():
     model = _recurrent("sgd")
     assert sum("rnn_state" in v.path for v in state_of_layers(model, Placement.LOCAL)) == 4

@@ -40,6 +40,10 @@ WRONG_BY = 0.25
 """Relative error above which a predicted step is logged: the 90th percentile of the errors of
 predicted exchanges is 24 % (docs/results/planning.md)."""
 
+COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
+"""Kinds of compression, and the default density of sparse schemes."""
+
+
 Paths = frozenset[str]
 """Paths of a list of variables, which identify it in snapshots."""
 
@@ -303,8 +307,7 @@ def paths_of(descriptions: Sequence[Description]) -> Paths:
     return frozenset(description.path for description in descriptions)
 
 
-COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
-"""Kinds of compression, and the default density of sparse schemes."""
+# ------------------------------------------------------------------ policy
 
 
 @dataclass(frozen=True)

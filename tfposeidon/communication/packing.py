@@ -59,10 +59,10 @@ def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
     ]
 
 
-def even(length: int, parts: int) -> list[tuple[int, int]]:
+def even_parts(length: int, parts: int) -> list[tuple[int, int]]:
     """Returns start and end of each part; lengths differ by one at most, larger parts first.
 
-    >>> even(5, 3)
+    >>> even_parts(5, 3)
     [(0, 2), (2, 4), (4, 5)]
     """
     quotient, remainder = divmod(length, parts)
@@ -70,10 +70,10 @@ def even(length: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(begins))
 
 
-def balanced(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+def balanced_parts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     """Returns start and end of each part so that the largest sum of a part is minimal.
 
-    >>> balanced([5, 1, 1, 1, 4], 3)
+    >>> balanced_parts([5, 1, 1, 1, 4], 3)
     [(0, 1), (1, 4), (4, 5)]
     """
     # Binary search for the smallest limit with which greedy filling needs no more than `parts`

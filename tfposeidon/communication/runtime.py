@@ -1,4 +1,8 @@
-"""The job of this process, which `init` starts once: its ranks, collectives and network."""
+"""The job of this process, which `init` starts once: its ranks, collectives and network.
+
+Environments in which collectives cannot run are refused here: other backends of Keras, the scope of
+a `tf.distribute` strategy, and XLA.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,10 @@ MEASURE: Literal["measure"] = "measure"
 """Network profile to measure when the first step that needs it is traced."""
 UNKNOWN = "unknown"
 """Network profile that is not measured."""
+
+_OF_FUNCTIONS = 50
+"""Priority of the variable creators of `tf.function`; those of users' scopes have another."""
+
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -187,8 +195,6 @@ def _take_links(given: Any, topology: Topology) -> None:
     # A single rank has no network, even if the script describes one for larger jobs.
     if topology.size == 1:
         return
-    import tensorflow as tf
-
     on_gpu = bool(tf.config.list_physical_devices("GPU"))
     if given is None:
         given = UNKNOWN if on_gpu else MEASURE
@@ -294,11 +300,10 @@ def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
         )
 
 
-_OF_FUNCTIONS = 50
-"""Priority of the variable creators of `tf.function`; those of users' scopes have another."""
+# ------------------------------------------------------------------ environment of a step
 
 
-def check_surroundings() -> None:
+def check_environment() -> None:
     """Refuses Keras backends other than TensorFlow, and the scope of a `tf.distribute` strategy."""
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
@@ -315,7 +320,7 @@ def check_surroundings() -> None:
 
 def check_graph() -> None:
     """Refuses, while a step is traced, an environment in which collectives cannot run."""
-    check_surroundings()
+    check_environment()
     if native.in_xla():
         raise ValueError(
             "XLA cannot compile collectives. Received: a step within "

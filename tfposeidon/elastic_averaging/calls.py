@@ -26,6 +26,11 @@ _KINDS = 16
 _STOP = 2**32
 """Stop flag that the server adds to a call; larger than any call."""
 
+LONGEST_SILENCE_S = 15.0
+"""Longest time in seconds between calls, unless the stall limit requires a shorter one."""
+ASKS_EVERY_S = 0.2
+"""Seconds between questions to the server whether it releases the worker."""
+
 
 class Call(enum.IntEnum):
     """Kinds of calls."""
@@ -140,10 +145,7 @@ class ServedSlots:
         give_slots(wire, self.now)
 
 
-LONGEST_SILENCE_S = 15.0
-"""Longest time in seconds between calls, unless the stall limit requires a shorter one."""
-ASKS_EVERY_S = 0.2
-"""Seconds between questions to the server whether it releases the worker."""
+# ------------------------------------------------------------------ worker
 
 
 class Worker:

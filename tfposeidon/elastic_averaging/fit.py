@@ -18,14 +18,120 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.elastic_averaging import job
-from tfposeidon.elastic_averaging.job import saved_at_failure
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import SAVING
 
 log = logging.getLogger("tfposeidon")
 
 
-def serve(arguments: dict[str, Any]) -> Any:
+_AT_THE_SERVER = (
+    *SAVING,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.TensorBoard,
+)
+"""Keras callbacks that run on the server only: they save, stop, or log the global weights."""
+
+_BY_STEPS = {
+    "every_n_steps": "every_n_steps=None",
+    "save_freq": 'save_freq="epoch"',
+    "update_freq": 'update_freq="epoch"',
+}
+"""Arguments that may be numbers of steps, and their supported replacements."""
+
+
+def run(original: Any, call: inspect.BoundArguments) -> Any:
+    """Runs `fit` on a worker, or serves; collective, and returns the role's history."""
+    _check_arguments(call.arguments)
+    if job.is_server():
+        return _serve(call.arguments)
+    return _work(original, call)
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Refuses arguments of `fit` that a server does not support."""
+    job.check_roles()
+    if arguments["validation_split"]:
+        raise ValueError(
+            "ElasticAveraging does not support validation_split: the server evaluates the global "
+            "weights on separate data. Received: "
+            f"validation_split={arguments['validation_split']}. Pass validation_data instead."
+        )
+    for callback in arguments["callbacks"]:
+        check_callback(callback)
+
+
+# ------------------------------------------------------------------ worker
+
+
+def _work(original: Any, call: inspect.BoundArguments) -> Any:
+    arguments = call.arguments
+    worker = _Worker(arguments)
+    # `end` is first in the list, so that other callbacks see the global weights at the end.
+    # `worker` is last, so that it starts after the server's callbacks have restored a run.
+    end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
+    callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]
+    arguments["callbacks"] = [end, *callbacks, worker]
+    arguments["validation_data"] = None
+    try:
+        return original(*call.args, **call.kwargs)
+    finally:
+        # For training that has ended with an error.
+        worker.fall_silent()
+
+
+class _Worker(keras.callbacks.Callback):
+    """Keras callback of a worker, which starts with the server's weights, at its epoch."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self._arguments = arguments
+        self._link: Any = None
+        self._has_trained = False
+
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._optimizers, epoch = job.begin_fit(self._arguments)
+        if epoch is not None:
+            session.of(self.model).resume_at(epoch, 0)
+        self._link = job.start_worker(self._optimizers)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._has_trained = False
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._has_trained = True
+        self._stop_if_asked()
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
+        job.end_epoch(self._link, self._optimizers, self._has_trained, is_last)
+        # An epoch without a batch has not checked for it.
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        if self._link.stops:
+            self.model.stop_training = True
+
+    def end(self) -> None:
+        """Ends together with the other workers, with the server's last weights."""
+        job.end_worker(self._link, self._optimizers)
+        self._link = None
+        session.of(self.model).begin_where_asked()
+
+    def fall_silent(self) -> None:
+        """Stops calling the server, unless `end` has completed."""
+        if self._link is not None:
+            self._link.fall_silent()
+
+
+# ------------------------------------------------------------------ server
+
+
+def _serve(arguments: dict[str, Any]) -> Any:
     """Serves the workers, and evaluates when they end epochs; returns the server's history."""
     model = arguments["self"]
     log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
@@ -47,7 +153,7 @@ def serve(arguments: dict[str, Any]) -> Any:
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = fate_without_snapshot(callbacks.callbacks)
-    with saved_at_failure(own.server, own.show, savers, without):
+    with job.saved_at_failure(own.server, own.show, savers, without):
         # In the same way as Keras on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
         own.show()
@@ -64,7 +170,7 @@ class _Serving:
     def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
         self._model = arguments["self"]
-        callbacks.callbacks = with_announced_metrics(callbacks.callbacks, self._metrics_to_come)
+        callbacks.callbacks = _with_announced_metrics(callbacks.callbacks, self._metrics_to_come)
         self.server = job.start_server(optimizers)
 
     def show(self) -> None:
@@ -146,19 +252,7 @@ class _Serving:
         return [f"val_{name}" for name in names]
 
 
-_AT_THE_SERVER = (
-    *SAVING,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.TensorBoard,
-)
-"""Keras callbacks that run on the server only: they save, stop, or log the global weights."""
-_BY_STEPS = {
-    "every_n_steps": "every_n_steps=None",
-    "save_freq": 'save_freq="epoch"',
-    "update_freq": 'update_freq="epoch"',
-}
-"""Arguments that may be numbers of steps, and their supported replacements."""
+# ------------------------------------------------------------------ callbacks
 
 
 def acts_at_server(callback: Any) -> bool:
@@ -193,7 +287,7 @@ def check_callback(callback: Any) -> None:
             )
 
 
-def with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
+def _with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
     """Inserts before each `CSVLogger` a callback that adds columns for later epochs' metrics."""
     found: list[Any] = []
     for callback in callbacks:
@@ -224,88 +318,3 @@ def fate_without_snapshot(callbacks: list[Any]) -> str:
             f"because {remedy}"
         )
     return f"the global weights are lost, because {remedy}"
-
-
-def _check(arguments: dict[str, Any]) -> None:
-    """Refuses arguments of `fit` that a server does not support."""
-    job.check_roles()
-    if arguments["validation_split"]:
-        raise ValueError(
-            "ElasticAveraging does not support validation_split: the server evaluates the global "
-            "weights on separate data. Received: "
-            f"validation_split={arguments['validation_split']}. Pass validation_data instead."
-        )
-    for callback in arguments["callbacks"]:
-        check_callback(callback)
-
-
-def run(original: Any, call: inspect.BoundArguments) -> Any:
-    """Runs `fit` on a worker, or serves; collective, and returns the role's history."""
-    _check(call.arguments)
-    if job.is_server():
-        return serve(call.arguments)
-    return _work(original, call)
-
-
-def _work(original: Any, call: inspect.BoundArguments) -> Any:
-    arguments = call.arguments
-    worker = _Worker(arguments)
-    # `end` is first in the list, so that other callbacks see the global weights at the end.
-    # `worker` is last, so that it starts after the server's callbacks have restored a run.
-    end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
-    callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]
-    arguments["callbacks"] = [end, *callbacks, worker]
-    arguments["validation_data"] = None
-    try:
-        return original(*call.args, **call.kwargs)
-    finally:
-        # For training that has ended with an error.
-        worker.fall_silent()
-
-
-class _Worker(keras.callbacks.Callback):
-    """Keras callback of a worker, which starts with the server's weights, at its epoch."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        super().__init__()
-        self._arguments = arguments
-        self._link: Any = None
-        self._has_trained = False
-
-    @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._optimizers, epoch = job.begin_fit(self._arguments)
-        if epoch is not None:
-            session.of(self.model).resume_at(epoch, 0)
-        self._link = job.start_worker(self._optimizers)
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._has_trained = False
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._has_trained = True
-        self._stop_if_asked()
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
-        job.end_epoch(self._link, self._optimizers, self._has_trained, is_last)
-        # An epoch without a batch has not checked for it.
-        self._stop_if_asked()
-
-    def _stop_if_asked(self) -> None:
-        if self._link.stops:
-            self.model.stop_training = True
-
-    def end(self) -> None:
-        """Ends together with the other workers, with the server's last weights."""
-        job.end_worker(self._link, self._optimizers)
-        self._link = None
-        session.of(self.model).begin_where_asked()
-
-    def fall_silent(self) -> None:
-        """Stops calling the server, unless `end` has completed."""
-        if self._link is not None:
-            self._link.fall_silent()

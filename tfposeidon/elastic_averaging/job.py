@@ -1,9 +1,9 @@
 """Start and end of asynchronous training, collective over all ranks.
 
-`fit` and `ElasticAveraging.run` use these functions in turn: `begin_fit` or `begin_loop`,
-which make the server's values the start of all ranks, `start_worker` or
-`start_server`, then `end_worker` or `let_workers_go`. If the job ends early, `saved_at_failure`
-saves the global weights first.
+`fit` and `ElasticAveraging.run` use these functions in turn: `begin_fit` or `begin_loop`, which
+make the server's values the start of all ranks, `start_worker` or `start_server`, then
+`end_worker` or `let_workers_go`. If the job ends early, `saved_at_failure` saves the global weights
+first.
 """
 
 from __future__ import annotations
@@ -31,6 +31,302 @@ from tfposeidon.text import readable_size
 from tfposeidon.training import entries, layer_state, session
 
 log = logging.getLogger("tfposeidon")
+
+
+_EQUAL = ("epochs", "initial_epoch")
+"""Arguments of `fit` that must be equal on all ranks."""
+
+
+def check_roles() -> None:
+    """Refuses jobs without a server, or without a worker."""
+    if runtime.size() == 1:
+        raise ValueError(
+            "ElasticAveraging requires a server and at least one worker. Received: a job of one "
+            "rank. Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
+        )
+    if runtime.server_rank() is None:
+        raise ValueError(
+            "ElasticAveraging requires a server rank. Received: a job without one. Call "
+            "tfposeidon.init(server_rank=0) at the beginning of the script."
+        )
+
+
+def check_begun(what: str) -> None:
+    """Refuses operations that depend on the ranks before `tfposeidon.init`."""
+    if not runtime.has_begun():
+        raise RuntimeError(
+            f"{what} depends on the ranks of the job. Received: a job that has not started. Call "
+            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
+            "rank."
+        )
+
+
+def is_server() -> bool:
+    """Returns whether this rank is the server."""
+    return runtime.server_rank() == runtime.rank()
+
+
+# ------------------------------------------------------------------ start
+
+
+def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
+    """Starts all ranks with the server's weights; returns optimizers and the resumed epoch.
+
+    Collective. The epoch is `None` for a new run. It raises on all ranks if optimizers or epochs
+    differ.
+    """
+    model = arguments["self"]
+    optimizers = _optimizers(model)
+    equal = {name: arguments[name] for name in _EQUAL}
+    own = {"equal": equal, "resumed": session.of(model).resumed_epoch}
+    everybody = _begin(optimizers, own)
+    require_equal(
+        [given["equal"] for given in everybody],
+        "All ranks must train for the same epochs",
+        "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
+        at_first_entry(),
+    )
+    _share_rest(model, optimizers)
+    server = runtime.server_rank()
+    assert server is not None
+    resumed = everybody[server]["resumed"]
+    return optimizers, None if resumed is None else int(resumed)
+
+
+def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
+    """Starts a custom loop on all ranks with the server's state; collective.
+
+    It raises on all ranks if optimizers or the numbers of models differ.
+    """
+    require_equal(
+        [given["models"] for given in _begin(optimizers, {"models": len(models)})],
+        "All ranks must train the same number of models",
+        "Pass the same models=[...] to run on the server and on all workers.",
+    )
+    for model in models:
+        _share_rest(model, optimizers)
+
+
+def _begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Starts all ranks with the server's weights and optimizer state; returns all `settings`.
+
+    Collective. Optimizers must be built; it raises on all ranks if they or their variables differ.
+    """
+    for optimizer in optimizers:
+        optimizer.check_detached()
+    own = [
+        {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
+        for o in optimizers
+    ]
+    everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
+    require_equal(
+        [optimizers_there for optimizers_there, _ in everybody],
+        "Optimizers must be the same on all ranks",
+        "Build the same model with the same arguments on the server and on all workers.",
+    )
+    server = runtime.server_rank()
+    assert server is not None
+    for optimizer in optimizers:
+        inner = optimizer.inner_optimizer
+        variables = [*optimizer.exchanged_variables, *handed_over(inner), step_counter(inner)]
+        replicas.broadcast(variables, runtime.wire(), server)
+    return [given for _, given in everybody]
+
+
+def _share_rest(model: Any, optimizers: list[Any]) -> None:
+    """Sends workers the server's state of the model that is not exchanged; collective.
+
+    This state includes frozen weights, counters, and state outside of variables. Seeds become
+    different on each rank.
+    """
+    server = runtime.server_rank()
+    assert server is not None
+    if partial := entries.variables_of(model, Placement.PARTIAL):
+        raise ValueError(
+            "ElasticAveraging does not support partial variables: its ranks train "
+            f"asynchronously, so they cannot sum their parts. Received: {partial[0].name!r}, "
+            "registered as partial. Register it as local, or use LocalUpdates."
+        )
+    left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
+    local = entries.variables_of(model, Placement.LOCAL)
+    left_out |= {id(variable) for variable in local if not is_seed(variable)}
+    # Keras leaves seeds out of `weights`.
+    weights = [*model.weights, *seeds_of_layers(model)]
+    rest = [variable for variable in weights if id(variable) not in left_out]
+    replicas.broadcast(rest, runtime.wire(), server)
+    layer_state.broadcast(model, runtime.wire(), server)
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Returns the model's optimizers; raises unless all are built and exchange with the server."""
+    found = session.of(model).optimizers
+    if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
+        raise ValueError(
+            "Either all optimizers of a model must exchange with the server, or none. Received: "
+            f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."
+        )
+    if model.built and len(found) == 1 and not found[0].built:
+        found[0].build(model.trainable_variables)
+    if not all(optimizer.built for optimizer in found):
+        raise ValueError(
+            "Models and optimizers must be built before fit, because the server takes no steps. "
+            "Received: a model or an optimizer that is not built. Call model.build(input_shape) "
+            "and, if a model has several optimizers, optimizer.build(variables) for each before "
+            "fit."
+        )
+    return found
+
+
+def start_worker(optimizers: Sequence[Any]) -> Worker:
+    """Starts exchanges with the server, after `begin`."""
+    worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
+    worker.start()
+    for number, optimizer in enumerate(optimizers):
+        optimizer.attach(worker, number)
+    return worker
+
+
+def start_server(optimizers: Sequence[Any]) -> Server:
+    """Starts to serve the workers, after `begin`, from the current values of the variables."""
+    workers = runtime.workers().ranks
+    wires = {rank: runtime.pair_wire(rank) for rank in workers}
+    for optimizer in optimizers:
+        _check_finite(optimizer.exchanged_variables)
+    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    of_start = [ServedSlots(slots_of(o.inner_optimizer)) for o in optimizers]
+    server = Server(wires, centers, of_start, runtime.stall_limit_s())
+    server.start()
+    return server
+
+
+def _check_finite(variables: Sequence[Any]) -> None:
+    for variable in variables:
+        if not bool(tf.reduce_all(tf.math.is_finite(variable))):
+            raise ValueError(
+                "State that workers exchange with the global weights must start with finite "
+                f"values. Received: {variable.path}, which does not. Store such state of layers "
+                "in Python, or as integers."
+            )
+
+
+# ------------------------------------------------------------------ end
+
+
+def end_epoch(worker: Worker, optimizers: Sequence[Any], has_trained: bool, is_last: bool) -> None:
+    """Sends a worker's optimizer state to the server, and notifies it of the end of an epoch."""
+    # Must precede the notification: the server evaluates and saves after it.
+    for optimizer in optimizers:
+        if is_last:
+            optimizer.give_last()
+        optimizer.give_slots()
+    worker.end_epoch(has_trained)
+
+
+def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
+    """Exchanges remaining training, waits for other workers, and takes the final global weights."""
+    for optimizer in optimizers:
+        optimizer.give_last()
+    worker.wait_for_others()
+    for optimizer in optimizers:
+        optimizer.take_all()
+    worker.leave()
+    for optimizer in optimizers:
+        optimizer.detach()
+    _end_together()
+
+
+def run(
+    optimizers: Sequence[Any],
+    train: Callable[[], Any],
+    on_failure: Callable[[], Any] | None = None,
+) -> None:
+    """Runs `train` on workers while the server serves; collective, after `begin`.
+
+    On the server, `on_failure` saves the global weights if the job ends with an error; otherwise
+    all variables receive the final global weights.
+    """
+    if is_server():
+        server = start_server(optimizers)
+        show = functools.partial(show_centers, server, optimizers)
+        without = "the global weights are lost, because run received no on_failure"
+        with saved_at_failure(server, show, [on_failure] if on_failure else [], without):
+            for _ in server.epochs():
+                pass
+            show()
+            let_workers_go(server, optimizers)
+        return
+    worker = start_worker(optimizers)
+    try:
+        train()
+        for optimizer in optimizers:
+            optimizer.give_slots()
+    except BaseException:
+        worker.fall_silent()
+        raise
+    end_worker(worker, optimizers)
+
+
+def let_workers_go(server: Server, optimizers: Sequence[Any]) -> None:
+    """Sends the server's variables to all workers, after all of them have finished training."""
+    server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
+    _end_together()
+
+
+def _end_together() -> None:
+    # A rank that exits shuts down Horovod, and aborts the last calls of the others.
+    exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
+
+
+# ------------------------------------------------------------------ state
+
+
+def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
+    """Assigns global weights and the workers' optimizer state to the server's variables."""
+    for number, optimizer in enumerate(optimizers):
+        assign_parts(optimizer.exchanged_variables, server.center(number))
+        assign_slots(optimizer.inner_optimizer, server.slots(number))
+
+
+def handed_over(inner_optimizer: Any) -> list[Any]:
+    """Returns the variables that workers send: state, and rates, which callbacks may set."""
+    return [*slots(inner_optimizer), *rates(inner_optimizer)]
+
+
+def slots_of(inner_optimizer: Any) -> Slots:
+    """Returns the optimizer state in the form in which it is sent."""
+    steps = int(step_counter(inner_optimizer).numpy())
+    return Slots(joined(handed_over(inner_optimizer)), steps)
+
+
+def assign_slots(inner_optimizer: Any, given: Slots) -> None:
+    """Assigns the state that `slots_of` returned for an equal optimizer."""
+    assign_parts(handed_over(inner_optimizer), given.values)
+    step_counter(inner_optimizer).assign(given.steps)
+
+
+def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
+    """Assigns the parts of a vector from `joined` to variables."""
+    for variable, part in zip(variables, parted(vector, variables), strict=True):
+        variable.assign(part)
+
+
+def notes_of_layout(bytes_per_step: float) -> list[str]:
+    """Returns remarks on the server's location, and its traffic for one step of each worker."""
+    topology, server = runtime.wire().topology, runtime.server_rank()
+    assert server is not None
+    workers = runtime.workers()
+    beside = [r for r in workers.ranks if topology.same_node(server, r)]
+    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
+    away = workers.size - len(beside)
+    return [
+        f"server: rank {server}, which {where}; {workers.size} worker(s) on "
+        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
+        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
+        "step of all workers, in each direction, one worker at a time",
+    ]
+
+
+# ------------------------------------------------------------------ failure
 
 
 class _Terminated(SystemExit):
@@ -92,287 +388,3 @@ def _fate(done: list[bool], savers: Sequence[Any], without: str) -> str:
     if any(done):
         return "the server has saved the global weights"
     return "the global weights could not be saved, for the reason above" if savers else without
-
-
-def check_roles() -> None:
-    """Refuses jobs without a server, or without a worker."""
-    if runtime.size() == 1:
-        raise ValueError(
-            "ElasticAveraging requires a server and at least one worker. Received: a job of one "
-            "rank. Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
-        )
-    if runtime.server_rank() is None:
-        raise ValueError(
-            "ElasticAveraging requires a server rank. Received: a job without one. Call "
-            "tfposeidon.init(server_rank=0) at the beginning of the script."
-        )
-
-
-def check_begun(what: str) -> None:
-    """Refuses operations that depend on the ranks before `tfposeidon.init`."""
-    if not runtime.has_begun():
-        raise RuntimeError(
-            f"{what} depends on the ranks of the job. Received: a job that has not started. Call "
-            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
-            "rank."
-        )
-
-
-def is_server() -> bool:
-    """Returns whether this rank is the server."""
-    return runtime.server_rank() == runtime.rank()
-
-
-def begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Starts all ranks with the server's weights and optimizer state; returns all `settings`.
-
-    Collective. Optimizers must be built; it raises on all ranks if they or their variables differ.
-    """
-    for optimizer in optimizers:
-        optimizer.check_detached()
-    own = [
-        {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
-        for o in optimizers
-    ]
-    everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
-    require_equal(
-        [optimizers_there for optimizers_there, _ in everybody],
-        "Optimizers must be the same on all ranks",
-        "Build the same model with the same arguments on the server and on all workers.",
-    )
-    server = runtime.server_rank()
-    assert server is not None
-    for optimizer in optimizers:
-        inner = optimizer.inner_optimizer
-        variables = [*optimizer.exchanged_variables, *handed_over(inner), step_counter(inner)]
-        replicas.broadcast(variables, runtime.wire(), server)
-    return [given for _, given in everybody]
-
-
-def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts exchanges with the server, after `begin`."""
-    worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
-    worker.start()
-    for number, optimizer in enumerate(optimizers):
-        optimizer.attach(worker, number)
-    return worker
-
-
-def end_epoch(worker: Worker, optimizers: Sequence[Any], has_trained: bool, is_last: bool) -> None:
-    """Sends a worker's optimizer state to the server, and notifies it of the end of an epoch."""
-    # Must precede the notification: the server evaluates and saves after it.
-    for optimizer in optimizers:
-        if is_last:
-            optimizer.give_last()
-        optimizer.give_slots()
-    worker.end_epoch(has_trained)
-
-
-def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
-    """Exchanges remaining training, waits for other workers, and takes the final global weights."""
-    for optimizer in optimizers:
-        optimizer.give_last()
-    worker.wait_for_others()
-    for optimizer in optimizers:
-        optimizer.take_all()
-    worker.leave()
-    for optimizer in optimizers:
-        optimizer.detach()
-    _end_together()
-
-
-def start_server(optimizers: Sequence[Any]) -> Server:
-    """Starts to serve the workers, after `begin`, from the current values of the variables."""
-    workers = runtime.workers().ranks
-    wires = {rank: runtime.pair_wire(rank) for rank in workers}
-    for optimizer in optimizers:
-        _check_finite(optimizer.exchanged_variables)
-    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    of_start = [ServedSlots(slots_of(o.inner_optimizer)) for o in optimizers]
-    server = Server(wires, centers, of_start, runtime.stall_limit_s())
-    server.start()
-    return server
-
-
-def _check_finite(variables: Sequence[Any]) -> None:
-    for variable in variables:
-        if not bool(tf.reduce_all(tf.math.is_finite(variable))):
-            raise ValueError(
-                "State that workers exchange with the global weights must start with finite "
-                f"values. Received: {variable.path}, which does not. Store such state of layers "
-                "in Python, or as integers."
-            )
-
-
-def run(
-    optimizers: Sequence[Any],
-    train: Callable[[], Any],
-    on_failure: Callable[[], Any] | None = None,
-) -> None:
-    """Runs `train` on workers while the server serves; collective, after `begin`.
-
-    On the server, `on_failure` saves the global weights if the job ends with an error; otherwise
-    all variables receive the final global weights.
-    """
-    if is_server():
-        server = start_server(optimizers)
-        show = functools.partial(show_centers, server, optimizers)
-        without = "the global weights are lost, because run received no on_failure"
-        with saved_at_failure(server, show, [on_failure] if on_failure else [], without):
-            for _ in server.epochs():
-                pass
-            show()
-            let_workers_go(server, optimizers)
-        return
-    worker = start_worker(optimizers)
-    try:
-        train()
-        for optimizer in optimizers:
-            optimizer.give_slots()
-    except BaseException:
-        worker.fall_silent()
-        raise
-    end_worker(worker, optimizers)
-
-
-def let_workers_go(server: Server, optimizers: Sequence[Any]) -> None:
-    """Sends the server's variables to all workers, after all of them have finished training."""
-    server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
-    _end_together()
-
-
-def _end_together() -> None:
-    # A rank that exits shuts down Horovod, and aborts the last calls of the others.
-    exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
-
-
-def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
-    """Assigns global weights and the workers' optimizer state to the server's variables."""
-    for number, optimizer in enumerate(optimizers):
-        assign_parts(optimizer.exchanged_variables, server.center(number))
-        assign_slots(optimizer.inner_optimizer, server.slots(number))
-
-
-def handed_over(inner_optimizer: Any) -> list[Any]:
-    """Returns the variables that workers send: state, and rates, which callbacks may set."""
-    return [*slots(inner_optimizer), *rates(inner_optimizer)]
-
-
-def slots_of(inner_optimizer: Any) -> Slots:
-    """Returns the optimizer state in the form in which it is sent."""
-    steps = int(step_counter(inner_optimizer).numpy())
-    return Slots(joined(handed_over(inner_optimizer)), steps)
-
-
-def assign_slots(inner_optimizer: Any, given: Slots) -> None:
-    """Assigns the state that `slots_of` returned for an equal optimizer."""
-    assign_parts(handed_over(inner_optimizer), given.values)
-    step_counter(inner_optimizer).assign(given.steps)
-
-
-def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns the parts of a vector from `joined` to variables."""
-    for variable, part in zip(variables, parted(vector, variables), strict=True):
-        variable.assign(part)
-
-
-_EQUAL = ("epochs", "initial_epoch")
-"""Arguments of `fit` that must be equal on all ranks."""
-
-
-def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
-    """Starts all ranks with the server's weights; returns optimizers and the resumed epoch.
-
-    Collective. The epoch is `None` for a new run. It raises on all ranks if optimizers or epochs
-    differ.
-    """
-    model = arguments["self"]
-    optimizers = _optimizers(model)
-    equal = {name: arguments[name] for name in _EQUAL}
-    own = {"equal": equal, "resumed": session.of(model).resumed_epoch}
-    everybody = begin(optimizers, own)
-    require_equal(
-        [given["equal"] for given in everybody],
-        "All ranks must train for the same epochs",
-        "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
-        at_first_entry(),
-    )
-    _share_rest(model, optimizers)
-    server = runtime.server_rank()
-    assert server is not None
-    resumed = everybody[server]["resumed"]
-    return optimizers, None if resumed is None else int(resumed)
-
-
-def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
-    """Starts a custom loop on all ranks with the server's state; collective.
-
-    It raises on all ranks if optimizers or the numbers of models differ.
-    """
-    require_equal(
-        [given["models"] for given in begin(optimizers, {"models": len(models)})],
-        "All ranks must train the same number of models",
-        "Pass the same models=[...] to run on the server and on all workers.",
-    )
-    for model in models:
-        _share_rest(model, optimizers)
-
-
-def _share_rest(model: Any, optimizers: list[Any]) -> None:
-    """Sends workers the server's state of the model that is not exchanged; collective.
-
-    This state includes frozen weights, counters, and state outside of variables. Seeds become
-    different on each rank.
-    """
-    server = runtime.server_rank()
-    assert server is not None
-    if partial := entries.variables_of(model, Placement.PARTIAL):
-        raise ValueError(
-            "ElasticAveraging does not support partial variables: its ranks train "
-            f"asynchronously, so they cannot sum their parts. Received: {partial[0].name!r}, "
-            "registered as partial. Register it as local, or use LocalUpdates."
-        )
-    left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
-    local = entries.variables_of(model, Placement.LOCAL, Placement.PARTIAL)
-    left_out |= {id(variable) for variable in local if not is_seed(variable)}
-    # Keras leaves seeds out of `weights`.
-    weights = [*model.weights, *seeds_of_layers(model)]
-    rest = [variable for variable in weights if id(variable) not in left_out]
-    replicas.broadcast(rest, runtime.wire(), server)
-    layer_state.broadcast(model, runtime.wire(), server)
-
-
-def _optimizers(model: Any) -> list[Any]:
-    """Returns the model's optimizers; raises unless all are built and exchange with the server."""
-    found = session.of(model).optimizers
-    if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
-        raise ValueError(
-            "Either all optimizers of a model must exchange with the server, or none. Received: "
-            f"{[type(optimizer).__name__ for optimizer in found]}. Use ElasticAveraging for each."
-        )
-    if model.built and len(found) == 1 and not found[0].built:
-        found[0].build(model.trainable_variables)
-    if not all(optimizer.built for optimizer in found):
-        raise ValueError(
-            "Models and optimizers must be built before fit, because the server takes no steps. "
-            "Received: a model or an optimizer that is not built. Call model.build(input_shape) "
-            "and, if a model has several optimizers, optimizer.build(variables) for each before "
-            "fit."
-        )
-    return found
-
-
-def notes_of_layout(bytes_per_step: float) -> list[str]:
-    """Returns remarks on the server's location, and its traffic for one step of each worker."""
-    topology, server = runtime.wire().topology, runtime.server_rank()
-    assert server is not None
-    workers = runtime.workers()
-    beside = [r for r in workers.ranks if topology.same_node(server, r)]
-    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
-    away = workers.size - len(beside)
-    return [
-        f"server: rank {server}, which {where}; {workers.size} worker(s) on "
-        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
-        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
-        "step of all workers, in each direction, one worker at a time",
-    ]

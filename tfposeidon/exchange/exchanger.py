@@ -20,7 +20,7 @@ from tfposeidon.exchange.means import CallPresence, Presence, weight_of
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.exchange.replicas import REMEDY, as_json, check_same_variables
+from tfposeidon.exchange.replicas import SAME_MODEL, check_same_variables, variables_as_json
 from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
 from tfposeidon.gradients import tensors_of
 from tfposeidon.schemes.base import State
@@ -70,7 +70,7 @@ class Exchanger:
         schemes = {m: repr(bucket.scheme) for bucket in self.plan.buckets for m in bucket.members}
         mine = {
             "settings": settings,
-            "variables": as_json(self.plan.descriptions),
+            "variables": variables_as_json(self.plan.descriptions),
             "present": [g is not None for g in gradients],
             "schemes": [schemes[member] for member in sorted(schemes)],
         }
@@ -80,7 +80,7 @@ class Exchanger:
         require_equal(
             [other["settings"] for other in everybody],
             "All ranks must use the same exchange settings",
-            REMEDY,
+            SAME_MODEL,
             at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])

@@ -1,4 +1,4 @@
-"""Participation of ranks in a step, its means, and the conditions under which they are applied.
+"""Participation of ranks in a step, the means, and the conditions under which they are applied.
 
 The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
 small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
@@ -20,6 +20,43 @@ from tfposeidon.gradients import all_finite, is_overwritten
 
 Apply = Callable[[list[Any]], None]
 """Applies a list of means, one per variable, with `None` for variables to skip."""
+
+Join = Callable[[bool], bool]
+"""Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
+
+
+class Presence(NamedTuple):
+    """Participation of ranks in a step, the same on every rank.
+
+    `total` is the sum of the counted number, `absent` the number of ranks with exhausted input, and
+    `gradients` the number of ranks with each gradient, `[variables]`. All are float32.
+    """
+
+    total: tf.Tensor
+    absent: tf.Tensor
+    gradients: tf.Tensor
+
+    @property
+    def any_gradient(self) -> tf.Tensor:
+        """True for each variable that has a gradient on any rank, `[variables]` bool."""
+        return self.gradients > 0.0
+
+
+def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
+    """Returns the weight of a rank with `count` of `total` samples, a float32 scalar."""
+    return tf.math.divide_no_nan(count * float(ranks), total)
+
+
+class CallPresence(NamedTuple):
+    """Participation of ranks in a call whose gradients may wait for an update.
+
+    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
+    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
+    """
+
+    weight: tf.Tensor
+    finite: tf.Tensor
+    absent: tf.Tensor
 
 
 @dataclass(frozen=True)
@@ -130,10 +167,6 @@ def _apply_expected(
     )
 
 
-Join = Callable[[bool], bool]
-"""Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
-
-
 class JoinHook(NamedTuple):
     """One kind of exchange that a rank with exhausted input joins.
 
@@ -165,37 +198,3 @@ def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
         others_went_on = True
     return others_went_on
-
-
-class Presence(NamedTuple):
-    """Participation of ranks in a step, the same on every rank.
-
-    `total` is the sum of the counted number, `absent` the number of ranks with exhausted input, and
-    `gradients` the number of ranks with each gradient, `[variables]`. All are float32.
-    """
-
-    total: tf.Tensor
-    absent: tf.Tensor
-    gradients: tf.Tensor
-
-    @property
-    def any_gradient(self) -> tf.Tensor:
-        """True for each variable that has a gradient on any rank, `[variables]` bool."""
-        return self.gradients > 0.0
-
-
-def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
-    """Returns the weight of a rank with `count` of `total` samples, a float32 scalar."""
-    return tf.math.divide_no_nan(count * float(ranks), total)
-
-
-class CallPresence(NamedTuple):
-    """Participation of ranks in a call whose gradients may wait for an update.
-
-    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
-    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
-    """
-
-    weight: tf.Tensor
-    finite: tf.Tensor
-    absent: tf.Tensor

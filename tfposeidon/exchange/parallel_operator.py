@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_item, require_equal
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import balanced, even
+from tfposeidon.communication.packing import balanced_parts, even_parts
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero, zeros
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapper import innermost
@@ -37,6 +37,10 @@ CARRIED = (
     "bool",
 )
 """Dtypes that Horovod supports."""
+
+ROUNDS = 7
+"""Number of measurements of each method, including the first, which traces and is discarded."""
+
 
 # Collectives are matched by name, and all ranks call this equally often.
 _numbers = itertools.count()
@@ -146,7 +150,7 @@ def _items(tensors: Any) -> Any:
 
 def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
     if isinstance(items, list):
-        return balanced(
+        return balanced_parts(
             [sum(t.shape.num_elements() for t in tf.nest.flatten(item)) for item in items], ranks
         )
     if items.shape.rank == 0 or items.shape[0] == 0:
@@ -154,7 +158,7 @@ def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
             "A parallel tensor operator requires a non-empty first axis, along which it divides "
             f"the tensor. Received: shape {items.shape}. Compute the result on every rank."
         )
-    return even(items.shape[0], ranks)
+    return even_parts(items.shape[0], ranks)
 
 
 def _result(result: Any) -> tf.Tensor:
@@ -212,8 +216,7 @@ def _readable(result: list[Any]) -> str:
     return f"{dtype} [{', '.join(['?', *map(str, shape)])}]"
 
 
-ROUNDS = 7
-"""Number of measurements of each method, including the first, which traces and is discarded."""
+# ------------------------------------------------------------------ norms of layers
 
 
 def parallel_norms(wire: Wire, name: str) -> Norms:
@@ -227,7 +230,7 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
-        begin, end = balanced(sizes, wire.topology.size)[wire.topology.rank]
+        begin, end = balanced_parts(sizes, wire.topology.size)[wire.topology.rank]
         # Use the dtype of all rows: a rank's share may have another one, and results must be
         # compatible.
         dtype, width = norm_dtype(rows), len(rows[0])

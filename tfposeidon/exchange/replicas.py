@@ -16,13 +16,13 @@ import tensorflow as tf
 from tfposeidon.checks import at_first_item, different_ranks, first_difference, require_equal
 from tfposeidon.communication.packing import as_carried, from_carried, joined, parted, summed_dtype
 from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
-from tfposeidon.gradients import Description
+from tfposeidon.gradients import Description, path_of
 from tfposeidon.state.placement import another_seed, is_seed
 
-REMEDY = "Build the same model and the same optimizer on every rank."
+SAME_MODEL = "Build the same model and the same optimizer on every rank."
 
 
-def as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
+def variables_as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
     """Returns `[path, shape, dtype]` of each description, for other ranks and checkpoints."""
     return [[d.path, list(d.shape), d.dtype] for d in descriptions]
 
@@ -32,7 +32,7 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
     require_equal(
         [_renamed(received[0], other) for other in received],
         "All ranks must train the same variables",
-        REMEDY,
+        SAME_MODEL,
         at_first_item("variable", _readable),
     )
 
@@ -81,8 +81,7 @@ def _readable(variable: list[Any]) -> str:
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
     """Returns descriptions of variables of any dtype."""
-    named = [(getattr(v, "path", None) or v.name, v) for v in variables]
-    return [Description(path, tuple(v.shape), tf.as_dtype(v.dtype).name) for path, v in named]
+    return [Description(path_of(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in variables]
 
 
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
@@ -94,7 +93,9 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """
     if wire.topology.size == 1:
         return
-    check_same_variables(exchange_objects(as_json(describe_any(variables)), wire, "tp.broadcast"))
+    check_same_variables(
+        exchange_objects(variables_as_json(describe_any(variables)), wire, "tp.broadcast")
+    )
 
     texts = [variable for variable in variables if variable.dtype == tf.string]
     numbers = [variable for variable in variables if variable.dtype != tf.string]

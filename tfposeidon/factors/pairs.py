@@ -262,7 +262,7 @@ class Rows(FactorPair):
         return tf.math.unsorted_segment_sum(right, left, self.table)
 
 
-def read(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
+def rows_of(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
     """Reads the rows of a gradient; raises `NoFactorsError` unless the table has two dimensions."""
     if len(shape) != 2:
         raise NoFactorsError(f"its rows are not vectors: the variable has shape {tuple(shape)}")

@@ -11,21 +11,33 @@ Source: Zhang et al. 2017 (Poseidon), section 2.1.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
-from tfposeidon.factors import pairs
-from tfposeidon.factors.pairs import FactorPair, FactorShape, NoFactorsError, shape_of
+from tfposeidon.factors.pairs import (
+    FactorPair,
+    FactorShape,
+    NoFactorsError,
+    Rows,
+    as_product,
+    rows_of,
+    shape_of,
+)
 from tfposeidon.gradients import Description
+
+log = logging.getLogger("tfposeidon")
+
 
 LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
 """Layers with kernels whose gradients have factors."""
+
+Found = dict[str, Any]
+"""Dictionary of a `FactorShape` and a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class _Product:
         return _Product(tf.cast(self.left, dtype), tf.cast(self.right, dtype))
 
 
-def read(
+def factors_of(
     gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
 ) -> FactorPair:
     """Finds a gradient's factors: the stacked products, and the sum of all other terms in `dtype`.
@@ -218,12 +230,6 @@ def _captured(placeholder: tf.Tensor) -> Any:
     return placeholder
 
 
-log = logging.getLogger("tfposeidon")
-
-Found = dict[str, Any]
-"""Dictionary of a `FactorShape` and a digest of constants, or `{"why_not": text}`; for JSON."""
-
-
 class FactorReader:
     """Finds the factors of gradients, as a `GradientReader`; their size is the number of rows."""
 
@@ -297,7 +303,7 @@ class FactorReader:
     ) -> tf.Tensor:
         """Returns the rows of each gradient's factors, even if sent dense; `[variables]`."""
         pairs = zip(gradients, descriptions, strict=True)
-        return tf.stack([_rows(gradient, d, replicated) for gradient, d in pairs])
+        return tf.stack([_row_count(gradient, d, replicated) for gradient, d in pairs])
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
         """Returns factors of the known number of rows, made of a vector of values."""
@@ -307,7 +313,7 @@ class FactorReader:
         right = tf.cast(_matrix(values, count, shape.right), shape.dtype)
         if shape.indexed:
             indices = tf.abs(_matrix(values, count, 1)[:, 0]) * shape.left / 10.0
-            return pairs.Rows(tf.cast(indices, tf.int32) % shape.left, right, table=shape.left)
+            return Rows(tf.cast(indices, tf.int32) % shape.left, right, table=shape.left)
         return FactorPair(tf.cast(_matrix(values, count, shape.left), shape.dtype), right)
 
 
@@ -316,13 +322,13 @@ def _found(gradient: Any, description: Description, replicated: Collection[Any])
         factors = _read(gradient, description, replicated)
     except NoFactorsError as error:
         return {"why_not": str(error)}
-    return {**dataclasses.asdict(factors.shape), "constants": factors.constants}
+    return {**asdict(factors.shape), "constants": factors.constants}
 
 
 def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     if isinstance(gradient, tf.IndexedSlices):
-        return pairs.read(gradient, description.shape)
-    return read(gradient, description.shape, description.dtype, replicated)
+        return rows_of(gradient, description.shape)
+    return factors_of(gradient, description.shape, description.dtype, replicated)
 
 
 def _described(description: Description, found: Sequence[Found]) -> Description:
@@ -333,9 +339,9 @@ def _described(description: Description, found: Sequence[Found]) -> Description:
     if not why and any(one != found[0] for one in found):
         why = "its factors or the constants of its local term differ between ranks"
     if why:
-        return dataclasses.replace(description, structure=None, why_no_structure=why)
+        return replace(description, structure=None, why_no_structure=why)
     shape = {name: value for name, value in found[0].items() if name != "constants"}
-    return dataclasses.replace(description, structure=FactorShape(**shape))
+    return replace(description, structure=FactorShape(**shape))
 
 
 def _taken(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
@@ -365,10 +371,10 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
     log.warning(
         "tfposeidon: %s is sent as a full matrix in this trace: %s.", description.path, reason
     )
-    return pairs.as_product(gradient, agreed)
+    return as_product(gradient, agreed)
 
 
-def _rows(gradient: Any, description: Description, replicated: Collection[Any]) -> tf.Tensor:
+def _row_count(gradient: Any, description: Description, replicated: Collection[Any]) -> tf.Tensor:
     if gradient is None or description.structure is None:
         return tf.zeros([])
     try:

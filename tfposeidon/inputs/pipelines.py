@@ -5,6 +5,8 @@ the order of elements is equal on all ranks, which ends with the first shuffle; 
 automatic sharding by data slices the end of the chain, behind the shuffle. So the slice is put
 behind the last step that depends on the position or number of elements (`take`, `zip`), and the
 later steps are applied to it again, with the same functions, seeds and resources.
+
+The first functions read ops and inputs of datasets, for which TensorFlow has no public API.
 """
 
 from __future__ import annotations
@@ -24,78 +26,6 @@ PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
 """Random ops that are not stateful, or have neither a seed nor a generator."""
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
-
-
-def nodes_of_graph(definition: Any) -> Iterator[Any]:
-    """Yields the `NodeDef` of each op of a `GraphDef`, and of the functions that it calls."""
-    yield from definition.node
-    for function in definition.library.function:
-        yield from function.node_def
-
-
-def ops(graph: Any) -> set[str]:
-    """Returns the names of the ops of a graph, and of the functions that it calls."""
-    return {node.op for node in nodes_of_graph(graph.as_graph_def())}
-
-
-def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may differ between runs.
-
-    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
-    generators of Keras's random layers do.
-    """
-    return set(filter(_draws, names))
-
-
-def file_ops(names: set[str]) -> set[str]:
-    """Returns the ops that read files by their names."""
-    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
-
-
-def datasets(data: Any) -> Iterator[tf.data.Dataset]:
-    """Yields all inputs of a dataset, recursively, and the dataset itself last."""
-    if isinstance(data, tf.data.Dataset):
-        # TensorFlow has no public API for the inputs of a dataset.
-        for below in data._inputs():
-            yield from datasets(below)
-        yield data
-
-
-def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the graph of each function of a dataset and of its inputs."""
-    for one in datasets(dataset):
-        yield from (function.function.graph for function in one._functions())
-
-
-def kind_of(dataset: Any) -> str:
-    """Returns the name of a dataset's class without underscores."""
-    return type(dataset).__name__.strip("_")
-
-
-def serialized(dataset: tf.data.Dataset) -> Any:
-    """Returns the `GraphDef` of a dataset, which contains its data if they are in memory."""
-    content = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
-    )
-    return tf.compat.v1.GraphDef.FromString(content.numpy())
-
-
-def _draws(name: str) -> bool:
-    op = op_def_registry.get(name)
-    if name in _UNSTEADY or op is None or not op.is_stateful:
-        return name in _UNSTEADY
-    # Datasets within a function are analyzed separately.
-    if re.search(r"Dataset(V\d+)?$", name):
-        return False
-    attributes = {attribute.name for attribute in op.attr}
-    has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or re.match(_WRITES, name) is not None
-
-
-def _inputs(name: str) -> set[str]:
-    op = op_def_registry.get(name)
-    return set() if op is None else {argument.name for argument in op.input_arg}
-
 
 _ALONE = {
     "MapDataset": "MapDataset",
@@ -137,13 +67,93 @@ _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 """Ops within a function, or within a dataset without steps, whose order may differ."""
 
 
+# ------------------------------------------------------------------ ops and datasets
+
+
+def nodes_of_graph(definition: Any) -> Iterator[Any]:
+    """Yields the `NodeDef` of each op of a `GraphDef`, and of the functions that it calls."""
+    yield from definition.node
+    for function in definition.library.function:
+        yield from function.node_def
+
+
+def op_names(graph: Any) -> set[str]:
+    """Returns the names of the ops of a graph, and of the functions that it calls."""
+    return {node.op for node in nodes_of_graph(graph.as_graph_def())}
+
+
+def drawing_ops(names: set[str]) -> set[str]:
+    """Returns the ops whose results may differ between runs.
+
+    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
+    generators of Keras's random layers do.
+    """
+    return set(filter(_draws, names))
+
+
+def file_ops(names: set[str]) -> set[str]:
+    """Returns the ops that read files by their names."""
+    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
+
+
+def datasets(data: Any) -> Iterator[tf.data.Dataset]:
+    """Yields all inputs of a dataset, recursively, and the dataset itself last."""
+    if isinstance(data, tf.data.Dataset):
+        # TensorFlow has no public API for the inputs of a dataset.
+        for below in data._inputs():
+            yield from datasets(below)
+        yield data
+
+
+def function_graphs(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields the graph of each function of a dataset and of its inputs."""
+    for one in datasets(dataset):
+        yield from (function.function.graph for function in one._functions())
+
+
+def kind_of(dataset: Any) -> str:
+    """Returns the name of a dataset's class without underscores."""
+    return type(dataset).__name__.strip("_")
+
+
+def serialized(dataset: tf.data.Dataset) -> Any:
+    """Returns the `GraphDef` of a dataset, which contains its data if they are in memory."""
+    content = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=tf.data.experimental.to_variant(dataset), external_state_policy=1
+    )
+    return tf.compat.v1.GraphDef.FromString(content.numpy())
+
+
+def _draws(name: str) -> bool:
+    op = op_def_registry.get(name)
+    if name in _UNSTEADY or op is None or not op.is_stateful:
+        return name in _UNSTEADY
+    # Datasets within a function are analyzed separately.
+    if re.search(r"Dataset(V\d+)?$", name):
+        return False
+    attributes = {attribute.name for attribute in op.attr}
+    has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
+    return has_seed or re.match(_WRITES, name) is not None
+
+
+def _inputs(name: str) -> set[str]:
+    op = op_def_registry.get(name)
+    return set() if op is None else {argument.name for argument in op.input_arg}
+
+
+# ------------------------------------------------------------------ share
+
+
 def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Returns a rank's share of a dataset, or raises an error with the line to write instead."""
     steps = chain(dataset)
     place = _place(steps, size)
-    if any(kind(one) == "CacheDataset" and one._filename.numpy() for one in below(steps[place])):
+    if any(
+        _step_kind(one) == "CacheDataset" and one._filename.numpy()
+        for one in unwrapped_datasets(steps[place])
+    ):
         raise _refusal(
-            f"a cache in a file before {kind(steps[place])}, which all ranks would write",
+            f"a cache in a file before {_step_kind(steps[place])}, which all ranks would write",
             "Put the cache behind that step.",
         )
     share = steps[place].shard(size, rank)
@@ -169,7 +179,7 @@ def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return _unwrapped(dataset._impl) if hasattr(dataset, "_impl") else dataset
 
 
-def kind(step: tf.data.Dataset) -> str:
+def _step_kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
     # That of files which are read in parallel has the name of another step, with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
@@ -178,7 +188,7 @@ def kind(step: tf.data.Dataset) -> str:
 
 def groups(step: tf.data.Dataset) -> bool:
     """Returns whether a step orders, repeats, batches or holds elements."""
-    return kind(step) in _GROUPING
+    return _step_kind(step) in _GROUPING
 
 
 def _place(steps: list[tf.data.Dataset], size: int) -> int:
@@ -188,8 +198,8 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
     whole = [index for index, step in enumerate(steps) if index and not _can_follow(step)]
     start = whole[-1] if whole else 0
     if start >= end:
-        behind = f", which depends on the order of {kind(steps[end])}" if start > end else ""
-        raise _refusal(kind(steps[start]) + behind)
+        behind = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
+        raise _refusal(_step_kind(steps[start]) + behind)
     if is_share(steps[-1]):
         raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
     place = _balanced(steps, start, end, size)
@@ -197,10 +207,10 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
         return place
     if _has_at_least(steps[end - 1], size):
         return end - 1
-    if any(kind(step) in _SELECTING for step in steps[end:]):
+    if any(_step_kind(step) in _SELECTING for step in steps[end:]):
         # Behind that step, a `shard` would select from another order on each rank.
         raise _refusal(
-            f"fewer than {size} elements before {kind(steps[end])}",
+            f"fewer than {size} elements before {_step_kind(steps[end])}",
             "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
             "tf.data.Dataset.list_files(pattern, shuffle=False)).",
         )
@@ -210,8 +220,9 @@ def _place(steps: list[tf.data.Dataset], size: int) -> int:
 def is_share(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset has a `shard`, also within a function of a step."""
     return any(
-        kind(step) == "ShardDataset" or any(node.op == "ShardDataset" for node in nodes(step))
-        for step in below(dataset)
+        _step_kind(step) == "ShardDataset"
+        or any(node.op == "ShardDataset" for node in nodes_of_step(step))
+        for step in unwrapped_datasets(dataset)
     )
 
 
@@ -221,7 +232,7 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
     for index in range(start + 1, end):
         if groups(steps[index]):
             break
-        if kind(steps[index]) in _SELECTING:
+        if _step_kind(steps[index]) in _SELECTING:
             if _reads_files(steps[index]) and int(steps[index - 1].cardinality()) >= size:
                 break
             place = index
@@ -230,7 +241,7 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
 
 def _can_follow(step: tf.data.Dataset) -> bool:
     """Returns whether a step may be applied to a share instead of all elements."""
-    return kind(step) in _OPS
+    return _step_kind(step) in _OPS
 
 
 def first_random(steps: list[tf.data.Dataset]) -> int:
@@ -239,17 +250,17 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
     is_free = steps[-1].options().deterministic is False
     for index, step in enumerate(steps):
         # The first step may have several inputs.
-        for one in [step] if index else below(step):
-            ops = {node.op for node in nodes(one)}
-            draws = draws or kind(one) == "RandomDataset" or bool(drawing_ops(ops))
-            draws = draws or (kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
-            selects = kind(one) not in _IN_POSITION
+        for one in [step] if index else unwrapped_datasets(step):
+            ops = {node.op for node in nodes_of_step(one)}
+            draws = draws or _step_kind(one) == "RandomDataset" or bool(drawing_ops(ops))
+            draws = draws or (_step_kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
+            selects = _step_kind(one) not in _IN_POSITION
             if _reorders(one, is_free) or (draws and selects):
                 return index
     return len(steps)
 
 
-def below(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+def unwrapped_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Returns all steps of a dataset and of its inputs, the last one last."""
     return map(_unwrapped, datasets(dataset))
 
@@ -261,14 +272,14 @@ def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
     # TensorFlow then chooses by the processors of the rank.
     if int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE:
         return True
-    return kind(step).startswith("Shuffle") or any(
+    return _step_kind(step).startswith("Shuffle") or any(
         node.op.startswith(_UNKNOWN_ORDER) or node.attr["deterministic"].s == b"false"
-        for node in nodes(step)
+        for node in nodes_of_step(step)
     )
 
 
 def _deterministic(step: tf.data.Dataset) -> str | None:
-    if kind(step) != "ParallelInterleaveDataset":
+    if _step_kind(step) != "ParallelInterleaveDataset":
         return getattr(step, "_deterministic", None)
     # Its Python object does not have the argument, but its graph does.
     op = _SELECTING["ParallelInterleaveDataset"]
@@ -276,17 +287,17 @@ def _deterministic(step: tf.data.Dataset) -> str | None:
     return last.attr["deterministic"].s.decode()
 
 
-def nodes(step: tf.data.Dataset) -> Iterator[Any]:
+def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
     """Yields the `NodeDef` of each op in a step's functions, or of a dataset without steps."""
     definitions = [one.function.graph.as_graph_def() for one in step._functions()]
-    if kind(step) == "VariantDataset":
+    if _step_kind(step) == "VariantDataset":
         definitions.append(serialized(step))
     for definition in definitions:
         yield from nodes_of_graph(definition)
 
 
 def _reads_files(step: tf.data.Dataset) -> bool:
-    return bool(file_ops({node.op for node in nodes(step)}))
+    return bool(file_ops({node.op for node in nodes_of_step(step)}))
 
 
 def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
@@ -300,13 +311,13 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
 
     A cache in a file receives a file of its own, whose name ends in `suffix`.
     """
-    if kind(step) == "OptionsDataset":
+    if _step_kind(step) == "OptionsDataset":
         return share.with_options(step.options())
-    if kind(step) == "RestructuredDataset":
+    if _step_kind(step) == "RestructuredDataset":
         return type(step)(share, step.element_spec)
-    if kind(step) == "PrefetchDataset":
+    if _step_kind(step) == "PrefetchDataset":
         return share.prefetch(int(step._buffer_size))
-    op = getattr(tf.raw_ops, _OPS[kind(step)])
+    op = getattr(tf.raw_ops, _OPS[_step_kind(step)])
     given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
     if given.get("filename", b"") != b"":
         given["filename"] = tf.strings.join([given["filename"], suffix])
@@ -330,11 +341,11 @@ def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
     for name in ("padded_shapes", "padding_values"):
         if name in found:
             found[name] = tf.nest.flatten(found[name])
-    if kind(step) == "ParallelInterleaveDataset":
+    if _step_kind(step) == "ParallelInterleaveDataset":
         found["deterministic"] = _deterministic(step)
-    if kind(step) == "ShuffleDataset":
+    if _step_kind(step) == "ShuffleDataset":
         found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
-    if kind(step) == "CacheDataset":
+    if _step_kind(step) == "CacheDataset":
         found["cache"] = tf.raw_ops.DummyMemoryCache()
     return found
 

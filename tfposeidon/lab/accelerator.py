@@ -23,6 +23,13 @@ from tfposeidon import checks
 from tfposeidon.lab import architectures
 from tfposeidon.lab.architectures import Layer
 
+SCALE = 1e-3
+"""Scale of the values of a gradient."""
+
+
+ALIGNED = 16
+"""Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
+
 
 class Stream:
     """Queue of work that an emulated accelerator executes in order.
@@ -63,19 +70,11 @@ class Stream:
             self._sleep(wait_s)
 
 
-SCALE = 1e-3
-"""Scale of the values of a gradient."""
-
-
 def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
     """Returns `[length]` float32: normal values with log-normal scales."""
     values = generator.standard_normal(length, dtype=np.float32)
     values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
     return values
-
-
-ALIGNED = 16
-"""Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
 
 
 class Accelerator:

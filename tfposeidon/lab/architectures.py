@@ -254,6 +254,9 @@ BASE = {f"encoder{number}": 1 for number in range(1, 7)} | {
 BERT = {f"encoder{number}": 1 for number in range(1, 13)}
 
 
+# ------------------------------------------------------------------ models
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Model as one of the papers trains it, named as in `MODELS`, plus "/factor" if it was shrunk.

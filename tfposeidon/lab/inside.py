@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import itertools
 import json
 import os
@@ -19,14 +18,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tfposeidon import quiet
-from tfposeidon.lab import command
 from tfposeidon.lab.cluster import Cluster, Fault
+from tfposeidon.lab.command import Request, add_arguments, read_request
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
 from tfposeidon.lab.sandbox import ENDED, UnavailableError
 from tfposeidon.peers.runner import Runner, Start
@@ -35,6 +34,9 @@ from tfposeidon.text import readable_size, sparkline, table
 NAME = "tfposeidon lab"
 SAMPLE_INTERVAL_S = 0.5
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
+
+LONGEST_BARS = 40
+"""Most bars of a node in the report."""
 
 
 class Job(Runner):
@@ -96,7 +98,7 @@ def say(text: str) -> None:
     print(f"{NAME}: {text}", file=sys.stderr, flush=True)
 
 
-LONGEST_BARS = 40
+# ------------------------------------------------------------------ report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields, and the rate and share of each link, for JSON."""
-        content = dataclasses.asdict(self)
+        content = asdict(self)
         for node, row in enumerate(content["traffic"]):
             row["rate_bits_per_s"] = self.cluster.rate(node)
             row["sent_share"] = self.link_share(node, row["sent_bytes"])
@@ -212,14 +214,14 @@ def _percent(share: float | None) -> str:
 def main(arguments: list[str]) -> int:
     """Builds the cluster, runs the job and reports; returns the job's exit status, or 2."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_arguments(parser)
     # Ranks may write characters that this locale cannot encode, which must not end the job.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return asyncio.run(_run(command.read_request(parser.parse_args(arguments))))
+    return asyncio.run(_run(read_request(parser.parse_args(arguments))))
 
 
-async def _run(request: command.Request) -> int:
+async def _run(request: Request) -> int:
     # Must come first, so that a request to end is not missed while the network is built.
     _cancel_at_end_of(sys.stdin.fileno())
     try:

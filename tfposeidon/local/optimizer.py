@@ -26,7 +26,7 @@ from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import with_merged_rows
 from tfposeidon.local import exchanges, rules
 from tfposeidon.local.global_weights import GlobalWeights, check_equal
-from tfposeidon.local.schedule import Schedule, notes
+from tfposeidon.local.schedule import Schedule, notes_of_plan
 from tfposeidon.local.showing import Showing
 from tfposeidon.local.synchronization import Synchronization
 from tfposeidon.optimizers.wrapper import settings
@@ -218,7 +218,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is None:
             return plan
         in_node = None if self._node is None else self._plan_of_node()
-        own = notes(plan, self._schedule, self._rule, in_node)
+        own = notes_of_plan(plan, self._schedule, self._rule, in_node)
         return dataclasses.replace(plan, occasion="synchronization", notes=(*own, *plan.notes))
 
     @property

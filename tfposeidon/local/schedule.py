@@ -60,7 +60,7 @@ class Schedule:
                 )
 
 
-def notes(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> list[str]:
+def notes_of_plan(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> list[str]:
     """Returns remarks on bytes per step, memory and exactness; `in_node` is the gradients' plan."""
     every, is_late = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
@@ -88,7 +88,10 @@ def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
     return [note]
 
 
-class Sent(NamedTuple):
+# ------------------------------------------------------------------ exchange
+
+
+class Contribution(NamedTuple):
     """Contribution of this rank: trained weights minus global weights, and averaged statistics.
 
     `count` is the rank's weight, a float32 scalar: 0 without samples or with values that are not
@@ -101,7 +104,7 @@ class Sent(NamedTuple):
     finite: tf.Tensor
 
 
-class Found(NamedTuple):
+class ExchangeResult(NamedTuple):
     """Result of an exchange, the same on all ranks except for the new scheme `states`.
 
     `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: any rank
@@ -120,9 +123,9 @@ class Found(NamedTuple):
 class Flight:
     """Exchange in a thread, with the contribution of this rank."""
 
-    def __init__(self, sent: Sent, exchange: Callable[[], Found]) -> None:
+    def __init__(self, sent: Contribution, exchange: Callable[[], ExchangeResult]) -> None:
         self.sent = sent
-        self._future: Future[Found] = Future()
+        self._future: Future[ExchangeResult] = Future()
         # A daemon: a failing job must not wait for ranks that have exited.
         thread = threading.Thread(
             target=_run, args=(exchange, self._future), daemon=True, name="tfposeidon-exchange"
@@ -135,7 +138,7 @@ class Flight:
         """True once the exchange has ended with an error."""
         return self._future.done() and self._future.exception() is not None
 
-    def found(self) -> Found:
+    def found(self) -> ExchangeResult:
         """Waits for the exchange, and returns its result or raises its error."""
         return self._future.result()
 
@@ -144,7 +147,7 @@ class Flight:
         self._thread.join(timeout_s)
 
 
-def _run(exchange: Callable[[], Found], future: Future[Found]) -> None:
+def _run(exchange: Callable[[], ExchangeResult], future: Future[ExchangeResult]) -> None:
     try:
         future.set_result(exchange())
     except BaseException as error:  # noqa: BLE001 (it is raised where the result is asked for)

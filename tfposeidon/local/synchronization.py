@@ -27,7 +27,7 @@ from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.global_weights import GlobalWeights, either, is_finite
 from tfposeidon.local.rules import Rule
-from tfposeidon.local.schedule import Flight, Found, Schedule, Sent
+from tfposeidon.local.schedule import Contribution, ExchangeResult, Flight, Schedule
 from tfposeidon.optimizers.wrapper import reset_slots
 from tfposeidon.state.placement import Placement, StateDescription
 
@@ -203,19 +203,19 @@ class Synchronization:
             self._flight = self._launched(self._sent_before())
         return self._flight
 
-    def _launched(self, sent: Sent) -> Flight:
+    def _launched(self, sent: Contribution) -> Flight:
         graph = self._graph("exchange")
         # Traced in this thread, since tracing in several threads can interfere.
         graph.get_concrete_function(sent)
         return Flight(sent, lambda: graph(sent))
 
-    def _sent_before(self) -> Sent:
+    def _sent_before(self) -> Contribution:
         values, trained = [v.read_value() for v in self._sent], self.weights.trained
         count, finite = self._count.read_value(), self._finite.read_value()
-        return Sent(values[:trained], values[trained:], count, finite)
+        return Contribution(values[:trained], values[trained:], count, finite)
 
-    def _contribute(self) -> Sent:
-        sent: Sent = self._graph("contribute")()
+    def _contribute(self) -> Contribution:
+        sent: Contribution = self._graph("contribute")()
         self._number.assign_add(1)
         self._restart_count()
         return sent
@@ -224,7 +224,7 @@ class Synchronization:
         self._steps = 0
         self._samples.assign(0.0)
 
-    def _settle(self, sent: Sent, found: Found, is_late: bool) -> int:
+    def _settle(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> int:
         graph = self._graph("settle late" if is_late else "settle")
         are_finite = bool(graph(sent, found).numpy())
         absent = int(found.absent.numpy())
@@ -259,15 +259,15 @@ class Synchronization:
             self._traced_for = now
         return self._graphs[name]
 
-    def _contribution(self) -> Sent:
+    def _contribution(self) -> Contribution:
         differences, statistics = self.weights.differences, self.weights.own_statistics
         samples, finite = self._samples.read_value(), _all_finite(differences)
         # Samples, not steps: the ranks of a node drop an update if one of them is absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         count = samples if self._rule.weighs_samples else worked
-        return Sent(differences, statistics, tf.where(finite, count, 0.0), finite)
+        return Contribution(differences, statistics, tf.where(finite, count, 0.0), finite)
 
-    def _exchanged(self, sent: Sent, has_data: bool) -> Found:
+    def _exchanged(self, sent: Contribution, has_data: bool) -> ExchangeResult:
         exchanger = self.exchanger
         presence = exchanger.presence(sent.differences, sent.count, has_data)
         weight = weight_of(sent.count, presence.total, exchanger.wire.topology.size)
@@ -276,7 +276,7 @@ class Synchronization:
         counts = tf.logical_and(_all_finite(means), presence.total > 0.0)
         # Means of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, sent.differences, strict=True)]
-        return Found(means, statistics, states, presence.total, counts, presence.absent)
+        return ExchangeResult(means, statistics, states, presence.total, counts, presence.absent)
 
     def _mean_differences(
         self, exchanger: Exchanger, differences: list[tf.Tensor], weight: tf.Tensor
@@ -315,7 +315,7 @@ class Synchronization:
         )
         return parted(mean, statistics)
 
-    def _settled(self, sent: Sent, found: Found, is_late: bool) -> tf.Tensor:
+    def _settled(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
         """Updates global weights and this rank; returns whether its statistics were finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
@@ -324,7 +324,7 @@ class Synchronization:
         self._follow(sent, found.counts, before)
         return are_finite
 
-    def _move(self, found: Found) -> None:
+    def _move(self, found: ExchangeResult) -> None:
         weights, means = self.weights, found.means
         states = itertools.chain(*self.exchanger.states.variables)
         for variable, value in zip(states, found.states, strict=True):
@@ -342,7 +342,7 @@ class Synchronization:
             # Statistics that were not finite at the start of a rank make the mean not finite.
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
-    def _follow(self, sent: Sent, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
+    def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
         """Updates this rank's weights; `before` has the global ones before a delayed update."""
         weights, pull = self.weights, self._rule.pull(self._replicas)
         # A replica that processed no samples keeps its weights.

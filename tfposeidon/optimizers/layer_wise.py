@@ -1,6 +1,7 @@
-"""Base class of layer-wise optimizers, which scale each step by norms of whole variables.
+"""Layer-wise optimizers: their base class, norms of whole variables, and excluded variables.
 
-Biases and parameters of normalization are excluded by default.
+Such an optimizer scales each step by norms. Biases and parameters of normalization are excluded by
+default.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import checks, native, ops
-from tfposeidon.gradients import indices_of, of_tensorflow, path_of
+from tfposeidon.gradients import indices_of, is_overwritten, of_tensorflow, path_of
 
 Exclude = Sequence[str] | Callable[[Any], bool] | None
 """Type of the argument `exclude` of `LARS` and `LAMB`."""
+
+Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
+"""Function from variables, and a row of tensors for each, to the Euclidean norms of the tensors.
+
+The norms are `[variables, tensors of a row]`; rows have equal lengths.
+"""
+
 
 # Only the last word of the path counts, so that "unbiased_head/kernel" is not excluded. Paths are
 # needed because biases may have two axes (GRU, MultiHeadAttention), as may gamma and beta
@@ -38,7 +46,7 @@ class Exclusion:
     """
 
     def __init__(self, rule: Exclude) -> None:
-        self._rule = rule if rule is None or callable(rule) else _checked(rule)
+        self._rule = rule if rule is None or callable(rule) else _checked_patterns(rule)
 
     def indices(self, variables: Sequence[Any]) -> frozenset[int]:
         """Returns the indices of the excluded variables, and warns of patterns without a match."""
@@ -77,7 +85,7 @@ def is_scale_or_shift(variable: Any) -> bool:
     return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
 
 
-def _checked(patterns: Any) -> tuple[str, ...]:
+def _checked_patterns(patterns: Any) -> tuple[str, ...]:
     if not isinstance(patterns, list | tuple) or not all(
         isinstance(pattern, str) for pattern in patterns
     ):
@@ -112,13 +120,6 @@ def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
     warnings.warn(
         f"`exclude` {what}. Examples of paths: {paths}. {remedy}", UserWarning, stacklevel=3
     )
-
-
-Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
-"""Function from variables, and a row of tensors for each, to the Euclidean norms of the tensors.
-
-The norms are `[variables, tensors of a row]`; rows have equal lengths.
-"""
 
 
 class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
@@ -159,13 +160,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """Determines the excluded variables, and creates the state of all Keras optimizers."""
         super().build(variables)
         self._excluded = self._exclusion.indices(variables)
-        indices = indices_of(variables)
-        # Under `tf.distribute`, steps receive the copies of a variable on each device.
-        copies = tf.distribute.get_strategy().experimental_local_results
-        for variable in map(of_tensorflow, variables):
-            for copy in copies(variable):
-                indices[copy.ref()] = indices[variable.ref()]
-        self.__dict__["_indices"] = indices
+        self.__dict__["_indices"] = indices_of(variables)
 
     @property
     def excluded(self) -> list[int]:
@@ -233,7 +228,13 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         return self.weight_decay if decays else 0.0
 
     def _index_of(self, variable: Any) -> int:
-        return self._indices[of_tensorflow(variable).ref()]
+        reference = of_tensorflow(variable).ref()
+        if reference not in self._indices:
+            # Under `tf.distribute`, steps receive the copies of a variable on each device.
+            copies = tf.distribute.get_strategy().experimental_local_results
+            for index, known in enumerate(self._trainable_variables):
+                self._indices |= {copy.ref(): index for copy in copies(of_tensorflow(known))}
+        return self._indices[reference]
 
     def _is_excluded(self, variable: Any) -> bool:
         return self._index_of(variable) in self._excluded
@@ -250,7 +251,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
         # Keras assigns gradients to these variables (scales of float8 layers) instead of updating
         # them, and its optimizers have no state for them.
-        if getattr(variable, "overwrite_with_gradient", False):
+        if is_overwritten(variable):
             return None
         return self.add_variable_from_reference(
             variable, name, dtype=arithmetic_dtype(variable.dtype).name

@@ -1,4 +1,4 @@
-"""Base class of optimizers that contain another one, and inspection of optimizers inside.
+"""Inspection of optimizers inside others, and the base class of optimizers that contain one.
 
 Think of the base class as the half of a wrapper that exchanges nothing: Keras reads and sets the
 counter and the learning rate of the optimizer inside, and saves that one.
@@ -85,10 +85,10 @@ def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
     """
     # Rates are variables, which must be read outside of the traced step.
     with tf.init_scope():
-        return dict(_flat(prefix, _serialized(optimizer)))
+        return dict(_flat(prefix, _class_and_config(optimizer)))
 
 
-def _serialized(value: Any) -> dict[str, Any]:
+def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
     except Exception:  # noqa: BLE001, of users' own optimizers, and of functions without a name
@@ -106,7 +106,7 @@ def _serialized(value: Any) -> dict[str, Any]:
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields names and values of a configuration that Keras serialized."""
     if hasattr(value, "get_config"):
-        value = _serialized(value)
+        value = _class_and_config(value)
     if isinstance(value, Mapping):
         if "class_name" in value:
             yield name, value["class_name"]

@@ -7,7 +7,6 @@ sends the requests of a rank to the store.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import http.client
 import json
@@ -28,9 +27,29 @@ from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
 from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, address_at_home, prefix_of
 
 T = TypeVar("T")
-TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 """Longest silence of a store."""
 RETRY_S = 0.2
+"""Seconds between attempts to reach a store."""
+
+MEMBER = "TFPOSEIDON_MEMBER"
+"""Variable with the process that has met the others, and their store: children inherit the rest."""
+LAUNCHER = "HOROVOD_RANK"
+STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+INTERFACE = "HOROVOD_GLOO_IFACE"
+START_TIMEOUT_S = 600.0
+"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
+RANKS = "ranks"
+"""Scope of the store in which ranks meet."""
+
+Nodes = tuple[tuple[int, ...], ...]
+_nodes: Nodes | None = None
+_store: subprocess.Popen[str] | None = None
+"""Process of the store, if this is rank 0: a reference, because it outlives this process."""
+
+
+# ------------------------------------------------------------------ store
 
 
 class EndingError(ConnectionError):
@@ -87,7 +106,9 @@ class Client:
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
         headers = {"Prefer": f"wait={wait_s:.3f}", **(headers or {})}
         # Not urllib, which would send requests to the proxy of `http_proxy`.
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=wait_s + TIMEOUT_S)
+        connection = http.client.HTTPConnection(
+            self.host, self.port, timeout=wait_s + ANSWER_TIMEOUT_S
+        )
         try:
             connection.connect()
             own = connection.sock.getsockname()[0]
@@ -127,20 +148,20 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
         time.sleep(RETRY_S)
 
 
-def running_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | T:
+def running_store_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | T:
     """Returns a client of the job's store if it runs on this host, else the result of `start`."""
-    if client := running(job, token):
+    if client := running_store(job, token):
         return client
     try:
         return start()
     except OSError:
         # A second process 0 may have started it at the same time.
-        if client := running(job, token):
+        if client := running_store(job, token):
             return client
         raise
 
 
-def running(job: Job, token: str | None) -> Client | None:
+def running_store(job: Job, token: str | None) -> Client | None:
     """Returns a client of the job's store if it runs on this host already."""
     *_, last = _attempts(replace(job, host=address_at_home(job.host)), token)
     return last if isinstance(last, Client) else None
@@ -171,21 +192,7 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
         yield f"another job at {where} ({served}; this job is {job.identity})"
 
 
-MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the process that has met the others, and their store: children inherit the rest."""
-LAUNCHER = "HOROVOD_RANK"
-STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-INTERFACE = "HOROVOD_GLOO_IFACE"
-START_TIMEOUT_S = 600.0
-"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
-RANKS = "ranks"
-"""Scope of the store in which ranks meet."""
-
-Nodes = tuple[tuple[int, ...], ...]
-_nodes: Nodes | None = None
-_store: subprocess.Popen[str] | None = None
-"""Process of the store, if this is rank 0: a reference, because it outlives this process."""
+# ------------------------------------------------------------------ ranks
 
 
 @dataclass(frozen=True)
@@ -265,10 +272,10 @@ def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entr
     found: Client | tuple[subprocess.Popen[str], int] | None = None
     if job.rank == 0 and not job.has_store:
         place = (job.host, job.ports, job.identity, token, job.size)
-        found = running_or(job, token, lambda: store.start_process(*place))
+        found = running_store_or(job, token, lambda: store.start_process(*place))
         if isinstance(found, tuple):
             _store, port = found
-            job = dataclasses.replace(job, host=store.address_at_home(job.host), ports=(port,))
+            job = replace(job, host=store.address_at_home(job.host), ports=(port,))
     client = found if isinstance(found, Client) else connect(job, token, timeout_s)
     own = {"node": job.node or _this_node(), "address": client.local_address}
     entries = meet(client, RANKS, job, own, deadline)

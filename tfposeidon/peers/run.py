@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.meeting import Client, connect, running_or
+from tfposeidon.peers.meeting import Client, connect, running_store_or
 from tfposeidon.peers.runner import GRACE_S, Background, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
@@ -185,7 +185,7 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         server = connect(job, token, timeout_s)
     else:
         place = (job.host, job.ports, job.identity, token)
-        server = running_or(job, token, lambda: store.listen(*place))
+        server = running_store_or(job, token, lambda: store.listen(*place))
     if isinstance(server, Client):
         # If this is node 0, there is a second one, which both learn when they meet.
         yield server

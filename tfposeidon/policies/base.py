@@ -99,7 +99,7 @@ class Policy(Configured, ABC):
     def planner(self) -> Callable[..., Any] | None:
         """Class of the planner that this policy needs, if choices depend on more than gradients.
 
-        It is a subclass of `tfposeidon.exchange.planner.Planner`, and replaces `choose`.
+        It is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces `choose`.
         """
         return None
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros, opaque
 from tfposeidon.config import Configured
-from tfposeidon.gradients import Description, GradientReader, Structure, dense
+from tfposeidon.gradients import Description, GradientReader, Structure, as_dense
 from tfposeidon.schemes.stages import Cost, Stage, total_cost
 
 State = tuple[tf.Tensor, ...]
@@ -236,7 +236,7 @@ class Scheme(Configured, ABC):
         """
         pairs = zip(gradients, descriptions, strict=True)
         zero = zeros[descriptions[0].dtype]
-        parts = [tf.reshape(dense(gradient, d, zero), [-1]) for gradient, d in pairs]
+        parts = [tf.reshape(as_dense(gradient, d, zero), [-1]) for gradient, d in pairs]
         # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would
         # fold the collective.
         vector = opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])

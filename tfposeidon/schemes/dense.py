@@ -1,4 +1,4 @@
-"""Schemes that send all elements: all-reduce, all-to-all, 2D torus and parameter server."""
+"""Schemes that send all elements: all-reduce, all-to-all, 2D torus, parameter server, maximum."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.stages import Stage, Transfer, Work
 from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
+
+PAIR_BYTES = 2 * 2**20
+"""Size in bytes of Poseidon's key-value pairs (section 4.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,36 +73,6 @@ class AllReduce(WithWireDtype, Scheme):
             *stages.encoding(length, self.wire_dtype, "encode"),
             transfer,
             *stages.encoding(length, self.wire_dtype, "decode"),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Largest(Scheme):
-    """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
-
-    Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,
-    which are never negative. Keras takes the maximum over accumulated calls; this extends it over
-    ranks. No policy chooses it.
-    """
-
-    averages: ClassVar[bool] = False
-
-    @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
-        return tf.reduce_max(gathered, 0), state
-
-    @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        parts_bytes = (float(length * itemsize),) * topology.size
-        compared = length * topology.size
-        return (
-            Transfer(
-                name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
-            ),
-            Work(name="largest", kind="sum", elements=compared, operations=compared),
         )
 
 
@@ -188,10 +161,6 @@ class Torus2D(WithWireDtype, Scheme):
         return stages.stages_by_levels(length, itemsize, topology, self.wire_dtype)
 
 
-PAIR_BYTES = 2 * 2**20
-"""Size in bytes of Poseidon's key-value pairs (section 4.1)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ParameterServer(Scheme):
     """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
@@ -258,3 +227,33 @@ class ParameterServer(Scheme):
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         return stages.stages_by_levels(length, itemsize, topology, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest(Scheme):
+    """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
+
+    Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,
+    which are never negative. Keras takes the maximum over accumulated calls; this extends it over
+    ranks. No policy chooses it.
+    """
+
+    averages: ClassVar[bool] = False
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        gathered = wire.all_gather(gradient[tf.newaxis], wire.topology.world, name)
+        return tf.reduce_max(gathered, 0), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        parts_bytes = (float(length * itemsize),) * topology.size
+        compared = length * topology.size
+        return (
+            Transfer(
+                name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
+            ),
+            Work(name="largest", kind="sum", elements=compared, operations=compared),
+        )

@@ -21,6 +21,12 @@ from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 
+Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+"""Collectives of `communication.wire.Wire`."""
+
+Kind = Literal["sum", "encode", "select", "scatter", "multiply"]
+"""Kinds of local work, which take different times per element."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
@@ -52,13 +58,6 @@ class Cost:
             cross_bytes=self.cross_bytes + other.cross_bytes,
             flops=self.flops + other.flops,
         )
-
-
-Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
-"""Collectives of `communication.wire.Wire`."""
-
-Kind = Literal["sum", "encode", "select", "scatter", "multiply"]
-"""Kinds of local work, which take different times per element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +105,7 @@ class Transfer:
         """
         parts = {
             "all_gather": [length] * group.size,
-            "all_to_all": [end - begin for begin, end in packing.even(length, group.size)],
+            "all_to_all": [end - begin for begin, end in packing.even_parts(length, group.size)],
         }.get(operation, [length])
         parts_bytes = tuple(float(itemsize * part) for part in parts)
         return cls(
@@ -225,7 +224,7 @@ class Shards:
           The shards, longer ones first; ranks after the owners have empty ones.
         """
         owners = group.size if owners is None else owners
-        lengths = [end - begin for begin, end in packing.even(length, owners)]
+        lengths = [end - begin for begin, end in packing.even_parts(length, owners)]
         return cls(group, (*lengths, *([0] * (group.size - owners))))
 
     def length_of(self, rank: int) -> int:

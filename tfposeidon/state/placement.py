@@ -1,10 +1,10 @@
 """Placement of state on ranks: state of a model's layers, and state that differs between ranks.
 
 Think of a placement as the rule for combining the values of all ranks: take any, average, sum,
-concatenate, or leave each rank its own. Checkpoints, broadcasts and comparisons follow it. On other
-ranks, the sum is preserved: a residual is the part of a gradient that a rank has not sent yet, so
-only its elementwise sum over all ranks matters. The vectors of all ranks are summed by variable,
-and split again for the current ranks and buckets.
+concatenate, or leave each rank its own. Checkpoints, broadcasts and comparisons follow it. A job
+that resumes on other ranks preserves sums: a residual is the part of a gradient that a rank has not
+sent yet, so only its elementwise sum over all ranks matters. The vectors of all ranks are summed by
+variable, and split again for the current ranks and buckets.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from typing import Any
 
 import keras
 import numpy as np
+
+# Field names in older checkpoints, which predate the attribute names.
+_ON_DISK = {"owners": "holders"}
+
+WholeKey = tuple[str, tuple[str, ...]]
+"""Name of a quantity, and the paths of its variables."""
 
 
 class Placement(enum.StrEnum):
@@ -48,6 +54,9 @@ class StateEntry:
     name: str
     value: Any
     placement: Placement
+
+
+# ------------------------------------------------------------------ state of layers
 
 
 Placed = Iterable[tuple[Any, Placement | str]]
@@ -170,6 +179,8 @@ def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
 def _variables_of(layer: Any) -> list[Any]:
     inner = layer._flatten_layers(include_self=False, recursive=False)
     theirs = {id(variable) for one in inner for variable in one.variables}
+    # A layer may share its variables with inner layers.
+    theirs -= {id(value) for value in vars(layer).values()}
     return [variable for variable in layer.variables if id(variable) not in theirs]
 
 
@@ -203,11 +214,7 @@ register(keras.layers.Normalization, Placement.REPLICATED)
 register(keras.layers.RNN, _place_sequences)
 
 
-# Field names in older checkpoints, which predate the attribute names.
-_ON_DISK = {"owners": "holders"}
-
-WholeKey = tuple[str, tuple[str, ...]]
-"""Name of a quantity, and the paths of its variables."""
+# ------------------------------------------------------------------ state of ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange import replicas
-from tfposeidon.exchange.replicas import as_json, check_same_variables
+from tfposeidon.exchange.replicas import check_same_variables, variables_as_json
 from tfposeidon.gradients import of_tensorflow
 from tfposeidon.state.placement import (
     Placement,
@@ -215,7 +215,7 @@ def difference(
     # All ranks take the same branch, since the search for a difference is collective.
     if all(other == everybody[0] for other in everybody):
         return None
-    described = as_json(replicas.describe_any(variables))
+    described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))
     found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
     if not found:

@@ -122,5 +122,7 @@ def _of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 
 
 def _calls_python(dataset: tf.data.Dataset) -> bool:
-    steps = pipelines.below(dataset)
-    return any(node.op in pipelines.PYTHON_OPS for step in steps for node in pipelines.nodes(step))
+    steps = pipelines.unwrapped_datasets(dataset)
+    return any(
+        node.op in pipelines.PYTHON_OPS for step in steps for node in pipelines.nodes_of_step(step)
+    )

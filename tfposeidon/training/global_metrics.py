@@ -1,4 +1,8 @@
-"""State of layers and metrics of an epoch, averaged over all ranks."""
+"""End of an epoch: metrics over the samples of all ranks, and averages of layer state.
+
+Afterwards, logs and layer state are equal on all ranks, so callbacks act alike. Callbacks that save
+before that, and layers that Keras would synchronize in each step, are refused.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,14 @@ from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
 from tfposeidon.training import session
 from tfposeidon.training.entries import variables_of
+
+SAVING = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.OrbaxCheckpoint,
+)
+"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
+
 
 _Layout = list[tuple[str, list[int]]]
 """Aggregation and shape of each variable of a metric."""
@@ -253,12 +265,7 @@ def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
     return mean if np.shape(mean) else float(mean)
 
 
-SAVING = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.OrbaxCheckpoint,
-)
-"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
+# ------------------------------------------------------------------ layer state
 
 
 class LayerAverages(keras.callbacks.Callback):
@@ -280,16 +287,16 @@ class LayerAverages(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._average()
-        collect(self.model)
+        collect_layer_state(self.model)
 
     def _average(self) -> None:
         # Where only some ranks validate, the others take part at the end of the epoch.
         if self._is_due:
             self._is_due = False
-            average(self.model)
+            average_layer_state(self.model)
 
 
-def average(model: keras.Model) -> None:
+def average_layer_state(model: keras.Model) -> None:
     """Averages layer state over ranks where it differs; collective."""
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
@@ -300,7 +307,7 @@ def average(model: keras.Model) -> None:
             replicas.average(averaged, wire)
 
 
-def collect(model: keras.Model) -> None:
+def collect_layer_state(model: keras.Model) -> None:
     """Sums partial state on rank 0 and clears it on others; collective."""
     replicas.collect(variables_of(model, Placement.PARTIAL), session.of(model).wire)
 
