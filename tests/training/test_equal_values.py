@@ -142,7 +142,7 @@ def test_an_optimizer_that_was_not_wrapped(wire):
     model.compile("adam", models.LOSS)
     x, y = models.mlp.data(16)
     mine = slice(wire.topology.rank, None, 2)
-    with Raises(RuntimeError, f"{PARTED}.*Wrap its optimizer"):
+    with Raises(RuntimeError, f"{PARTED}.*does not communicate. Wrap it"):
         model.fit(
             x[mine],
             y[mine],
