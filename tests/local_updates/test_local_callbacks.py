@@ -84,7 +84,7 @@ def test_assigned_weights_are_where_ranks_go_on(wire):
     local = BATCH // wire.topology.size
     again = [part[:local] for part in models.share(data, BATCH, wire.topology)]
     model.fit(*again, batch_size=local, shuffle=False, verbose=0)
-    # One step, no round: the center is what was assigned.
+    # After one step without a synchronization, the center has the assigned weights.
     assert not any(np.any(w) for w in model.get_weights())
 
 

@@ -246,6 +246,12 @@ def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch,
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_a_rank_that_fails_ends_the_job_where_nobody_can_be_told(job, monkeypatch):
+    with open("/dev/full", "w") as error:
+        monkeypatch.setattr(sys, "stderr", error)
+        assert asyncio.run(run.run_ranks(starts("exit 3"), job[1], None)) == 3
+
+
 def test_a_log_that_cannot_be_written_is_reported_to_other_nodes(job, tmp_path):
     (tmp_path / "rank-4.log").mkdir()
     with pytest.raises(IsADirectoryError):

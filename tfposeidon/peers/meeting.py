@@ -129,8 +129,8 @@ class Client:
 def connect(job: Job, token: str | None, timeout_s: float) -> Client:
     """Returns a client of the job's store as soon as it answers.
 
-    Raises `PermissionError` for a wrong token, and `TimeoutError` with the addresses that were
-    tried and what was found there.
+    Raises `PermissionError` for a wrong token, and `TimeoutError` with the addresses that it tried
+    and the problem at each.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -211,10 +211,7 @@ class Runner:
             # The output is closed, as in `lab ... | head`, or its disk is full, so end the job.
             _discard(sink)
             if not isinstance(error, BrokenPipeError):
-                try:
-                    self.say(f"the job ends, because output could not be written: {error}.")
-                except OSError:
-                    _discard(sys.stderr)
+                self.say(f"the job ends, because output could not be written: {error}.")
             self.cancel()
 
     def _shows(self, rank: Rank) -> bool:
@@ -230,7 +227,11 @@ class Runner:
 
     def say(self, text: str) -> None:
         """Writes a message of the runner to standard error, apart from the output of ranks."""
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        try:
+            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        except OSError:
+            # Ranks must be ended also where nobody can be told.
+            _discard(sys.stderr)
 
     async def end(self, grace_s: float) -> None:
         """Ends the running ranks: after a grace period by SIGTERM, then by SIGKILL."""

@@ -164,31 +164,28 @@ def _checked(placement: Any) -> Placement:
 def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
     """Returns a layer's variables with placements, without those of inner layers."""
     found: dict[int, tuple[Any, Placement | str]]
+    statistics, seeds = _untrained(layer)
     found = {id(v): (v, Placement.REPLICATED) for v in layer._trainable_variables}
-    found |= {id(v): (v, by_dtype(v)) for v in _statistics_of(layer)}
+    found |= {id(v): (v, by_dtype(v)) for v in statistics}
     for known in reversed(type(layer).__mro__):
         rule = _registered.get(known)
         if callable(rule):
             found |= {id(v): (v, placement) for v, placement in rule(layer)}
         elif rule is not None:
-            found |= {id(v): (v, rule) for v in _statistics_of(layer)}
-    seeds = [(v, Placement.LOCAL) for v in _variables_of(layer) if is_seed(v)]
-    return [*found.values(), *seeds]
+            found |= {id(v): (v, rule) for v in statistics}
+    return [*found.values(), *((v, Placement.LOCAL) for v in seeds)]
 
 
-def _variables_of(layer: Any) -> list[Any]:
+def _untrained(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Returns a layer's own variables that were built as not trainable, and its seeds."""
     inner = layer._flatten_layers(include_self=False, recursive=False)
-    theirs = {id(variable) for one in inner for variable in one.variables}
+    others = {id(variable) for one in inner for variable in one.variables}
     # A layer may share its variables with inner layers.
-    theirs -= {id(value) for value in vars(layer).values()}
-    return [variable for variable in layer.variables if id(variable) not in theirs]
-
-
-def _statistics_of(layer: Any) -> list[Any]:
-    """Returns the variables that a layer was built with as not trainable."""
+    others -= {id(value) for value in vars(layer).values()}
     # Keras's public lists count frozen weights, too.
-    weights = {id(variable) for variable in layer._trainable_variables}
-    return [v for v in _variables_of(layer) if id(v) not in weights and not is_seed(v)]
+    others |= {id(variable) for variable in layer._trainable_variables}
+    own = [variable for variable in layer.variables if id(variable) not in others]
+    return [v for v in own if not is_seed(v)], [v for v in own if is_seed(v)]
 
 
 def by_dtype(variable: Any) -> Placement:
@@ -200,7 +197,8 @@ def by_dtype(variable: Any) -> Placement:
 def _place_statistics(layer: Any) -> Placed:
     # Statistics of a frozen layer are constant; averaging could round them.
     placement = Placement.AVERAGED if layer.trainable else Placement.REPLICATED
-    return [(variable, placement) for variable in _statistics_of(layer)]
+    statistics, _ = _untrained(layer)
+    return [(variable, placement) for variable in statistics]
 
 
 def _place_sequences(layer: Any) -> Placed:
