@@ -170,7 +170,8 @@ def _small(kind, optimizer, steps_per_execution):
     """Returns a function that trains a small model and returns the seconds of a step."""
     layers = keras.layers
     hidden = [layers.Dense(64, activation="relu") for _ in range(3)]
-    model = kind([keras.Input((64,)), *hidden, layers.Dense(64)])
+    # By default Keras derives the name from the class, and a scope must not begin with "_".
+    model = kind([keras.Input((64,)), *hidden, layers.Dense(64)], name="small")
     model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
     x = np.random.default_rng(0).normal(size=(SMALL_BATCH * SMALL_STEPS, 64)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x)).batch(SMALL_BATCH)
