@@ -44,6 +44,7 @@ LIMITS = {
     "longest chain of imports": 14,
     "methods of the optimizers' base class": 18,
     "of these abstract, constant or empty": 5,
+    "frames from apply to the all-reduce": 5,
     "methods of Keras that are replaced": 3,
     "private names of Keras": 6,
     "sys._getframe, sys.last_value, except: pass": 0,
@@ -61,6 +62,25 @@ of = (*keras.Model.__mro__, keras.optimizers.LossScaleOptimizer)
 print(sum(hasattr(value, "_tfposeidon") for one in of for value in vars(one).values()))
 """
 """Prints how many methods of Keras's classes an optimizer has replaced."""
+FRAMES = """
+import sys, traceback, types
+import keras, tensorflow as tf, tfposeidon as tp
+from tfposeidon.communication.topology import Topology
+class Wire(types.SimpleNamespace):
+    topology = Topology.regular(0, 2, 1)
+    def all_gather(self, tensor, group, name):
+        return tf.concat([tensor, tensor], 0)
+    def all_reduce(self, tensor, group, name, scale=1.0):
+        if ".bucket" in name:
+            ours = [one for one in traceback.extract_stack() if "/tfposeidon/" in one.filename]
+            print(len(ours) + 1)
+            sys.exit()
+        return tensor * 2.0 * scale
+optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(), scheme="allreduce")
+optimizer.exchange._wire = optimizer.exchange.plans._wire = Wire
+optimizer.apply([tf.ones([2])], [keras.Variable([1.0, 2.0])])
+"""
+"""Prints the number of frames from `apply` to the collective, including both."""
 AVOIDED = r"sys\._getframe|sys\.last_value|suppress\(Exception\)|except Exception:\s*pass"
 
 
@@ -159,7 +179,8 @@ def figures(tree: Tree) -> dict[str, int]:
         "longest chain of imports": longest_chain(tree),
         "methods of the optimizers' base class": len(base),
         "of these abstract, constant or empty": sum(map(is_trivial, base)),
-        "methods of Keras that are replaced": replaced(tree.root),
+        "frames from apply to the all-reduce": printed(FRAMES, tree.root),
+        "methods of Keras that are replaced": printed(REPLACED, tree.root),
         "private names of Keras": len(private_names(ours)),
         "sys._getframe, sys.last_value, except: pass": len(
             re.findall(AVOIDED, "\n".join(module.text for module in ours))
@@ -261,10 +282,10 @@ def is_trivial(method: ast.FunctionDef) -> bool:
     ) or (isinstance(only.value, ast.Constant))
 
 
-def replaced(root: Path) -> int:
-    """Returns how many methods of Keras a tree replaces, as a process of its own counts them."""
+def printed(script: str, root: Path) -> int:
+    """Returns the number that a script prints last, run in a process of its own with a tree."""
     done = subprocess.run(
-        [sys.executable, "-c", REPLACED], cwd=root, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
     )
     return int(done.stdout.split()[-1])
 

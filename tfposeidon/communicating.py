@@ -130,8 +130,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         if self._around() is not None:
             # `grads` are means, which the loss scale has tested to be finite and has unscaled.
             self.inner_optimizer.apply(grads, trainable_variables)
-        else:
-            self._take_step(grads, trainable_variables, sample_count)
+        elif call := self._checked(grads, trainable_variables, sample_count):
+            self._step(*call)
 
     @tf.autograph.experimental.do_not_convert
     def apply_under(
@@ -150,7 +150,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         # Gradients are averaged first, so that all ranks see the same infinity. The loss scale is
         # the `updater`: it tests whether the means are finite, and passes them to `apply`.
         try:
-            self._take_step(grads, trainable_variables, sample_count)
+            if call := self._checked(grads, trainable_variables, sample_count):
+                self._step(*call)
         finally:
             self._around = before
 
@@ -159,10 +160,13 @@ class CommunicatingOptimizer(OptimizerWrapper):
         """Optimizer that applies the means: the loss scale during its step, else the inner one."""
         return self._around() or self.inner_optimizer
 
-    def _take_step(self, grads: Iterable[Any], variables: Any, sample_count: Any) -> None:
+    def _checked(
+        self, grads: Iterable[Any], variables: Any, sample_count: Any
+    ) -> tuple[list[Any], list[Any], Any] | None:
+        """Builds what is not built; returns the arguments of `_step`, `None` without gradients."""
         grads = list(grads)
         if not grads:
-            return
+            return None
         variables = list(self._trainable_variables if variables is None else variables)
         scale = self._around()
         session.note_applied(scale or self, variables)
@@ -182,7 +186,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
                 f"{len(variables)} variables. Pass None for variables without a gradient."
             )
         count = self._exchange.batch.current if sample_count is None else sample_count
-        self._step(grads, variables, count)
+        return grads, variables, count
 
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         """Executes one call of `apply`, weighted by `count` samples; `None` for equal weights."""

@@ -259,6 +259,18 @@ def as_dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.T
     return tf.ensure_shape(gradient, description.shape)
 
 
+def as_vector(
+    gradients: Sequence[Any], descriptions: Sequence[Description], zeros: wire.Zeros
+) -> tf.Tensor:
+    """Returns the gradients of a bucket as one vector that TensorFlow cannot fold."""
+    pairs = zip(gradients, descriptions, strict=True)
+    zero = zeros[descriptions[0].dtype]
+    parts = [tf.reshape(as_dense(gradient, d, zero), [-1]) for gradient, d in pairs]
+    # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would fold
+    # the collective.
+    return wire.opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])
+
+
 # ------------------------------------------------------------------ accumulation
 
 

@@ -180,7 +180,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         with self._exchange.call(grads, variables, count):
             if self._accumulation is None:
-                self._update(variables, grads, count)
+                self._apply(self._exchange.means(grads, variables, count), variables)
             else:
                 self._accumulate(self._accumulation, grads, variables, count)
 
@@ -219,7 +219,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         def update(grads: list[Any], weight: Any, calls: Any) -> None:
             # With weights by samples, those of calls before the optimizer was wrapped are unknown.
             factor = calls if own is None else self.gradient_accumulation_steps
-            self._update(variables, grads, weight, factor)
+            self._apply(self._exchange.means(grads, variables, weight), variables, factor)
 
         indices = [self._index_of(v) for v in variables]
         accumulation.add(indices, grads, call, update, wait)
@@ -228,25 +228,23 @@ class DistributedOptimizer(CommunicatingOptimizer):
         grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in variables]
         self.updater.apply(grads, variables)
 
-    def _update(
-        self, variables: list[Any], grads: list[Any], count: Any, factor: Any = None
-    ) -> None:
-        means = self._means(grads, variables, count)
+    def _apply(self, means: Means, variables: list[Any], factor: Any = None) -> None:
+        """Updates the variables with the means of all ranks, times a factor."""
+        means = self._received(means)
         if factor is not None:
             means = means.times(factor, variables)
         norms = self._exchange.exchanger(variables).norm_method.norms
         with parallel_operator.override_norms(self.inner_optimizer, norms):
-            self._apply(means, variables)
+            self._update(means, variables)
         # Last, because a skipped step must not change the state, and the means determine whether a
         # step is skipped.
         means.keep_state()
 
-    def _means(self, grads: list[Any], variables: list[Any], count: Any) -> Means:
-        """Exchanges gradients and returns the means that the inner optimizer applies."""
-        return self._exchange.means(grads, variables, count)
+    def _received(self, means: Means) -> Means:
+        """Returns the means in the form that the inner optimizer applies."""
+        return means
 
-    def _apply(self, means: Means, variables: list[Any]) -> None:
-        """Updates the variables with the means of all ranks."""
+    def _update(self, means: Means, variables: list[Any]) -> None:
         # The inner optimizer clips the means: by norms of the whole batch, as in one process.
         means.update(lambda found: self.updater.apply(found, variables))
 

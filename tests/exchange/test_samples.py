@@ -1,5 +1,6 @@
 """Samples that ranks weigh by: as expected, and others; what each step sends for them."""
 
+import re
 from unittest import mock
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfposeidon as tp
+from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.wait_free import ancestors, bucket_of
 
@@ -108,3 +110,43 @@ def test_no_bucket_waits_for_the_gradient_of_another(wire):
     assert set(buckets) == {"bucket_0", "bucket_1"}
     # The last variable is in the first bucket.
     assert inputs[1] not in ancestors(buckets["bucket_1"], graph)
+
+
+def _fitted(model, rows, wire, batch=4):
+    """Fits a model on some rows; returns what the traced steps exchange."""
+    calls = []
+    x, y = models.mlp.data(rows)
+    with mock.patch.multiple(
+        wire,
+        all_reduce=mock.Mock(wraps=wire.all_reduce, side_effect=_noted(calls)),
+        all_gather=mock.Mock(wraps=wire.all_gather, side_effect=_noted(calls)),
+    ):
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    found = [re.fullmatch(r"tp\d+\.(bucket_.*|.*samples.*)", name) for name in calls]
+    return {match[1] for match in found if match}
+
+
+def test_fits_with_equal_batches_count_nothing(wire):
+    """Unlike those with a smaller last batch, and single batches after them."""
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
+    model.compile(optimizer, models.LOSS)
+    assert _fitted(model, 16, wire) == {"bucket_0"}
+    assert _fitted(model, 16, wire) == set()
+    assert _fitted(model, 14, wire) == {"all_samples", "samples", "bucket_0"}
+    # Ranks weigh by their samples again.
+    rows = 2 + 4 * wire.topology.rank
+    x, y = models.mlp.data(rows)
+    model.train_on_batch(x, y)
+    same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+    assert _fitted(model, 16, wire) <= {"bucket_0"}
+
+
+def test_a_gradient_that_goes_missing_is_refused_where_nothing_is_counted(wire):
+    model = models.mlp()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
+    model.compile(optimizer, models.LOSS)
+    _fitted(model, 16, wire)
+    exchanger, *_ = optimizer.exchange.exchangers
+    with pytest.raises(ValueError, match=r"in every traced step\. Received: None for "):
+        exchanger.equal_share([None] * len(exchanger.plan.descriptions))

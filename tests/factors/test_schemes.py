@@ -96,8 +96,8 @@ def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
         factors = [
             FactorPair(tf.constant(r[:, :7]), tf.constant(r[:, 7:]), tf.ones([7, 5])) for r in rows
         ]
-        mean, _, total = scheme.exchange_bucket(
-            factors, bucket.descriptions, tf.constant(1.0), (), wire, "x", Zeros()
+        mean, total = scheme.exchange_structures(
+            factors, bucket.descriptions, tf.constant(1.0), wire, "x", Zeros()
         )
         return mean.numpy(), float(total)
 

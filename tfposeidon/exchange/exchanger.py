@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, at_first_item, require_equal
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, names_ending_in
-from tfposeidon.exchange.means import CallPresence, Presence, weight_of
+from tfposeidon.exchange.means import CallPresence, Expectation, Presence, Share, weight_of
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.replicas import SAME_MODEL, check_same_variables, variables_as_json
 from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
-from tfposeidon.gradients import tensors_of
-from tfposeidon.schemes.base import State
+from tfposeidon.gradients import as_vector, tensors_of
+from tfposeidon.schemes.base import Scheme, State
 
 Afterwards = Callable[[list[Any]], list[Any]]
 """Function from means to means, for collectives that follow the exchange in each step."""
@@ -34,7 +34,8 @@ class Exchanger:
 
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
-    any. `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
+    any. `all_were_present` is true if every rank had all gradients in the first traced step.
+    `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
     at which the schemes' state was computed; `norm_method` and the plan's further `notes` are those
     of the first traced step.
     """
@@ -47,6 +48,7 @@ class Exchanger:
         self.norm_method = NormMethod()
         self.notes: tuple[str, ...] = ()
         self._present_at_first_step: list[bool] = []
+        self.all_were_present = False
         self.calls = 0
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
         # alive.
@@ -92,9 +94,9 @@ class Exchanger:
             "depend on earlier layers of the process.",
             at_first_item("variable"),
         )
-        self._present_at_first_step = [
-            any(flags) for flags in zip(*(other["present"] for other in everybody), strict=True)
-        ]
+        flags = list(zip(*(other["present"] for other in everybody), strict=True))
+        self._present_at_first_step = [any(of_ranks) for of_ranks in flags]
+        self.all_were_present = all(map(all, flags))
         self.prefix = prefix
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
@@ -149,28 +151,41 @@ class Exchanger:
                 self.plan.reader.check_presence(self.plan.structured, with_gradient, present)
             return Presence(total, ranks - present, with_gradient)
 
-    def weighted_means(
-        self,
-        gradients: Sequence[Any],
-        count: Any,
-        rescale: tf.Tensor | None = None,
-        has_batch: bool = True,
-    ) -> tuple[Presence, list[Any], list[State]]:
-        """Exchanges all buckets, weighted by samples; returns participation, means and states."""
+    def equal_share(self, gradients: Sequence[Any]) -> Share:
+        """Returns the share if all ranks have equally many samples; nothing is counted."""
+        for gradient, path in zip(gradients, self.plan.paths, strict=True):
+            if gradient is None:
+                raise ValueError(
+                    "A variable with a gradient on all ranks in the first step must have one in "
+                    f"every traced step. Received: None for {path!r}. Pass zeros, or compile the "
+                    "model with a new optimizer."
+                )
+        ranks = float(self.wire.topology.size)
+        return Share(
+            Presence(tf.constant(ranks), tf.constant(0.0), tf.fill([len(gradients)], ranks))
+        )
+
+    def share(self, gradients: Sequence[Any], count: Any, has_batch: bool = True) -> Share:
+        """Returns this rank's weight by its samples, and the participation of all ranks."""
         if self.plan.structured or self.wire.topology.size == 1:
             # Structures may need their weight before they are sent, and a single rank waits for no
             # other.
-            return self._means_after_count(gradients, count, rescale, has_batch)
+            presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
+            if count is None or not has_batch:
+                return Share(presence)
+            count = tf.cast(count, tf.float32)
+            return Share(presence, weight_of(count, presence.total, self.wire.topology.size))
         ranks = float(self.wire.topology.size)
         with tf.device("/CPU:0"):
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
-            expected = self._expected.read_value()
-            asks = expected == 0.0
+            before = self._expected.read_value()
+            is_known = before > 0.0
             total, are_equal = tf.cond(
-                asks, lambda: self._count_all(count), lambda: (expected, tf.constant(True))
+                is_known, lambda: (before, tf.constant(True)), lambda: self._count_all(count)
             )
-            weight = tf.where(asks, weight_of(count, total, self.wire.topology.size), 1.0)
+            exact = weight_of(count, total, self.wire.topology.size)
+            weight = tf.where(is_known, 1.0, exact)
             # A batch without samples never counts as expected: its mean is NaN and must not be
             # sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
@@ -179,39 +194,10 @@ class Exchanger:
         first = [tensor for gradient in gradients for tensor in tensors_of(gradient)][-1:]
         with tf.control_dependencies(first):
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
-        sent = self.exchange(gradients, weight, rescale)
         with tf.device("/CPU:0"):
             were_all = presence.absent == 0.0
-            were_wrong = were_all & (presence.total < ranks) & ~asks
-
-        def count_again() -> tuple[list[Any], list[State], tf.Tensor, tf.Tensor]:
-            with names_ending_in(".again"):
-                total, are_equal = self._count_all(count)
-                weight = weight_of(count, total, self.wire.topology.size)
-                # Reuse the first exchange if ranks have equal batches: its means are correct for
-                # any size.
-                means, states = tf.cond(
-                    are_equal, lambda: sent, lambda: self.exchange(gradients, weight, rescale)
-                )
-            return means, states, total, are_equal
-
-        means, states, total, are_equal = tf.cond(
-            were_wrong, count_again, lambda: (*sent, total, are_equal)
-        )
-        with tf.device("/CPU:0"):
-            known = tf.where(are_equal, total, 0.0)
-            self._expected.assign(tf.where(were_all, known, expected))
-        return presence, means, states
-
-    def _means_after_count(
-        self, gradients: Sequence[Any], count: Any, rescale: tf.Tensor | None, has_batch: bool
-    ) -> tuple[Presence, list[Any], list[State]]:
-        presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
-        weight = None
-        if count is not None and has_batch:
-            count = tf.cast(count, tf.float32)
-            weight = weight_of(count, presence.total, self.wire.topology.size)
-        return presence, *self.exchange(gradients, weight, rescale)
+            were_wrong = is_known & were_all & (presence.total < ranks)
+        return Share(presence, weight, Expectation(count, total, are_equal, were_all, were_wrong))
 
     def _count_all(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the samples of all ranks, and whether all have the same positive number."""
@@ -239,34 +225,84 @@ class Exchanger:
         self,
         gradients: Sequence[Any],
         weight: tf.Tensor | None,
+        expectation: Expectation | None = None,
         rescale: tf.Tensor | None = None,
         buckets: Collection[int] | None = None,
     ) -> tuple[list[Any], list[State]]:
         """Exchanges all or some buckets; returns each variable's mean and each scheme's state."""
-        # Means are zeros if no rank has a gradient, and `None` for variables of other buckets.
-        means: list[Any] = [None] * len(gradients)
-        states: list[State] = []
+        packed: dict[int, tf.Tensor] = {}
+        found: dict[int, tuple[tf.Tensor, State]] = {}
         sizes: dict[int, tf.Tensor] = {}
         for index, bucket in enumerate(self.plan.buckets):
             if buckets is not None and index not in buckets:
                 continue
-            mean, state, size = bucket.scheme.exchange_bucket(
-                [gradients[member] for member in bucket.members],
-                bucket.descriptions,
-                weight,
-                self.states.read(index, rescale),
-                self.wire,
-                f"{self.prefix}.bucket_{index}",
-                self._zeros,
-            )
-            states.append(state)
-            if size is not None:
-                sizes[index] = size
-            tensors = bucket.scheme.unpack(mean, bucket.descriptions, self.wire.topology)
-            for member, tensor in zip(bucket.members, tensors, strict=True):
-                means[member] = tensor
+            scheme, descriptions = bucket.scheme, bucket.descriptions
+            members = [gradients[member] for member in bucket.members]
+            name, state = self._name(index), self.states.read(index, rescale)
+            if scheme.reader is None:
+                packed[index] = vector = as_vector(members, descriptions, self._zeros)
+                sent = _weighted(vector, weight, scheme)
+                found[index] = scheme.exchange(sent, state, self.wire, name)
+            else:
+                mean, sizes[index] = scheme.exchange_structures(
+                    members, descriptions, weight, self.wire, name, self._zeros
+                )
+                found[index] = mean, state
+        if expectation is not None:
+            found = self._corrected(found, packed, expectation, rescale)
         self._keep_sizes(sizes)
-        return means, states
+        # Means are zeros if no rank has a gradient, and `None` for variables of other buckets.
+        means: list[Any] = [None] * len(gradients)
+        for index, (mean, _) in found.items():
+            bucket = self.plan.buckets[index]
+            parts = bucket.scheme.unpack(mean, bucket.descriptions, self.wire.topology)
+            for member, part in zip(bucket.members, parts, strict=True):
+                means[member] = part
+        return means, [state for _, state in found.values()]
+
+    def _corrected(
+        self,
+        found: dict[int, tuple[tf.Tensor, State]],
+        packed: dict[int, tf.Tensor],
+        expected: Expectation,
+        rescale: tf.Tensor | None,
+    ) -> dict[int, tuple[tf.Tensor, State]]:
+        """Exchanges again, with exact weights, if a rank had not as many samples as expected."""
+
+        def exchange(weight: tf.Tensor) -> dict[int, tuple[tf.Tensor, State]]:
+            schemes = {index: self.plan.buckets[index].scheme for index in packed}
+            return {
+                index: scheme.exchange(
+                    _weighted(packed[index], weight, scheme),
+                    self.states.read(index, rescale),
+                    self.wire,
+                    self._name(index),
+                )
+                for index, scheme in schemes.items()
+            }
+
+        def count_again() -> tuple[dict[int, Any], tf.Tensor, tf.Tensor]:
+            with names_ending_in(".again"):
+                total, are_equal = self._count_all(expected.count)
+                weight = weight_of(expected.count, total, self.wire.topology.size)
+                # Reuse the first exchange if ranks have equal batches: its means are correct for
+                # any size.
+                return (
+                    tf.cond(are_equal, lambda: found, lambda: exchange(weight)),
+                    total,
+                    are_equal,
+                )
+
+        found, total, are_equal = tf.cond(
+            expected.were_wrong, count_again, lambda: (found, expected.total, expected.are_equal)
+        )
+        with tf.device("/CPU:0"):
+            known = tf.where(are_equal, total, 0.0)
+            self._expected.assign(tf.where(expected.were_all, known, self._expected))
+        return found
+
+    def _name(self, bucket: int) -> str:
+        return f"{self.prefix}.bucket_{bucket}"
 
     def _keep_sizes(self, sizes: dict[int, tf.Tensor]) -> None:
         if sizes:
@@ -311,10 +347,21 @@ class Exchanger:
         nothing = [None] * len(self.plan.descriptions)
         with names_ending_in(_number(number)):
             # Discard the new state: no rank updates its state in a step without full participation.
-            presence, means, _ = self.weighted_means(nothing, 0.0, has_batch=False)
+            share = self.share(nothing, 0.0, has_batch=False)
+            means, _ = self.exchange(nothing, share.weight, share.expectation)
             if afterwards is not None:
                 means = afterwards(means)
-        return presence.absent, [tf.reduce_sum(mean) for mean in means]
+        return share.presence.absent, [tf.reduce_sum(mean) for mean in means]
+
+
+def _weighted(vector: tf.Tensor, weight: tf.Tensor | None, scheme: Scheme) -> tf.Tensor:
+    if weight is None:
+        return vector
+    weight = weight if scheme.averages else tf.sign(weight)
+    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
+    # gradients of empty batches: their mean is NaN.
+    factor = tf.cast(weight, vector.dtype)
+    return tf.cond(weight == 1.0, lambda: vector, lambda: tf.math.multiply_no_nan(vector, factor))
 
 
 def _number(call: int) -> str:

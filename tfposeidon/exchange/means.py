@@ -2,7 +2,7 @@
 
 The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
 small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
-the first bucket whether they had that many; see `Exchanger.weighted_means`. A rank with exhausted
+the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted
 input joins the exchanges with zeros, because collectives need all ranks. The conditions must be
 equal on all ranks, or replicas would diverge.
 """
@@ -45,6 +45,32 @@ class Presence(NamedTuple):
 def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
     """Returns the weight of a rank with `count` of `total` samples, a float32 scalar."""
     return tf.math.divide_no_nan(count * float(ranks), total)
+
+
+class Expectation(NamedTuple):
+    """Weights of a step that assume as many samples on each rank as in the last step.
+
+    `count` is this rank's samples, and `total` those of all ranks; `are_equal` is true if all ranks
+    have equally many. `were_all` is true if every rank had a batch, and `were_wrong` if, in
+    addition, one did not have the expected number. All are scalars.
+    """
+
+    count: tf.Tensor
+    total: tf.Tensor
+    are_equal: tf.Tensor
+    were_all: tf.Tensor
+    were_wrong: tf.Tensor
+
+
+class Share(NamedTuple):
+    """Participation of ranks in a step, and the weight of this rank, a float32 scalar.
+
+    A `weight` of `None` means 1. The weight is exact if there is no `expectation`.
+    """
+
+    presence: Presence
+    weight: tf.Tensor | None = None
+    expectation: Expectation | None = None
 
 
 class CallPresence(NamedTuple):

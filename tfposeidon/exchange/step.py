@@ -20,7 +20,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
-from tfposeidon.exchange.means import JoinHook, Means
+from tfposeidon.exchange.means import JoinHook, Means, Share
 from tfposeidon.exchange.observer import Done, ExposedTime
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
@@ -30,9 +30,9 @@ from tfposeidon.policies.base import Policy
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    When a step is traced, it checks that all ranks agree. Each step counts samples, exchanges
-    gradients, and on request measures its exposed communication. Training loops and callbacks
-    access it as `optimizer.exchange`.
+    When a step is traced, it checks that all ranks agree. Each step counts samples if ranks may
+    have unequal batches, exchanges gradients, and on request measures its exposed communication.
+    Training loops and callbacks access it as `optimizer.exchange`.
 
     Args:
       optimizer: The `DistributedOptimizer`, whose `updater` receives the means.
@@ -132,7 +132,9 @@ class Step:
         # Only the state of schemes depends on the rate.
         now = rate.current(updater) if before.exist else None
         rescale = None if now is None else rate.rescale(now)
-        presence, values, states = exchanger.weighted_means(sent, count, rescale)
+        share = self._share(exchanger, sent, count)
+        values, states = exchanger.exchange(sent, share.weight, share.expectation, rescale)
+        presence = share.presence
         for done in observed:
             done(values)
         everybody = self.absence.record(presence.absent)
@@ -151,6 +153,17 @@ class Step:
             moves=True if now is None else now > 0.0,
             state=tuple(state),
         )
+
+    def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
+        if (
+            self.batch.are_equal
+            and self.batch.is_of_rows(count)
+            and not self.absence.is_watched
+            and exchanger.all_were_present
+            and not exchanger.plan.structured
+        ):
+            return exchanger.equal_share(sent)
+        return exchanger.share(sent, count)
 
     def _observe(
         self, exchanger: Exchanger, gradients: list[Any], sent: list[Any], replicated: list[Any]
@@ -266,7 +279,7 @@ class BatchCount:
     Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
     `function` maps a batch to its count; `None` counts its rows. `current` is the count of the
     batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed that
-    all batches have equally many rows.
+    all batches of this `fit` have equally many rows.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:

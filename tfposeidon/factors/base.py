@@ -46,16 +46,15 @@ class SchemeOfFactors(Scheme):
         """
 
     @override
-    def exchange_bucket(
+    def exchange_structures(
         self,
         gradients: Sequence[Any],
         descriptions: Sequence[Description],
         weight: tf.Tensor | None,
-        state: State,
         wire: Wire,
         name: str,
         zeros: Zeros,
-    ) -> tuple[tf.Tensor, State, tf.Tensor | None]:
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         pairs = zip(gradients, descriptions, strict=True)
         factors = [_no_rows(d, zeros) if g is None else g for g, d in pairs]
         after = [] if weight is None else [weight]
@@ -68,7 +67,7 @@ class SchemeOfFactors(Scheme):
         if any(one.local is not None for one in factors):
             pairs = zip(factors, descriptions, strict=True)
             mean += tf.concat([_local(one, d, zeros) for one, d in pairs], 0)
-        return mean, state, rows
+        return mean, rows
 
 
 class FactorScheme(SchemeOfFactors):

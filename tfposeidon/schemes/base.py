@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.communication.wire import Wire, Zeros, opaque
+from tfposeidon.communication.wire import Wire, Zeros
 from tfposeidon.config import Configured
-from tfposeidon.gradients import Description, GradientReader, Structure, as_dense
+from tfposeidon.gradients import Description, GradientReader, Structure
 from tfposeidon.schemes.stages import Cost, Stage, total_cost
 
 State = tuple[tf.Tensor, ...]
@@ -153,7 +153,7 @@ class Scheme(Configured, ABC):
     def bucket_stages(
         self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
     ) -> tuple[Stage, ...]:
-        """Describes the stages of `topology.rank` in `exchange_bucket`.
+        """Describes the stages of `topology.rank` in one exchange of a bucket.
 
         Args:
           length: Number of elements of all variables of the bucket.
@@ -208,41 +208,30 @@ class Scheme(Configured, ABC):
           the new state.
         """
 
-    def exchange_bucket(
+    def exchange_structures(
         self,
         gradients: Sequence[Any],
         descriptions: Sequence[Description],
         weight: tf.Tensor | None,
-        state: State,
         wire: Wire,
         name: str,
         zeros: Zeros,
-    ) -> tuple[tf.Tensor, State, tf.Tensor | None]:
-        """Exchanges the gradients of a bucket, by default as one vector.
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Exchanges the gradients of a bucket as the scheme's reader took them.
 
         Args:
-          gradients: Gradient of each variable: a tensor, `IndexedSlices`, `None` for zeros, or what
-            the scheme's reader takes.
+          gradients: Gradient of each variable, from the reader; `None` for zeros.
           descriptions: Description of each gradient.
           weight: Weight of this rank, a float32 scalar; `None` for 1.
-          state: State of the bucket: one tensor per slot.
           wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per bucket, the same on every rank.
           zeros: Variables that hold 0, for tensors that TensorFlow must not fold.
 
         Returns:
-          Mean over all ranks, `[n]`, the new state, and the sum over ranks and variables of the
-          sizes of structures, a float32 scalar; `None` for a scheme without a reader.
+          Mean over all ranks, `[n]`, and the sum over ranks and variables of the sizes of
+          structures, a float32 scalar.
         """
-        pairs = zip(gradients, descriptions, strict=True)
-        zero = zeros[descriptions[0].dtype]
-        parts = [tf.reshape(as_dense(gradient, d, zero), [-1]) for gradient, d in pairs]
-        # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would
-        # fold the collective.
-        vector = opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])
-        if weight is not None:
-            vector = _weighted(vector, weight if self.averages else tf.sign(weight))
-        return *self.exchange(vector, state, wire, name), None
+        raise NotImplementedError
 
     def unpack(
         self, mean: tf.Tensor, descriptions: Sequence[Description], topology: Topology
@@ -299,15 +288,3 @@ class Scheme(Configured, ABC):
           state: State of the bucket, as eager tensors.
         """
         return True
-
-
-def _weighted(vector: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
-    # gradients of empty batches: their mean is NaN.
-    return tf.cond(
-        weight == 1.0,
-        lambda: vector,
-        lambda: tf.where(
-            weight > 0.0, vector * tf.cast(weight, vector.dtype), tf.zeros_like(vector)
-        ),
-    )

@@ -191,13 +191,12 @@ class ShardedOptimizer(DistributedOptimizer):
         super()._step(grads, variables, count)
 
     @override
-    def _means(self, grads: list[Any], variables: list[Any], count: Any) -> Means:
+    def _received(self, means: Means) -> Means:
         assert self._shards is not None
-        means = super()._means(grads, variables, count)
         return replace(means, values=self._shards.received(means.values))
 
     @override
-    def _apply(self, means: Means, variables: list[Any]) -> None:
+    def _update(self, means: Means, variables: list[Any]) -> None:
         assert self._shards is not None
         self._shards.apply(means)
 

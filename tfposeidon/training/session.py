@@ -370,13 +370,13 @@ class Session:
     def weigh_alike(self, wanted: bool) -> bool:
         """Sets whether all ranks' batches have equal rows; returns whether to retrace.
 
-        All ranks pass the same value. Only optimizers that accumulate gradients depend on it.
+        All ranks pass the same value. Optimizers that exchange in each step then count nothing.
         """
-        accumulating = [one for one in self.optimizers if one.gradient_accumulation_steps]
-        for optimizer in accumulating:
+        counting = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
+        for optimizer in counting:
             optimizer.exchange.batch.are_equal = wanted
         before, self._weighs_alike = self._weighs_alike, wanted
-        return bool(accumulating) and before != wanted
+        return bool(counting) and before != wanted
 
     @contextlib.contextmanager
     def weighing_as_agreed(self) -> Iterator[None]:
