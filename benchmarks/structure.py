@@ -1,4 +1,4 @@
-"""Prints figures of the code beside their limits: size, imports, documentation, uses of Keras.
+"""Prints figures of the code and their limits: size, imports, documentation, uses of Keras.
 
     python -m benchmarks.structure               # the working tree; `make check` prints this
     python -m benchmarks.structure v0.1 HEAD     # a column per revision
@@ -48,7 +48,7 @@ LIMITS = {
     "private names of Keras": 6,
     "sys._getframe, sys.last_value, except: pass": 0,
 }
-"""Most that each figure should be; others are printed for comparison."""
+"""Limit of each figure; figures without a limit are printed for comparison."""
 SMALL, LONG = 60, 30
 """Lines of code below which a module is small, and lines above which a function is long."""
 BASE = "CommunicatingOptimizer"
@@ -60,7 +60,7 @@ tp.DistributedOptimizer(keras.optimizers.SGD())
 of = (*keras.Model.__mro__, keras.optimizers.LossScaleOptimizer)
 print(sum(hasattr(value, "_tfposeidon") for one in of for value in vars(one).values()))
 """
-"""Prints how many methods of Keras's classes an optimizer has replaced."""
+"""Program that prints the number of methods of Keras that an optimizer replaces."""
 AVOIDED = r"sys\._getframe|sys\.last_value|suppress\(Exception\)|except Exception:\s*pass"
 
 
@@ -232,7 +232,7 @@ def longest_chain(tree: Tree) -> int:
     def height(name: str) -> int:
         module = tree.modules[name]
         own = not module.is_package and not name.endswith("__main__")
-        # The packages in which a module lies lead back to it.
+        # The packages of a module import it, which would be a cycle.
         below = {one for one in imports[name] if not name.startswith(f"{one}.")}
         return own + max(map(height, below), default=0)
 
@@ -262,7 +262,7 @@ def is_trivial(method: ast.FunctionDef) -> bool:
 
 
 def replaced(root: Path) -> int:
-    """Returns how many methods of Keras a tree replaces, as a process of its own counts them."""
+    """Returns the number of methods of Keras that a tree replaces, from a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", REPLACED], cwd=root, capture_output=True, text=True, check=True
     )
