@@ -151,9 +151,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         self.phases = _with_first_epochs(phases)
         if learning_rate is not None and not callable(learning_rate):
             checks.check_number("learning_rate", learning_rate, checks.NOT_NEGATIVE)
-        _check_every_phase_has_a_rate(self.phases, learning_rate)
-        for name in ("scheme", "momentum", "weight_decay"):
-            _check_first_phase_has(name, self.phases)
+        _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
         # Within an epoch only functions change the rate, which requires the epoch's length.
@@ -326,22 +324,20 @@ def _with_first_epochs(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     return tuple(found)
 
 
-def _check_every_phase_has_a_rate(phases: Sequence[Phase], rate: Rate | None) -> None:
+def _check_settings(phases: Sequence[Phase], rate: Rate | None) -> None:
     if rate is None and (missing := [p.size for p in phases if p.learning_rate is None]):
         raise ValueError(
             "Each phase must have a learning rate. Received: none for the phase of "
             f"{missing[0]} pixels. Pass learning_rate to ProgressiveResize, or to each Phase."
         )
-
-
-def _check_first_phase_has(name: str, phases: Sequence[Phase]) -> None:
-    later = [phase for phase in phases if getattr(phase, name) is not None]
-    if later and later[0] is not phases[0]:
-        raise ValueError(
-            f"If a later phase sets `{name}`, the first phase must set it, too. "
-            f"Received: {name}={getattr(later[0], name)!r} from epoch {later[0].first_epoch} on. "
-            f"Pass {name} to the first Phase."
-        )
+    for name in ("scheme", "momentum", "weight_decay"):
+        later = [phase for phase in phases if getattr(phase, name) is not None]
+        if later and later[0] is not phases[0]:
+            raise ValueError(
+                f"If a later phase sets `{name}`, the first phase must set it, too. "
+                f"Received: {name}={getattr(later[0], name)!r} from epoch {later[0].first_epoch} "
+                f"on. Pass {name} to the first Phase."
+            )
 
 
 def _set(optimizer: Any, name: str, value: float) -> None:
