@@ -28,7 +28,8 @@ class Throughput(ScalarCallback):
       in several steps, the mean over these steps.
 
     The first step of an epoch is excluded, because the very first one traces and compiles; so is
-    validation. An epoch of one step, for which no time remains, reports `megabytes_sent` only.
+    validation. An epoch of one step, for which no time remains, reports `megabytes_sent` only, and an
+    epoch without a step reports nothing.
 
     Args:
       log_dir: Folder in which the first rank that trains writes the scalars
@@ -80,8 +81,12 @@ class Throughput(ScalarCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._end_training()
         bytes_sent = sum(one.bytes_per_step for one in optimizers_of(self.model) if one.built)
-        own = {"bytes_sent": bytes_sent, "increase": self._increase}
+        has_trained = self._begin is not None or self._increase is not None
+        own = {"bytes_sent": bytes_sent, "has_trained": has_trained, "increase": self._increase}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.throughput")
+        if not any(rank["has_trained"] for rank in ranks):
+            # A server of `ElasticAveraging`, or an epoch whose batches were all skipped.
+            return
         timed = [rank["increase"] for rank in ranks if rank["increase"]]
         speed: dict[str, float] = {}
         if samples := sum(one["samples"] for one in timed):
