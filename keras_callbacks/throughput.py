@@ -28,7 +28,7 @@ class Throughput(ScalarCallback):
       in several steps, the mean over these steps.
 
     The first step of an epoch is excluded, because the very first one traces and compiles; so is
-    validation. An epoch of one step, for which no time remains, reports `megabytes_sent` only, and an
+    validation. An epoch of one step, for which no time remains, reports `megabytes_sent` only. An
     epoch without a step reports nothing.
 
     Args:
