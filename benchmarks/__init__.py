@@ -1,1 +1,1 @@
-"""Measurements: ratios of two things timed in turn in one run."""
+"""Benchmarks, which measure ratios of two systems in one run."""

@@ -44,7 +44,7 @@ SMALLEST = {"systems": ["allreduce", "hitopk:0.1"], "seeds": [0], "layout": "2x1
 RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30
 COMMON = {"layout": "2x2", "epochs": EPOCHS}
-# Ranks of one node would sum before they send bits.
+# One rank per node, since ranks of a node would sum before they send bits.
 ONE_BIT |= {"layout": "4x1"}
 
 
@@ -72,7 +72,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each seed, with all schemes in it."""
+    """Returns one job per seed, which measures all schemes."""
     common = {"systems": options.systems, "target": options.target, "layout": options.layout}
     common |= {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     common["goes_on"] = options.sparse or options.one_bit
@@ -91,7 +91,7 @@ def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
 
 
 def show(cells):
-    """Prints medians over seeds, with the lowest and the highest."""
+    """Prints the median, the minimum and the maximum over seeds."""
     found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "final accuracy")
@@ -135,7 +135,7 @@ def plot(cells, path):
 
 
 def runs_of(cells):
-    """Returns the runs of each system, one for each seed."""
+    """Returns the runs of each system, one per seed."""
     found = {}
     for cell in cells.values():
         for system, run in cell["systems"].items():
@@ -144,7 +144,7 @@ def runs_of(cells):
 
 
 def plot_needed(found, path, target):
-    """Saves seconds and steps to the target: the median of the seeds as a bar, each as a point."""
+    """Saves seconds and steps to the target: the median as a bar, and each seed as a point."""
 
     def draw(_, axes):
         needs = {"reached_s": f"seconds to {target:.0%}", "reached_steps": f"steps to {target:.0%}"}
@@ -165,7 +165,7 @@ def plot_needed(found, path, target):
 
 
 def limit(values):
-    """Returns the largest value of all runs, or 1 where none reached the target."""
+    """Returns the largest value of all runs, or 1 if none reached the target."""
     return max((value for own in values.values() for value in own), default=1)
 
 
@@ -221,7 +221,7 @@ def plot_curves(found, path):
 
 
 def curve(run, name):
-    """Returns one value for each epoch of a run."""
+    """Returns one value per epoch of a run."""
     if name == "errors":
         return [1 - accuracy for accuracy in run["accuracies"]]
     return run[name]

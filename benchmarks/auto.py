@@ -1,4 +1,4 @@
-"""Compares `auto` with every fixed exact scheme, in configurations that nothing was fitted to.
+"""Compares `auto` with every fixed exact scheme, in configurations not used for fitting.
 
     python -m benchmarks.auto            # short: GoogLeNet at 2 Gb/s
     python -m benchmarks.auto --full     # nine configurations; 45 minutes
@@ -38,7 +38,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each cell."""
+    """Returns one job per configuration."""
     found = {}
     for model, layout, gbit, flow_gbit in options.cells:
         cell = {"models": [model], "layouts": [layout], "gbits": [gbit], "flow_gbit": flow_gbit}
@@ -47,7 +47,7 @@ def planned(options):
 
 
 def compared(cells):
-    """Yields what `auto` took in each cell, beside the fixed schemes.
+    """Yields the step time of `auto` and of the fixed schemes, by configuration.
 
     Args:
       cells: Answers of `scaling.run`, by key.
@@ -72,7 +72,7 @@ def compared(cells):
 
 
 def show(cells):
-    """Prints a line for each cell, and the mean distance from the best fixed scheme."""
+    """Prints a line per configuration, and the mean distance from the best fixed scheme."""
     header = (
         *("model", "ranks", "network", "best fixed scheme", "all-reduce", "auto", "auto / best"),
         *("auto / all-reduce", "chosen", "predicted"),

@@ -42,7 +42,7 @@ def parse_arguments():
 
 
 def rows_of(model, batch, workers):
-    """Yields a row for each fully connected layer: the choice, and by how much, by workers."""
+    """Yields a row per fully connected layer: the choice and its ratio, by number of workers."""
     for layer in model.layers:
         if layer.kind != "dense":
             continue
@@ -54,7 +54,7 @@ def rows_of(model, batch, workers):
 
 
 def cell(choice):
-    """Returns the chosen scheme, and bytes of the store / bytes of the factors."""
+    """Returns the chosen scheme, and bytes by parameter server / bytes by factors."""
     sizes = dict(choice.candidates)
     return f"{choice.scheme.name} ({sizes['ps'] / sizes['factors']:.2g})"
 

@@ -41,7 +41,7 @@ PARTS = {
     "sparse": "the paper's schedule, without the sparse phase",
     "lars": "the paper's schedule, without LARS",
 }
-"""Parts of the paper's schedule to leave out."""
+"""Parts of the paper's schedule to omit."""
 COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
 SHORT = COMMON | {"systems": ["allreduce", "paper"], "seeds": [0], "parts": []}
 FULL = COMMON | {"systems": list(SYSTEMS), "seeds": [0, 1, 2], "parts": list(PARTS)}
@@ -69,7 +69,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each system or part that is left out, and seed."""
+    """Returns one job per seed and system, and per omitted part."""
     runs = [(system, None) for system in options.systems]
     runs += [("paper", part) for part in options.parts]
     more = {"shortest": True} if options.shortest else {}
@@ -84,7 +84,7 @@ def planned(options):
 
 @functools.cache
 def drawn(shortest):
-    """Draws the images of all jobs, and returns their folder, which ends with this process."""
+    """Creates the images of all jobs in a folder that is deleted when this process ends."""
     sys.path.insert(0, str(harness.ROOT / "examples"))
     from data import draw_shapes
 
@@ -95,7 +95,7 @@ def drawn(shortest):
 
 
 def run(system, part, seed, layout, rate, shortest=False):
-    """Trains by one system; the answer has a record for each epoch."""
+    """Trains with one system; the answer has a record per epoch."""
     data = f"{drawn(shortest).name}/shapes"
     task = {"systems": [system], "seed": seed, "data": data, "shortest": shortest}
     task["without"] = [part] if part else []
@@ -105,7 +105,7 @@ def run(system, part, seed, layout, rate, shortest=False):
 
 
 def runs_of(cells):
-    """Returns records and targets of all seeds, by system and the part that was left out."""
+    """Returns records and targets of all seeds, by system and omitted part."""
     found = {}
     for cell in cells.values():
         (answer,) = cell["systems"].values()
@@ -115,23 +115,23 @@ def runs_of(cells):
 
 
 def name(system, part):
-    """Returns what a system is called, without a part."""
+    """Returns the label of a system, with the omitted part."""
     return PARTS[part] if part else LOOKS[system][0]
 
 
 def target_of(runs):
-    """Returns the accuracy that all runs are to reach, from 0 to 1."""
+    """Returns the target accuracy of all runs, from 0 to 1."""
     return next(iter(runs.values()))[0]["target"]
 
 
 def reached(answer):
-    """Returns the first record whose accuracy is the target or more; `None` if there is none."""
+    """Returns the first record whose accuracy reaches the target, or `None`."""
     lines = answer["lines"]
     return next((line for line in lines if line["val_accuracy"] >= answer["target"]), None)
 
 
 def show(cells):
-    """Prints the time to the target, and the accuracy at the end, by system."""
+    """Prints the time to the target and the final accuracy, by system."""
     runs = runs_of(cells)
     target = target_of(runs)
     cell = next(iter(cells.values()))
@@ -167,7 +167,7 @@ def show(cells):
 
 
 def spread(values, form):
-    """Returns mean, lowest and highest of some values."""
+    """Returns mean, minimum and maximum of values."""
     if not values:
         return "none"
     lowest, highest = form.format(min(values)), form.format(max(values))

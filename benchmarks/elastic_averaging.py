@@ -66,7 +66,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns the jobs: of each part one with a server, and one without."""
+    """Returns two jobs per part: one with a server, and one without."""
     pace = {"compute_s": options.compute_s, "steps": options.steps, "length": options.length}
     jobs = [
         {"part": "pace", "system": system, "workers": options.workers, "rate": options.rate} | pace
@@ -81,14 +81,14 @@ def planned(options):
 
 
 def run(part, system, workers, rate, **options):
-    """Measures the pace of workers, or what they learn."""
+    """Measures the step rates of workers, or the accuracy."""
     if part == "pace":
         systems = {system: PACES[system]}
         options |= {"slowness": SLOWNESS}
     else:
         names = [name for name in options.pop("runs") if (name == BSP) == (system == BSP)]
         systems = {name: RUNS[name] for name in names}
-    # A node for each rank: a server is one more.
+    # One node per rank; the server is an additional rank.
     ranks = workers + (system == ASYNCHRONOUS)
     task = {"part": part, "systems": systems} | options
     about = {"part": part, "system": system, "workers": workers}
@@ -96,19 +96,19 @@ def run(part, system, workers, rate, **options):
 
 
 def paces(cells):
-    """Returns, for each system, the pace of fast and slow workers: 1 without exchanges."""
+    """Returns step rates of fast and slow workers by system, relative to no exchanges."""
     found = {}
     for cell in cells.values():
         if cell["part"] == "pace":
             ((name, figure),) = cell["systems"].items()
-            # The server has none.
+            # The server takes no steps.
             own = [rank["alone_s"] / rank["step_s"] for rank in figure["ranks"] if rank]
             found[name] = own[:-1], own[-1]
     return {name: found[name] for name in PACES if name in found}
 
 
 def accuracies(cells):
-    """Returns accuracies in percent, an array over seeds for each run."""
+    """Returns accuracies in percent: an array over seeds per run."""
     found = {}
     for cell in cells.values():
         if cell["part"] == "accuracy":
@@ -117,7 +117,7 @@ def accuracies(cells):
 
 
 def show(cells):
-    """Prints a table for each part."""
+    """Prints a table per part."""
     rows = [("eight workers, one slow", "fast workers: median", "lowest", "slow worker")]
     for name, (fast, slow) in paces(cells).items():
         values = (statistics.median(fast), min(fast), slow)
@@ -140,7 +140,7 @@ COLORS = dict(zip(TAUS, ("#0072b2", "#d55e00", "#7d4fd6"), strict=True))
 
 
 def plot(cells, path):
-    """Saves the pace of workers, and points from BSP over alpha."""
+    """Saves step rates of workers, and accuracy relative to BSP over alpha."""
     by_part = [part for part in COMMON["parts"] if part in {c["part"] for c in cells.values()}]
     draws = {"pace": _draw_paces, "accuracy": _draw_accuracies}
 

@@ -74,7 +74,7 @@ GRID = (
     (COLLECTIVES, [str(2**power) for power in (8, 14, 20, 24)], RATES[1:]),
     (LOCAL_WORK, [str(2**power) for power in (16, 22)], RATES[-1:]),
 )
-"""Systems, sizes, and rates of what `--full` measures."""
+"""Systems, sizes and rates that `--full` measures."""
 SPARSE = {
     "layouts": ["2x2", "4x2", "4x4"],
     "rates": ["200mbit", "1gbit"],
@@ -150,14 +150,14 @@ def parse_arguments():
 
 
 def planned(options, kept=None):
-    """Returns the jobs for the exchanges that the results lack.
+    """Returns the jobs for the missing exchanges.
 
     Args:
       options: Options of the command line.
       kept: Answers of earlier jobs, by key; none by default.
 
     Returns:
-      One job for each layout, rate and program that measures, by key.
+      One job per layout, rate and worker, by key.
     """
     kept = kept or {}
     found, left_out = {}, 0
@@ -180,14 +180,14 @@ def planned(options, kept=None):
 
 
 def key_of(job, kept):
-    """Returns a key under which the results have nothing yet."""
+    """Returns a key that the results do not have yet."""
     key = " ".join(f"{name}={value}" for name, value in job.items() if value is not None)
     parts = (key if part == 1 else f"{key} part={part}" for part in itertools.count(1))
     return next(one for one in parts if one not in kept)
 
 
 def measured_before(kept, layout, rate, flow):
-    """Returns the exchanges on one cluster that earlier jobs have measured."""
+    """Returns the exchanges on one cluster that earlier jobs measured."""
     return {
         name
         for cell in kept.values()
@@ -197,12 +197,12 @@ def measured_before(kept, layout, rate, flow):
 
 
 def is_grid(options):
-    """Returns whether the grid is asked for, and not exchanges by name."""
+    """Returns whether the options select the grid, and no single exchanges."""
     return options.full and not (options.systems or options.lengths or options.shapes)
 
 
 def wanted_by_worker(options, rate):
-    """Returns "system size" of the exchanges that the options ask for, by worker."""
+    """Returns "system size" of the exchanges that the options select, by worker."""
     if is_grid(options):
         return {"exchange": list(grid(rate))}
     found = harness.by_worker(options.systems or SYSTEMS, "exchange")
@@ -218,7 +218,7 @@ def asked_for(systems, options):
         if name in ("factors", "adam"):
             sizes = options.shapes or SHORT["shapes"]
         else:
-            # Peers exchange the gradients of one model.
+            # Other frameworks exchange the gradients of one model.
             sizes = lengths[:1] if name.partition("-")[0] in harness.PEER_WORKERS else lengths
         for size in sizes:
             yield f"{system} {size}"
@@ -234,7 +234,7 @@ def grid(rate):
 
 def is_within_limits(cell, layout, rate):
     """Returns whether an exchange fits into memory, and its limit into the time for one."""
-    # Only the grid has to load TensorFlow.
+    # Imported here, since only the grid needs TensorFlow.
     from benchmarks.exchanges import busiest_node_bytes, stages_named
     from tfposeidon.communication.topology import Topology
     from tfposeidon.schemes.stages import Transfer, Work
@@ -268,14 +268,14 @@ def is_within_limits(cell, layout, rate):
 
 def run(layout, rate, flow, worker, cells):
     cluster = harness.cluster(layout, rate) + (f" --flow {flow}" if flow else "")
-    # Factors that are told apart by their rows only are systems of their own.
+    # Factors with different numbers of rows are different systems.
     systems = list(dict.fromkeys(cell.rsplit(" ", 1)[0] for cell in cells))
     task = {"cells": cells} if worker == "exchange" else PEER | {"systems": systems}
     place = {"layout": layout, "rate": rate} | ({"flow": flow} if flow else {})
     try:
         answer = harness.in_lab(cluster, worker, task)
     except harness.JobError as error:
-        # The exchanges that it had measured are kept; the next run plans the others.
+        # The exchanges measured so far are saved; the next run measures the others.
         if worker == "exchange" and error.partial:
             error.answer = error.partial | place
         raise
@@ -288,7 +288,7 @@ def run(layout, rate, flow, worker, cells):
 
 
 def peer_figures(measured):
-    """Returns figures of a peer like ours; what it should send is what it sends."""
+    """Returns figures of another framework; its predicted bytes are those counted."""
     return measured | {
         "predicted_bytes": measured["sent_bytes"],
         "busiest_bytes": measured["sent_bytes"],
@@ -296,7 +296,7 @@ def peer_figures(measured):
 
 
 def rows(cell):
-    """Yields the figures of each scheme and length of a job."""
+    """Yields the figures of each scheme and length in a job."""
     rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
     for name, measured in cell["systems"].items():
         system, size = name.rsplit(" ", 1)
@@ -345,7 +345,7 @@ def fit(rows):
 
 
 def show(cells):
-    """Prints a table for each job, the fitted latencies and bandwidths, and what scatters."""
+    """Prints a table per job, fitted latencies and bandwidths, and exchanges that vary."""
     for cell in cells.values():
         found = list(rows(cell))
         print(
@@ -397,7 +397,7 @@ def cells_of(row):
 
 
 def readable_length(size):
-    """Returns a size as the tables show it: "2^10", "25.6 M" or "64x64"."""
+    """Returns a size for tables: "2^10", "25.6 M" or "64x64"."""
     if "x" in size:
         return size
     length = int(size)
@@ -408,8 +408,7 @@ def readable_length(size):
 def plot(cells, path):
     """Saves one panel for each layout and link.
 
-    Where several lengths were measured, it shows time over length, and otherwise a bar for each
-    system.
+    With several lengths, a panel shows time over length; otherwise it shows a bar per system.
     """
     found = {}
     for cell in cells.values():
@@ -431,7 +430,7 @@ def plot(cells, path):
 
 
 def draw_lines(figure, axes, found):
-    """Draws time over length, a line for each system."""
+    """Plots time over length, with a line per system."""
     for axis, ((layout, rate), own) in zip(axes, found.items(), strict=True):
         for system in figures.in_order({row["system"] for row in own}):
             points = sorted(

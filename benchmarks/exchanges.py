@@ -1,4 +1,4 @@
-"""Exchanges by name: what a benchmark measures, and what it should send."""
+"""Exchanges by name, and the bytes that they should send."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def _value(option):
 
 
 def one_server_each(lengths, ranks):
-    """Returns the rules of "ps-adam": a server for each dense kernel, and the store for the rest.
+    """Returns the rules of "ps-adam": a server per dense kernel, "ps" for other variables.
 
     Args:
       lengths: Elements of each variable by its path, in the order of the layers.
@@ -67,8 +67,8 @@ def transfer_named(system, length, topology):
     """Returns a single collective.
 
     Args:
-      system: Name such as "all_gather@across": operation and group of ranks; with "16" behind the
-        operation, of float16.
+      system: Name such as "all_gather@across": operation and group of ranks; "16" after the
+        operation means float16.
       length: Values that each rank has.
       topology: The ranks of the job.
     """
@@ -79,7 +79,7 @@ def transfer_named(system, length, topology):
 
 
 def stages_named(system, size, topology):
-    """Returns the stages of an exchange, as `topology.rank` carries them out.
+    """Returns the stages of an exchange on `topology.rank`.
 
     Args:
       system: Name of a scheme, of a collective or of local work.
@@ -97,7 +97,7 @@ def stages_named(system, size, topology):
 
 
 def sent_by_node(system, size, topology):
-    """Returns the payload bytes that each node sends to others in an exchange, by node."""
+    """Returns the payload bytes that each node sends to other nodes in an exchange."""
     return [
         sum(
             total_cost(stages_named(system, size, seen), seen).cross_bytes

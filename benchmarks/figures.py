@@ -1,8 +1,8 @@
 """Colors, line styles and names of all systems that the benchmarks plot, and the saving of figures.
 
-Each system has one color everywhere. Ours are solid and bold, peers dashed or hatched; of two
-shades of a color the darker one sends 16 bits. Figures are as wide as a page of the documentation,
-so that no text on it is smaller than 8 points.
+Each system has the same color in all figures. tfposeidon is solid and bold, other frameworks are
+dashed or hatched; of two shades of a color the darker one has 16-bit compression. Figures are as
+wide as a page of the documentation, so that no text on it is smaller than 8 points.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SETTINGS = {
     "hatch.linewidth": 1.2,
 }
 REFERENCE = {"color": "#444444", "linestyle": ":", "linewidth": 1.2}
-"""Lines that mark a limit and are no system."""
+"""Lines that mark limits instead of systems."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Style:
     Attributes:
       label: Name for the legend and for ticks.
       color: Hexadecimal color, which no other system has.
-      ours: True if the system is part of this project, and not what it is compared with.
+      ours: True if the system is part of this project, False for other frameworks.
       marker: Shape of its points.
     """
 
@@ -101,11 +101,11 @@ STYLES = {
     "DiLoCo": Style("DiLoCo", "#c2185b", marker="D"),
 }
 DEFAULTS = (":mstopk",)
-"""Options that a scheme has anyway: a system that names one is the system that does not."""
+"""Options that are defaults of a scheme, so that names with and without them are equal."""
 PARTS = ("#264653", "#2a9d8f", "#e0b84c", "#c1666b")
 """Colors of what is no system: steps of an exchange, parts of a computation."""
 BASELINE = "#b8b8b8"
-"""Color of what parts are compared with."""
+"""Color of the reference of parts."""
 MODELS = {
     "googlenet": "GoogLeNet",
     "resnet50": "ResNet-50",
@@ -130,7 +130,7 @@ def canonical(system):
 
 
 def style(system):
-    """Returns the style of a system; one with options of its own has the color of its scheme."""
+    """Returns the style of a system; options do not change the color of its scheme."""
     system = name = canonical(system)
     while name not in STYLES and ":" in name:
         name = name.rpartition(":")[0]
@@ -140,7 +140,7 @@ def style(system):
 
 
 def in_order(systems):
-    """Returns systems as legends list them: peers first, and then ours by scheme."""
+    """Returns systems in the order of legends: other frameworks, then ours by scheme."""
     known = {name: index for index, name in enumerate(STYLES)}
     return sorted(systems, key=lambda name: known.get(canonical(name), len(known)))
 
@@ -165,13 +165,13 @@ def bar(system):
 
 
 def bars(axis, values, form="{:,.0f}", names=True, limit=None):
-    """Draws a horizontal bar for each system, with its figure behind it.
+    """Draws a horizontal bar per system, with its value next to it.
 
     Args:
       axis: Axes to draw on.
-      values: System -> figure, or None where it was not measured.
+      values: System -> value, or None if it was not measured.
       form: Format of the figures.
-      names: True to name systems beside the bars.
+      names: True to write the names of systems next to the bars.
       limit: Right end of the axis; by default a little more than the longest bar.
     """
     longest = limit or max(value for value in values.values() if value is not None)
@@ -192,8 +192,8 @@ def legend(figure, columns=4, more=(), title=None):
     Args:
       figure: Figure with labeled lines or bars.
       columns: Number of entries in a line; fewer if these are wider than the figure.
-      more: Labels to be printed in bold beside those of our systems.
-      title: Line above the entries; by default it says what is bold and dashed, if both occur.
+      more: Labels to print in bold, in addition to those of our systems.
+      title: Line above the entries; by default it explains bold and dashed, if both occur.
     """
     found = {}
     for axis in figure.axes:
@@ -224,11 +224,11 @@ def legend(figure, columns=4, more=(), title=None):
 def save(path, panels, draw, columns=2, height_in=3.0):
     """Saves a grid of panels as wide as the page.
 
-    Without panels nothing is saved; without Matplotlib a line says so.
+    Nothing is saved without panels, or, after a printed line, without Matplotlib.
 
     Args:
       path: File to write.
-      panels: Number of panels; a last one that would be alone in its row takes all of it.
+      panels: Number of panels; if the last row has a single panel, it has the whole width.
       draw: Function of the figure and the list of its axes, which draws on them.
       columns: Number of panels in a row.
       height_in: Height of a row, in inches.
@@ -240,7 +240,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     except ImportError:
         print("Plots were skipped: Matplotlib is missing. Run: pip install matplotlib")
         return
-    # Only files are written: there may be no display.
+    # Only files are written, since there may be no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -270,7 +270,7 @@ def layout(panels, columns):
 
 
 def ranks(cluster):
-    """Returns "4x2" as people read it.
+    """Returns a readable layout.
 
     >>> ranks("4x2")
     '4 x 2 ranks'
@@ -279,7 +279,7 @@ def ranks(cluster):
 
 
 def rate(text):
-    """Returns the rate of a link as people read it.
+    """Returns a readable link rate.
 
     >>> rate("200mbit"), rate("unshaped")
     ('200 Mb/s', 'unshaped')

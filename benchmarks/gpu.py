@@ -33,7 +33,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns a job for each distribution, length and density."""
+    """Returns one job per distribution, length and density."""
     names = ("distribution", "elements", "density")
     cases = itertools.product(options.distributions, options.elements, options.densities)
     return harness.keyed(dict(zip(names, case, strict=True)) for case in cases)
@@ -50,7 +50,7 @@ def run(distribution, elements, density):
 
 
 def in_pytorch(elements, k):
-    """Returns seconds of PyTorch's selection by magnitude; nothing where it is not installed."""
+    """Returns seconds of PyTorch's selection by magnitude, or nothing without PyTorch."""
     try:
         import torch
     except ImportError:
@@ -119,7 +119,7 @@ LABELS = {
 
 
 def show(cells):
-    """Prints a table for each GPU: microseconds, and how many times the least that is."""
+    """Prints a table per GPU: microseconds, and multiples of the minimum."""
     for gpu in dict.fromkeys(cell["gpu"] for cell in cells.values()):
         print(
             f"\n{gpu}: microseconds; in brackets: multiples of the minimum at the copy's bandwidth"
@@ -130,7 +130,7 @@ def show(cells):
 
 
 def row(cell):
-    """Returns the cells of a vector's row."""
+    """Returns the table row of a vector."""
 
     def told(name):
         if f"{name}_s" not in cell:
@@ -163,7 +163,7 @@ MILLIONS, MILLISECONDS = (0.25, 1, 4, 16, 64), (0.01, 0.03, 0.1, 0.3, 1, 3)
 
 
 def plot(cells, path):
-    """Saves times over the length, a panel for each density."""
+    """Saves times over the length, with a panel per density."""
     densities = sorted({cell["density"] for cell in cells.values()})
 
     def draw(figure, axes):

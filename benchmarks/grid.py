@@ -1,4 +1,4 @@
-"""What the grid of exchanges tells: times, and the links and speeds of ranks behind them."""
+"""Reads the grid of exchanges: times, and the network profiles and speeds of ranks."""
 
 import dataclasses
 import statistics
@@ -28,7 +28,7 @@ def topology_of(layout):
 
 
 def measured(cells):
-    """Returns the rows of `exchange.rows` by layout, rate, system and size."""
+    """Returns the rows of `exchange.rows`, by layout, rate, system and size."""
     return {
         (cell["layout"], cell["rate"], row["system"], row["size"]): row
         for cell in cells.values()
@@ -38,7 +38,7 @@ def measured(cells):
 
 
 def links_of(rows, layout, rate):
-    """Returns the links that single collectives on a layout tell; `None` where some are missing.
+    """Returns the network profile from single collectives, or `None` if some are missing.
 
     Args:
       rows: Result of `measured`.
@@ -46,18 +46,18 @@ def links_of(rows, layout, rate):
       rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
     """
     if (layout, "unshaped", exchange.LOCAL_WORK[-1], str(WORK)) not in rows:
-        # A layout that is still being measured.
+        # The layout is not completely measured.
         return None
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
     probes, samples = [], {}
     for one in (*small_probes(topology), *large_probes(topology)):
         if one.name == "rate.flow":
-            # The lab of the grid limits no connections.
+            # The grid was measured without a limit per connection.
             continue
         name, find = collective_name(one, topology), large_time if one.tells_rate else small_time
         found = find(rows, layout, near, name)
         if found is None and one.name == "rate.half":
-            # Not measured yet in the first layouts of the grid.
+            # The first layouts of the grid were measured without this probe.
             continue
         if found is None:
             return None
@@ -65,7 +65,7 @@ def links_of(rows, layout, rate):
         probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [seconds - overhead_s(rows, layout)]
     links = measurement.estimate_links(probes, samples, topology, rates_of(rows, layout))
-    # Each time is the median of many.
+    # Each time is a median.
     links = dataclasses.replace(links, uncertainty=0.0)
     if near == rate:
         return links
@@ -75,9 +75,9 @@ def links_of(rows, layout, rate):
 
 
 def small_time(rows, layout, rate, name):
-    """Returns length and seconds of a collective whose time is all latency; `None` without any.
+    """Returns length and seconds of a collective dominated by latency, or `None`.
 
-    Bytes hardly count, so that it is the median over all rates, and known better than at one.
+    The time hardly depends on bytes, so the median over all rates is more accurate.
     """
     found = [
         row["time_s"]
@@ -88,9 +88,9 @@ def small_time(rows, layout, rate, name):
 
 
 def large_time(rows, layout, rate, name):
-    """Returns length and seconds of the shortest collective whose bytes take as long as probes do.
+    """Returns length and seconds of the shortest collective that takes as long as a probe.
 
-    It is the longest, if none takes that long; `None` if there is none at all.
+    If none takes that long, returns the longest one; without any collective, `None`.
     """
     _, latency_s = small_time(rows, layout, rate, name) or (SMALL, 0.0)
     found = [
@@ -110,7 +110,7 @@ def collective_name(one, topology):
 
 
 def overhead_s(rows, layout):
-    """Returns the seconds of a function that does nothing, which are in all measured times."""
+    """Returns the seconds of an empty function, which all measured times include."""
     return rows[layout, "unshaped", "nothing@work", str(NO_WORK)]["time_s"]
 
 
@@ -127,15 +127,15 @@ def rates_of(rows, layout):
         for kind in ("sum", "encode", "select", "select_many", "multiply")
     }
     rates = measurement.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
-    # Replaced where an all-reduce of halves was measured.
+    # Replaced if a float16 all-reduce was measured.
     return dataclasses.replace(rates, half_s=HALF_PER_SUM * rates.sum_s)
 
 
 def links_at(rows, layout, bits_per_s):
-    """Returns the links of a layout at a rate that the grid does not have.
+    """Returns the network profile of a layout at a rate that the grid does not contain.
 
-    Latencies and speeds are those of unshaped links, and the share of the rate that payload gets is
-    that at 200 Mb/s.
+    Latencies and speeds are those of unshaped links, and the efficiency of the link is that at
+    200 Mb/s.
     """
     links, shaped = links_of(rows, layout, "unshaped"), links_of(rows, layout, "200mbit")
     if links is None or shaped is None:

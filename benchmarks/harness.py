@@ -1,4 +1,4 @@
-"""Parts that all benchmarks share: options, jobs in the lab, kept results and tables."""
+"""Code that all benchmarks share: options, jobs in the lab, stored results and tables."""
 
 import argparse
 import functools
@@ -21,7 +21,7 @@ SMALLEST_RESULTS = ROOT / "build" / "smallest"
 PACKAGES = ("tensorflow-cpu", "tensorflow", "keras", "horovod", "torch", "numpy")
 
 
-# Optimized and rounded as setup.py compiles the library.
+# The flags with which setup.py compiles the library.
 NATIVE_FLAGS = (
     "-std=c++17",
     "-O3",
@@ -33,7 +33,7 @@ NATIVE_FLAGS = (
 )
 NVCC = ("nvcc", "-std=c++17", "-O3", "--fmad=false", "-arch=native", "-I.")
 TIME_LIMIT_S = 3600
-# Name of a peer up to the first dash -> its worker.
+# Name of another framework up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored", "jax": "jax_fit"}
 # Keras takes one backend per process, and JAX another NumPy than TensorFlow: an environment apart.
 JAX = ROOT / "build" / "jax" / "bin" / "python"
@@ -42,16 +42,16 @@ JAX_REMEDY = (
     "typing_extensions"
 )
 INTERPRETERS = {"jax_fit": str(JAX)}
-"""Python of workers that need another one than this."""
+"""Python of workers that need a different environment."""
 
 
 class JobError(Exception):
-    """Error of a job that did not come to its end.
+    """Error of a job that failed.
 
     Attributes:
-      partial: Figures that it had measured by then, as `in_lab` returns them; `None` for none.
-      answer: Figures to keep all the same, set by benchmarks whose jobs can be taken up again;
-        `None` for none.
+      partial: Figures measured before the failure, as `in_lab` returns them, or `None`.
+      answer: Figures to store in spite of the failure, set by benchmarks whose jobs can resume, or
+        `None`.
     """
 
     def __init__(self, message, partial=None):
@@ -60,17 +60,17 @@ class JobError(Exception):
 
 
 class Results:
-    """Answers of a benchmark by key, kept in a JSON file from job to job.
+    """Answers of a benchmark by key, stored in a JSON file after each job.
 
-    A benchmark that was interrupted goes on with what the file lacks.
+    An interrupted benchmark resumes with the missing answers.
 
     Attributes:
       path: File of the answers.
       cells: Key -> answer.
 
     Args:
-      path: File to continue; its folder is made where it is missing.
-      fresh: True to begin the file anew.
+      path: File to continue; its folder is created if it is missing.
+      fresh: True to overwrite the file.
     """
 
     def __init__(self, path, fresh=False):
@@ -82,10 +82,9 @@ class Results:
         return key in self.cells
 
     def add(self, key, answer):
-        """Keeps an answer, with the machine and the commit that gave it.
+        """Stores an answer, with its machine and commit.
 
-        The file is written beside its place and renamed: an interruption leaves the old or the new
-        one.
+        The file is renamed when it is complete: an interruption leaves the old or the new one.
 
         Args:
           key: Key of the job.
@@ -129,7 +128,7 @@ def argument_parser(name, description):
 
 
 def keyed(arguments):
-    """Returns jobs by a key that holds everything they depend on.
+    """Returns jobs by a key that contains all their arguments.
 
     Args:
       arguments: Arguments of each job, by name.
@@ -138,11 +137,11 @@ def keyed(arguments):
 
 
 def by_worker(systems, ours):
-    """Returns the systems that each worker measures: peers have workers of their own.
+    """Returns the systems that each worker measures; other frameworks have separate workers.
 
     Args:
-      systems: Names of schemes and peers.
-      ours: Worker of all that are no peers.
+      systems: Names of schemes and other frameworks.
+      ours: Worker of all schemes.
     """
     found = {}
     for system in systems:
@@ -151,11 +150,11 @@ def by_worker(systems, ours):
 
 
 def parse(parser, short, full, smallest, others=None):
-    """Parses the command line and fills in what was not named.
+    """Parses the command line, and adds the values of a version for omitted options.
 
     Args:
-      parser: Parser made by `argument_parser`.
-      short: Values by option, when no version is asked for.
+      parser: Parser from `argument_parser`.
+      short: Values by option, without an option for a version.
       full: Values with `--full`.
       smallest: Values with `--smallest`.
       others: Values by the flag of a version that only this benchmark has.
@@ -165,11 +164,11 @@ def parse(parser, short, full, smallest, others=None):
     """
     options = parser.parse_args()
     if options.results is None:
-        # The smallest version shows that a benchmark runs, and is no result.
+        # The smallest version only checks that a benchmark runs.
         options.results = (
             SMALLEST_RESULTS if options.smallest else RESULTS
         ) / f"{options.benchmark}.json"
-    # The smallest version counts beside any other, so it is the last.
+    # The smallest version is last, since it applies together with any other.
     found = {"full": full} | (others or {}) | {"smallest": smallest}
     versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():
@@ -179,11 +178,11 @@ def parse(parser, short, full, smallest, others=None):
 
 
 def carry_out(options, planned, run, show, plot):
-    """Runs what is missing, then shows and plots everything in the file.
+    """Runs the missing jobs, then prints and plots all answers in the file.
 
     Args:
       options: Options from `parse`.
-      planned: Key -> arguments of `run`; or a function that makes it of the results so far.
+      planned: Key -> arguments of `run`, or a function from the results so far to such a mapping.
       run: Function that measures one job and returns its answer.
       show: Function that prints tables of all answers.
       plot: Function that draws all answers and saves them under a path.
@@ -236,7 +235,7 @@ def cluster(layout, rate):
     """Returns the lab's options for a cluster.
 
     Args:
-      layout: "MxN", nodes x ranks on each.
+      layout: "MxN": nodes x ranks per node.
       rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
     """
     nodes, per_node = layout.split("x")
@@ -254,7 +253,7 @@ def in_lab(options, worker, task):
       task: Request to the worker, for JSON.
 
     Returns:
-      The worker's answer (system -> figures), what was asked, dropped packets and seconds.
+      The worker's answer (system -> figures), the request, dropped packets and seconds.
 
     Raises:
       JobError: If the job fails, or takes longer than an hour.
@@ -273,7 +272,7 @@ def in_lab(options, worker, task):
             "--",
         ]
         request = json.dumps(task | {"result": str(answer)})
-        # Should this process be killed, the job ends with it.
+        # If this process is killed, the job ends, too.
         command = [
             "setpriv",
             "--pdeathsig",
@@ -306,7 +305,7 @@ def in_lab(options, worker, task):
 
 
 def environment():
-    """Returns the variables of jobs, which import this folder's packages and tell no warnings."""
+    """Returns the environment of jobs, with this folder's packages and without warnings."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -315,7 +314,7 @@ def _answer(answer, report, options, task, worker):
     """Returns what a job has measured, with what the lab reports; `None` where there is nothing."""
     if not answer.exists():
         return None
-    # A lab that was killed leaves no report.
+    # A killed lab writes no report.
     reported = json.loads(report.read_text()) if report.exists() else {"traffic": []}
     return {
         "systems": json.loads(answer.read_text()),
@@ -352,7 +351,7 @@ def native(name, *arguments, more=(), cuda=False):
 
 @functools.cache
 def _compiled(name, cuda):
-    """Compiles a program once for all jobs, and returns its path."""
+    """Compiles a program once, and returns its path."""
     program = ROOT / "build" / "benchmarks" / name
     program.parent.mkdir(parents=True, exist_ok=True)
     sources = [
@@ -368,7 +367,7 @@ def _compiled(name, cuda):
 
 
 def emulated(cells):
-    """Returns what stands above figures of emulated accelerators."""
+    """Returns the heading of figures of emulated accelerators."""
     processors = [cell["machine"]["processor"] for cell in cells.values() if "machine" in cell]
     cores = {processor.partition(" x ")[0] for processor in processors}
     where = f" on a {' or '.join(sorted(cores))}-core machine" if cores else ""
@@ -376,7 +375,7 @@ def emulated(cells):
 
 
 def machine():
-    """Returns commit, CPU, kernel and versions of packages, which each answer is kept with."""
+    """Returns commit, CPU, kernel and versions of packages, for each stored answer."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     git = subprocess.run(

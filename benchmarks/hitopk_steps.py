@@ -70,7 +70,7 @@ def readable(name):
 
 
 def plot(cells, path):
-    """Saves a bar for each layout, link and density, made of the four steps."""
+    """Saves a bar per layout, link and density, divided into the four steps."""
 
     def draw(figure, axes):
         names, steps = zip(*rows(cells), strict=True)

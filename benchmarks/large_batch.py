@@ -76,7 +76,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each rule and seed."""
+    """Returns one job per configuration and seed."""
     more = {} if options.epochs == EPOCHS else {"epochs": options.epochs}
     return harness.keyed(
         {"rule": rule, "seed": seed} | more for seed in options.seeds for rule in options.rules
@@ -84,7 +84,7 @@ def planned(options):
 
 
 def run(rule, seed, epochs=EPOCHS):
-    """Trains by a rule; the answer has the validation accuracy after each epoch."""
+    """Trains one configuration; the answer has the validation accuracy after each epoch."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     batch, optimizer = RULES[rule]
@@ -105,12 +105,12 @@ def run(rule, seed, epochs=EPOCHS):
 
 
 def runs_of(cells, rule):
-    """Returns the answers of a rule, one for each seed."""
+    """Returns the answers of a configuration, one per seed."""
     return [cell for cell in cells.values() if cell["rule"] == rule]
 
 
 def show(cells):
-    """Prints the accuracy at the end by rule, and by how much it is below the small batch."""
+    """Prints the final accuracy, and its difference from the small batch."""
     print(
         f"\nscikit-learn's digits, {EPOCHS} epochs; final validation accuracy, "
         "mean over seeds (lowest, highest)"
@@ -127,7 +127,7 @@ def show(cells):
 
 
 LOWEST = 80
-"""Accuracy in percent at which the axis begins."""
+"""Lower end of the axis, in percent."""
 
 
 def plot(cells, path):
@@ -164,7 +164,7 @@ def plot(cells, path):
 
 
 def named(rule):
-    """Returns the rule with its batch."""
+    """Returns the label of a configuration with its batch."""
     return f"{rule} ({RULES[rule][0]})"
 
 

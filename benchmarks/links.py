@@ -17,7 +17,7 @@ from tfposeidon.text import parse_rate
 
 REPEATS = 7
 FARTHEST = 8.0
-"""Factor by which points of the plot are too large or too small at most."""
+"""Largest ratio that the plot shows, up and down."""
 SYSTEMS = ("quiet", "loaded")
 COMMON = {"repeats": REPEATS, "systems": SYSTEMS}
 SHORT = COMMON | {"layouts": ["2x2"], "rates": ["200mbit"]}
@@ -27,7 +27,7 @@ FULL = COMMON | {
 }
 SMALLEST = {"layouts": ["2x1"], "rates": ["1gbit"], "repeats": 2, "systems": SYSTEMS}
 ASKED_FOR = {"quiet": {"rate": 0.10, "latency": 0.25}, "loaded": {"rate": 0.20, "latency": 0.50}}
-"""Largest errors that are asked for, up to 8 ranks."""
+"""Targets of the errors, for up to 8 ranks."""
 
 
 def parse_arguments():
@@ -41,7 +41,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each cluster."""
+    """Returns one job per cluster."""
     return harness.keyed(
         {"layout": layout, "rate": rate, "repeats": options.repeats}
         for layout, rate in itertools.product(options.layouts, options.rates)
@@ -49,14 +49,14 @@ def planned(options):
 
 
 def run(layout, rate, repeats):
-    """Measures the links of one cluster."""
+    """Measures the network profile of one cluster."""
     task = {"systems": SYSTEMS, "repeats": repeats}
     answer = harness.in_lab(harness.cluster(layout, rate), "links", task)
     return answer | {"layout": layout, "rate": rate}
 
 
 def rows(cells):
-    """Yields what each job has found, quiet and with a load.
+    """Yields the results of each job, without and with a load.
 
     Args:
       cells: Answers of `run`, by key.
@@ -83,12 +83,12 @@ def rows(cells):
 
 
 def share_within(errors, limit):
-    """Returns the share of errors that are no larger than a limit."""
+    """Returns the share of errors up to a limit."""
     return sum(abs(error) <= limit for error in errors) / len(errors)
 
 
 def show(cells):
-    """Prints a line for each cluster, quiet and with a load."""
+    """Prints a line per cluster, without and with a load."""
     header = (
         *("ranks", "rate", "", "rate, median", "worst", "within", "latency", "worst", "within"),
         *("uncertainty", "seconds", "longest"),
@@ -117,7 +117,7 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Saves measured over given rates and latencies over their median, a point for each try."""
+    """Saves measured rates and latencies relative to the references, a point each."""
     found = list(rows(cells))
     panels = ("rate", "latency")
     titles = ("measured rate / rate of the lab", "measured latency / median without load")
@@ -129,7 +129,7 @@ def plot(cells, path):
                 system, (shade, offset) = color
                 if row["system"] == system:
                     height = names.index((row["layout"], row["rate"])) + offset
-                    # What is farther off lies at the edge.
+                    # Larger errors are drawn at the edge.
                     errors = [
                         min(max(1 + error, 1 / FARTHEST), FARTHEST)
                         for error in row[f"{panel}_errors"]
@@ -151,7 +151,7 @@ def plot(cells, path):
 
 
 COLORS = {"quiet": ("#0072b2", -0.12), "loaded": ("#d55e00", 0.12)}
-"""Color of each kind of point, and by how much it lies beside its line."""
+"""Color of each kind of point, and its offset from the line."""
 
 
 def main():

@@ -25,7 +25,7 @@ RATE, LAYOUT = "200mbit", "4x1"
 
 
 class System(NamedTuple):
-    """A way to train.
+    """Method of training in the comparison.
 
     Attributes:
       kind: Name of all systems that one job measures.
@@ -33,7 +33,7 @@ class System(NamedTuple):
       rule: Rule of the worker.
       every: Steps between exchanges.
       scheme: Scheme of an exchange.
-      look: System of `figures` whose look it has.
+      look: System of `figures` that determines the color.
     """
 
     kind: str
@@ -78,9 +78,9 @@ SYSTEMS = {
 }
 KINDS = list(dict.fromkeys(system.kind for system in SYSTEMS.values()))
 NEAR = 0.5
-"""Points below all-reduce that are near it."""
+"""Largest difference from all-reduce that counts as near, in percentage points."""
 EPOCHS = {"digits": 8, "drawn images": 6, "drawn images, longer": 24}
-"""Data sets, and the times that 64 steps are trained on them."""
+"""Data sets, and their numbers of epochs of 64 steps."""
 LABELS = {
     "digits": "digits",
     "drawn images": "synthetic images",
@@ -91,7 +91,7 @@ LABELS = {
 """Labels of data sets and shares, whose names are keys of stored results."""
 TIMED_EPOCHS = 4
 SEEDS_OF_A_JOB = {"digits": 10, "drawn images": 5, "drawn images, longer": 5}
-"""Seeds that one job has at most."""
+"""Largest number of seeds per job."""
 COMMON = {
     "parts": ["accuracy", "time"],
     "data": ["digits", "drawn images"],
@@ -145,7 +145,7 @@ def planned(options):
     time = [
         {"part": "time", "kind": kind, "data": data, "shares": "alike"}
         | {"seeds": [0], "epochs": options.epochs or TIMED_EPOCHS}
-        # A step takes as long in a longer training.
+        # Step times do not depend on the length of training.
         for data in options.data
         if "longer" not in data
         for kind in options.kinds
@@ -183,26 +183,26 @@ class Outcome:
         self.curves, self.step_s = {}, step_s
 
     def add(self, seeds, figures):
-        """Adds what a job has found from some seeds."""
+        """Adds the results of a job."""
         curves = 100 * np.array(figures["accuracies"])
         self.curves |= dict(zip(seeds, curves, strict=True))
         self.steps, self.rounds = figures["steps"][-1], figures["rounds"][-1]
         self.sent_bytes = self.rounds * figures["round_bytes"]
 
     def mean(self, part=1.0):
-        """Returns the mean accuracy after a part of the training."""
+        """Returns the mean accuracy after a share of the training."""
         return np.mean([curve[round(part * len(curve)) - 1] for curve in self.curves.values()])
 
     def beside(self, other):
-        """Returns how many points it ends above another, for each seed that both have."""
+        """Returns the final difference from another outcome in points, by common seed."""
         seeds = self.curves.keys() & other.curves.keys()
         return np.array([self.curves[seed][-1] - other.curves[seed][-1] for seed in seeds])
 
 
 def outcomes(cells):
-    """Returns outcomes by data set and kind of shares, and those by system."""
+    """Returns outcomes by data set and kind of shares, and by system."""
     step_s, found = {}, {}
-    # Times come first, and accuracies in the order of their seeds.
+    # Times precede accuracies, which are in the order of their seeds.
     for cell in sorted(
         cells.values(), key=lambda cell: (cell["part"] != "time", cell["task"]["seeds"])
     ):
@@ -229,7 +229,7 @@ def interval(differences):
     >>> round(float(mean), 2), round(float(half), 2)
     (2.0, 2.48)
     """
-    # Late, because each rank imports this module as well.
+    # Imported here, because each rank imports this module as well.
     from scipy import stats
 
     count = len(differences)
@@ -244,7 +244,7 @@ def between(differences):
 
 
 def judged(differences):
-    """Returns whether a system is near all-reduce: as its interval says, or else its mean."""
+    """Returns whether a system is near all-reduce, by its interval or by its mean."""
     mean, half = interval(differences)
     if mean - half >= -NEAR:
         return "yes"
@@ -268,7 +268,7 @@ HEADER = (
 
 
 def show(cells):
-    """Prints a table for each data set and kind of shares."""
+    """Prints a table per data set and kind of shares."""
     for (data, shares), systems in outcomes(cells).items():
         base = systems[BASE]
         print(
@@ -280,7 +280,7 @@ def show(cells):
 
 
 def row(name, own, base, like):
-    """Returns the cells of a system's row.
+    """Returns the table row of a system.
 
     Args:
       name: Name of the system.
@@ -328,7 +328,7 @@ def plot(cells, path):
 
 
 def draw_panel(axis, kind, systems):
-    """Draws the systems of a data set and kind of shares."""
+    """Plots the systems of a data set and kind of shares."""
     base, lowest = systems[BASE], -1.0
     axis.axhspan(-NEAR, NEAR, color=figures.style("allreduce").color, alpha=0.2, linewidth=0)
     axis.axhline(0, color=figures.style("allreduce").color, linewidth=1.4)

@@ -12,9 +12,9 @@ from benchmarks import figures, harness
 
 RATE = "200mbit"
 EVERY_STEP = "every step"
-"""In place of a number of steps, for a system that exchanges gradients in each step."""
+"""Instead of a number of steps, for systems that exchange gradients in each step."""
 SYSTEMS = {
-    # Scheme, steps between rounds, delay, seconds that a step computes.
+    # Scheme, steps between synchronizations, overlap in steps, compute seconds of a step.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),
     "weights every 32 steps": ("allreduce", 32, 0, 0.0),
     "weights every 32, by 2D torus": ("torus2d", 32, 0, 0.0),
@@ -51,7 +51,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each layout and system."""
+    """Returns one job per layout and system."""
     return harness.keyed(
         {
             "layout": layout,
@@ -76,13 +76,13 @@ def run(layout, system, rate, model, shrink, rounds):
 
 
 def cost_s(cell):
-    """Returns what communication costs in a step, in seconds."""
+    """Returns the seconds that communication adds to a step."""
     (found,) = cell["systems"].values()
     return found["mean_step_s"] - found["alone_s"]
 
 
 def by_layout(cells):
-    """Returns cells by layout, and those by system."""
+    """Returns answers by layout, and by system."""
     found = {}
     for cell in cells.values():
         found.setdefault(cell["layout"], {})[cell["system"]] = cell
@@ -90,7 +90,7 @@ def by_layout(cells):
 
 
 def show(cells):
-    """Prints a line for each layout and system."""
+    """Prints a line per layout and system."""
     header = ("ranks", "system", "step without it", "communication", "x steps / all-reduce")
     rows = [(*header, "sent per synchronization, MB", "planned, MB")]
     for layout, systems in by_layout(cells).items():
@@ -116,7 +116,7 @@ def show(cells):
 
 
 def plot(cells, path):
-    """Saves what communication adds to a step, a bar for each system."""
+    """Saves the time that communication adds to a step, as a bar per system."""
     layouts = by_layout(cells)
 
     def draw(figure, axes):

@@ -57,7 +57,7 @@ def run(layout, optimizer, update, elements=ELEMENTS):
 
 
 def rows(cells):
-    """Yields (ranks, optimizer, update), bytes of slots, and resident bytes beyond plain SGD.
+    """Yields (ranks, optimizer, update), bytes of state, and resident bytes beyond plain SGD.
 
     Both are medians of the ranks.
     """
@@ -75,7 +75,7 @@ def rows(cells):
 
 
 def show(cells):
-    """Prints a line for each layout, optimizer and side that updates."""
+    """Prints a line per layout, optimizer and side that updates."""
     print(f"\n{ELEMENTS / 1e6:.1f} M float32 weights; the median of the ranks")
     table = [
         (layout, optimizer, update, f"{slots / 1e6:.1f} MB", f"{resident / 1e6:.0f} MB")
@@ -92,7 +92,7 @@ OPTIMIZER_NAMES = {"momentum": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"
 
 
 def plot(cells, path):
-    """Saves a panel for each layout, with resident memory as bars and slots as marks on them."""
+    """Saves a panel per layout: resident memory as bars, and optimizer state as marks."""
     (elements,) = {cell.get("task", {}).get("elements", ELEMENTS) for cell in cells.values()}
     labels = {"worker": "resident, DistributedOptimizer", "server": "resident, ShardedOptimizer"}
     found = {}

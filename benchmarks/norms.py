@@ -61,7 +61,7 @@ def run(kind, model, **more):
 
 
 def library(model):
-    """Measures the library's norms beside one read, in the compiled program."""
+    """Measures the library's norms and one read, in the compiled program."""
     return harness.native("norms", *(math.prod(shape) for shape in shapes(model) * 2))
 
 
@@ -105,7 +105,7 @@ def shapes(model):
 
 
 def drawn(model, seed=0):
-    """Returns variables with drawn values in the shapes of a model's."""
+    """Returns variables with random values in the shapes of a model."""
     return [
         tf.Variable(tf.random.stateless_normal(shape, [i, seed]))
         for i, shape in enumerate(shapes(model))
@@ -152,7 +152,7 @@ def show(cells):
 
 
 OPS = ("tensorflow", "l2_loss", "native")
-"""Ops that are compared, ours last."""
+"""Ops to compare, ours last."""
 
 
 def library_row(cell):
@@ -191,7 +191,7 @@ def parallel_row(cell):
 
 
 def crossover(seconds):
-    """Returns how long norms must take on one rank for shares and an all-gather to be no slower.
+    """Returns the time of norms on one rank from which the parallel form is not slower.
 
     Args:
       seconds: Measured seconds of "local", "share" and "all-gather".
@@ -252,7 +252,7 @@ def plot(cells, path):
 
 
 def milliseconds(cell):
-    """Returns medians of what a job timed, and of share and all-gather together."""
+    """Returns medians of the times of a job, and of share and all-gather together."""
     found = {
         name: 1e3 * statistics.median(measured["step_s"])
         for name, measured in cell["systems"].items()

@@ -14,7 +14,7 @@ SYSTEMS = (
     *("horovod", "ddp", "ddp-powersgd", "jax"),
     *("hybcomm", "hitopk:0.01", "auto", "auto:fp16", "auto:topk"),
 )
-"""Systems that are shown, top down."""
+"""Systems in the figure, from top to bottom."""
 COMMON = {
     "layouts": ["2x2"],
     "systems": ["alone", *SYSTEMS],
@@ -36,7 +36,7 @@ def parse_arguments():
 
 
 def by_case(cells):
-    """Returns what the table and the plot show.
+    """Returns the values of the table and the plot.
 
     Args:
       cells: Answers of `scaling.run`, by key.
@@ -51,7 +51,7 @@ def by_case(cells):
 
 
 def show(cells):
-    """Prints a line for each system, and then what `auto` chose and predicted."""
+    """Prints a line per system, and then the choices and predictions of `auto`."""
     found = by_case(cells)
     print(f"\nmilliseconds per step, {harness.emulated(cells)}")
     header = ("system", *(f"{model}, {gbit:g} Gb/s" for model, _, gbit in found))
@@ -70,7 +70,7 @@ def milliseconds(seconds):
 
 
 def choices(cells):
-    """Yields a row for each plan that was chosen by predicted steps."""
+    """Yields a row per plan that was chosen by predicted steps."""
     for cell in cells.values():
         dilation = cell["task"]["dilation"]
         for system, figures_of in cell["systems"].items():
@@ -89,7 +89,7 @@ def choices(cells):
 
 
 def plot(cells, path):
-    """Saves a panel of bars for each bandwidth and model."""
+    """Saves a panel of bars per bandwidth and model."""
     found = by_case(cells)
     names = list(dict.fromkeys(model for model, *_ in found))
     gbits = sorted({gbit for *_, gbit in found})

@@ -16,7 +16,7 @@ from benchmarks import figures, harness, scaling
 from tfposeidon.text import readable_size
 
 SYSTEMS = ("ps-late", "ps", "hybcomm", "horovod")
-# What the figures and section 5 tell, on 16 nodes: model, Gb/s, system -> speed-up.
+# Values of the figures and of section 5, on 16 nodes: model, Gb/s, system -> speed-up.
 PAPER = {
     ("googlenet", 10, "hybcomm"): 16,
     ("vgg19_32", 10, "ps-late"): 8,
@@ -93,7 +93,7 @@ def speedups(cells):
 
 
 def show(cells):
-    """Prints speed-ups, the paper's, the share of time that ranks stand still, and traffic."""
+    """Prints speed-ups, those of the paper, the share of stalled time, and traffic."""
     print(
         f"\nspeed-up over one rank, {harness.emulated(cells)}; "
         "in brackets: mean share of time in which ranks are stalled"
@@ -134,7 +134,7 @@ def _order(item):
 
 
 def traffic(cells):
-    """Returns bytes that each node sends and receives a step, by system, as shrunk."""
+    """Returns bytes that each node sends and receives per step of the scaled-down model."""
     cell = next((c for c in cells.values() if c["task"]["systems"] == TRAFFIC["systems"]), None)
     return (
         {}
@@ -146,7 +146,7 @@ def traffic(cells):
 def plot(cells, path):
     """Saves speed-up over nodes and over bandwidth, a column of panels for each model.
 
-    The traffic of each node is another figure beside it, whose name ends with "_traffic".
+    A second figure, whose name ends with "_traffic", shows the traffic of each node.
     """
     found = speedups(cells)
     names = [model for model in SLOWER if any(model == key[0] for key in found)]
@@ -168,9 +168,10 @@ def plot(cells, path):
 
 
 def line(system):
-    """Returns the line of a system, so that all can be seen where they lie on one another.
+    """Returns a line style of a system with which overlapping lines stay visible.
 
-    The store's points are rings around those of HybComm, and Horovod's dashes lie on top.
+    Points of the parameter server are rings around those of HybComm, and Horovod's line is dashed
+    and on top.
     """
     own = {
         "ps": {"fillstyle": "none", "markersize": 10, "markeredgewidth": 2},
@@ -180,7 +181,7 @@ def line(system):
 
 
 def draw_nodes(axis, model, found):
-    """Draws speed-up over the number of nodes, on fast links."""
+    """Plots speed-up over the number of nodes, on fast links."""
     for system in figures.in_order(SYSTEMS):
         points = [
             (int(layout.removesuffix("x1")), own[system])
@@ -201,7 +202,7 @@ def draw_nodes(axis, model, found):
 
 
 def draw_bandwidth(axis, model, found):
-    """Draws speed-up over bandwidth on the largest cluster, and what the paper says of it."""
+    """Plots speed-up over bandwidth on the largest cluster, with the values of the paper."""
     most = max(
         int(layout.removesuffix("x1"))
         for name, _, layout in found
@@ -236,7 +237,7 @@ def draw_bandwidth(axis, model, found):
 
 
 def draw_traffic(figure, axis, sent):
-    """Draws what each node sends and receives in a step, by scheme."""
+    """Plots the bytes that each node sends and receives in a step, by scheme."""
     for number, (system, nodes) in enumerate(sent.items()):
         centers = [node + 0.27 * (number - 1) for node in range(len(nodes))]
         out, back = ([node[way] / 1e6 for node in nodes] for way in (0, 1))

@@ -36,9 +36,9 @@ from tfposeidon.policies import Auto
 
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8
-"""Share of an exchange that its link takes at least, above which hardly anything can be wrong."""
+"""Share of the time on the link above which the link determines the time of an exchange."""
 LARGEST_ERROR = 0.05
-"""Standard error of a measured median, as a share of it, above which it tells little."""
+"""Relative standard error above which a measured median is uncertain."""
 
 
 def compared(rows):
@@ -48,8 +48,8 @@ def compared(rows):
       rows: Result of `grid.measured`.
 
     Yields:
-      Dictionaries with layout, rate, system, size, measured and predicted seconds, the share that
-      the link takes at least, and whether the measured time is known well enough.
+      Dictionaries with layout, rate, system, size, measured and predicted seconds, the minimum
+      share of the link, and whether the measured time is accurate.
     """
     links = {}
     for (layout, rate, system, size), row in rows.items():
@@ -82,7 +82,7 @@ def predicted(system, size, topology, links, burst_s=0.0):
       size: Number of values, or the shape of a matrix.
       topology: The ranks of the job.
       links: Links of the job.
-      burst_s: Seconds of a shaped link whose bytes it lets through at once.
+      burst_s: Seconds of a shaped link's rate that it passes at once.
     """
     factors = ()
     if "x" in size:
@@ -98,12 +98,12 @@ def predicted(system, size, topology, links, burst_s=0.0):
 
 
 def alone_in_the_lab(time, ranks):
-    """Returns the time of a stage whose work one rank does for all, on cores that all share.
+    """Returns the time of a stage in which one rank works and can use the cores of all.
 
-    Speeds of ranks are measured with all at work, as each has cores of its own on a real cluster.
+    Speeds are measured while all ranks work, because each rank of a real cluster has its own cores.
 
     Args:
-      time: Time of the stage, as if all ranks were at it.
+      time: Time of the stage if all ranks worked.
       ranks: Number of ranks.
     """
     return dataclasses.replace(time, load_s=time.load_s / ranks) if not time.operation else time
@@ -114,7 +114,7 @@ def error(row):
 
 
 def summary(name, rows):
-    """Returns a row of the table: median, 90th percentile and worst of the errors' sizes."""
+    """Returns a table row: median, 90th percentile and maximum of absolute errors."""
     errors = [error(row) for row in rows]
     sizes = np.abs(errors)
     return (
@@ -150,7 +150,7 @@ def show(rows, some, holds):
     Args:
       rows: Rows with their predictions.
       some: Name of a group that is hard to predict.
-      holds: Function that tells whether a row belongs to it.
+      holds: Function that returns whether a row belongs to it.
     """
     groups = {"all": lambda row: True, "schemes of auto": is_considered, some: holds}
     for key in ("file", "layout", "rate"):
@@ -167,18 +167,18 @@ def show(rows, some, holds):
 
 
 CONSTANTS = {
-    # The module that it stands in, and a value with which it says nothing.
+    # The module of the constant, and a value with which it has no effect.
     "EXPOSED": (simulation, 0.0),
     "SUMS_PER_PAIR": (simulation, 1.0),
     "CODED_PER_SELECTED": (one_bit, 1),
     "HALF_PER_SUM": (grid, 1.0),
 }
-"""Constants of the predictions that are no measured rates."""
+"""Constants of the predictions that no probe measures."""
 
 
 @contextlib.contextmanager
 def changed(name, value):
-    """Predicts with another value of a constant meanwhile."""
+    """Changes a constant of the predictions within this context."""
     module, _ = CONSTANTS[name]
     before = getattr(module, name)
     try:
@@ -240,16 +240,15 @@ CHOICES = {
     ),
     "with top 1 %": ("allreduce", "alltoall", "torus2d", "hitopk:0.01", "topk:0.01"),
 }
-"""Schemes among which an exchange is chosen."""
+"""Groups of schemes from which `auto` chooses."""
 
 
 def chosen(options, races):
-    """Returns the system that `auto` takes.
+    """Returns the system that `auto` chooses.
 
     Args:
       options: Rows of one exchange by system, all-reduce among them.
-      races: True if the two best are timed as long as they are close, so that measured times
-        decide.
+      races: True if a timed trial decides between the two best with similar predictions.
     """
     seconds_of = {system: row["predicted_s"] for system, row in options.items()}
     raced = set()
@@ -267,7 +266,7 @@ def chosen(options, races):
 
 
 def considered(systems, layout):
-    """Returns those of some systems among which `auto` chooses on a layout."""
+    """Returns the systems that `auto` considers on a layout."""
     nodes, per_node = map(int, layout.split("x"))
     # On nodes of one rank, and on one node, the torus is an all-to-all.
     has_levels = nodes > 1 and per_node > 1
@@ -298,11 +297,11 @@ def show_choices(rows):
 
 
 def outcome(cells, races):
-    """Returns what the choices in some cells are worth, for the table.
+    """Returns the table row that evaluates the choices in some configurations.
 
     Args:
-      cells: For each cell the rows of what can be chosen, by system.
-      races: True if exchanges that are close are timed.
+      cells: The rows of all candidates, by system, for each configuration.
+      races: True if timed trials decide between similar predictions.
     """
     taken_s = [cell[chosen(cell, races)]["measured_s"] for cell in cells]
     best_s = [min(row["measured_s"] for row in cell.values()) for cell in cells]
@@ -320,7 +319,7 @@ def outcome(cells, races):
 
 
 def drawn_as(row):
-    """Returns the system that a row is drawn as: factors of any number of rows as one."""
+    """Returns the system of a row in plots, where all numbers of batch rows are one system."""
     name = row["system"].partition(":")[0]
     return name if name in ("factors", "adam") else row["system"]
 

@@ -16,7 +16,7 @@ from tfposeidon.lab import architectures
 
 STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15
-"""Steps of as many times the computation or more, in which communication shows."""
+"""Smallest ratio of step to computation for exposed communication."""
 
 SYSTEMS = {
     "hybcomm": "hybcomm",
@@ -82,7 +82,7 @@ def predicted_step(cell, system, links):
     if name == "ps-adam":
         scheme = one_server_each({d.path: d.length for d in descriptions}, topology.size)
     if name in HOROVOD:
-        # A gradient each, which Horovod fuses.
+        # One all-reduce per gradient, which Horovod fuses.
         scheme, bucket_bytes = HOROVOD[name], 0
     plan = make_plan(
         descriptions,
@@ -95,7 +95,7 @@ def predicted_step(cell, system, links):
 
 
 def links_of(rows, cell):
-    """Returns the links of a job as the grid tells them; `None` where the grid lacks its layout."""
+    """Returns the network profile of a job from the grid, or `None` without its layout."""
     bits_per_s = cell["rate_bits_per_s"]
     links = grid.links_at(rows, cell["layout"], bits_per_s)
     if links is None or "flow_gbit" not in cell:
@@ -120,7 +120,7 @@ def compared(rows):
             for system, found in cell["systems"].items():
                 if system == "alone" or "step_s" not in found:
                     continue
-                # What `auto` predicted itself, by links that the job had measured.
+                # The prediction of `auto` itself, from the network profile that it measured.
                 step_s = found.get("predicted_s") or predicted_step(cell, system, links)
                 measured_s = statistics.median(found["step_s"])
                 yield {

@@ -47,7 +47,7 @@ SMALLEST = {
     "sizes": [96],
     "parts": ["warm", "memory", "training"],
     "rounds": 1,
-    # Only one job, because each of its ranks imports TensorFlow.
+    # A single job, because each of its ranks imports TensorFlow.
     "held": ["datacache"],
     "ranks": [1],
     "images": 64,
@@ -59,7 +59,7 @@ BATCH = {96: 256, 224: 128}
 OPEN_MS = 4
 # New jobs read several times the data, so that an iterator's start counts for little.
 JOBS_DATA = 4
-# Each process that measures has a folder of its own, which it removes.
+# Each measuring process has its own folder, which it removes.
 POOL = f"datacache-benchmark-{os.getpid()}"
 
 
@@ -77,7 +77,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns the jobs of all parts that are asked for."""
+    """Returns the jobs of all selected parts."""
     cells = []
     for size in options.sizes:
         samples = options.data_mb * 10**6 // (size * size * 3)
@@ -108,12 +108,12 @@ def planned(options):
 
 
 def run(kind, **task):
-    """Measures one job, in the lab or in a process of its own."""
+    """Measures one job, in the lab or in a separate process."""
     return on_nodes(**task) if kind == "nodes" else on_one(kind, **task)
 
 
 def on_nodes(layout, rate, samples=2560, rounds=3):
-    """Measures a cache in shards on the nodes of the lab, beside local data.
+    """Measures a cache that is split over the nodes of the lab, and local data.
 
     Samples have 96 x 96 pixels, and steps exchange 25.6 MB.
     """
@@ -124,7 +124,7 @@ def on_nodes(layout, rate, samples=2560, rounds=3):
 
 
 def on_one(kind, **task):
-    """Runs one worker in a process of its own, with a slow source where it reads files."""
+    """Runs one worker in a separate process, with a slow source if it reads files."""
     with tempfile.TemporaryDirectory() as folder:
         environment = harness.environment()
         about = dict(task)
@@ -190,7 +190,7 @@ def draw(path, images):
 
 
 def show(cells):
-    """Prints a table for each part that was measured."""
+    """Prints a table per measured part."""
     cells = list(cells.values())
     show_warm([cell for cell in cells if cell["kind"] == "warm"])
     show_jobs([cell for cell in cells if cell["kind"] == "jobs"])
@@ -352,12 +352,12 @@ def show_nodes(cells):
 
 
 def later(measured):
-    """Returns the median seconds of the epochs behind the first."""
+    """Returns the median seconds of all epochs after the first."""
     return statistics.median(epoch["seconds"] for epoch in measured["epochs"][1:])
 
 
 def plot(cells, path):
-    """Saves samples per second in training: a row for each source, first and later epochs."""
+    """Saves samples per second in training: a row per source, first and later epochs."""
     trained = [cell for cell in cells.values() if cell["kind"] == "training"]
 
     def draw(_, axes):

@@ -60,7 +60,7 @@ PLOTS = {
     "sparse_scaling": (scaling.plot, ["sparse_scaling"]),
     "wrapper": (wrapper.plot, ["wrapper"]),
 }
-"""Function that draws each plot, and the files of results that it shows."""
+"""Function and result files of each plot."""
 
 
 def main():

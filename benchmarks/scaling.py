@@ -23,11 +23,11 @@ from tfposeidon.lab import architectures
 
 SYSTEMS = ("alone", "allreduce", "alltoall", "alltoall:float16", "torus2d", "torus2d:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "mirrored-packs")
-# PowerSGD sends everything in its first two steps.
+# PowerSGD sends whole gradients in its first two steps.
 WARM_UP = {"keras_fit": 2, "ddp": 3, "mirrored": 2, "jax_fit": 2}
 DILATION = 4.0
 SLOW_GBIT = 1.0
-"""Bandwidth up to which nothing is dilated unless it is asked for."""
+"""Bandwidth up to which the default dilation is 1."""
 SHRINK = {
     "alexnet": 8,
     "googlenet": 4,
@@ -45,7 +45,7 @@ SMALLEST = {
     "models": ["alexnet"],
     "layouts": ["2x1"],
     "gbits": [10.0],
-    # Also what `auto` and `overview` show of their smallest case.
+    # `auto` and `overview` use it in their smallest case, too.
     "systems": ["alone", "allreduce", "horovod", "auto"],
     "dilation": 0.2,
     "steps": 1,
@@ -54,7 +54,7 @@ FULL = {"models": ["vgg19", "resnet50"], "layouts": ["2x2", "4x2"], "gbits": [25
 
 
 class Case(NamedTuple):
-    """What systems are compared in.
+    """Configuration in which systems are compared.
 
     Attributes:
       model: Name of the emulated model.
@@ -106,7 +106,7 @@ def parse_arguments():
 
 
 def without_missing_peers(systems):
-    """Returns the systems that can run here, and tells how to install the others."""
+    """Returns the installed systems, and prints how to install the others."""
     missing = []
     if not importlib.util.find_spec("torch"):
         print("Skipped PyTorch DDP: PyTorch is missing. Run: pip install torch==2.13.0")
@@ -118,10 +118,10 @@ def without_missing_peers(systems):
 
 
 def planned(options):
-    """Returns one job for each model, layout, bandwidth and program that measures."""
+    """Returns one job per model, layout, bandwidth and worker."""
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
-    # Only where there is one, for the sake of results that are there.
+    # Only if it is set, so that keys of stored results stay valid.
     flow = {"flow_gbit": options.flow_gbit} if options.flow_gbit else {}
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
@@ -132,12 +132,12 @@ def planned(options):
 
 
 def dilation_at(gbit):
-    """Returns the factor on all times at which a bandwidth is measured unless one is asked for."""
+    """Returns the default dilation for a bandwidth."""
     return 1.0 if gbit <= SLOW_GBIT else DILATION
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None):
-    """Measures systems on one model and link, at the rate that fits dilation and shrinking."""
+    """Measures systems on one model, at a link rate scaled by dilation and shrinking."""
     shrink = SHRINK.get(model, 1)
     slower = dilation * shrink**2
     rate = gbit * 1e9 / slower
@@ -158,13 +158,13 @@ def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None):
 
 
 def groups(cells):
-    """Returns what can be compared: rows of systems by case.
+    """Returns rows of systems by case.
 
     Args:
-      cells: Answers by key; of two jobs that measured a system the later counts.
+      cells: Answers by key; if two jobs measured a system, the later one is used.
 
     Returns:
-      `Case` -> a row for each system, fastest first.
+      `Case` -> one row per system, fastest first.
     """
     found = {}
     for cell in cells.values():
@@ -177,7 +177,7 @@ def groups(cells):
 
 
 def group(cell):
-    """Returns the `Case` that an answer belongs to."""
+    """Returns the `Case` of an answer."""
     task = cell["task"]
     return Case(
         cell["model"], cell["layout"], cell["gbit"], task["dilation"], cell.get("flow_gbit")
@@ -188,13 +188,13 @@ def row(system, figures, cell):
     """Returns the figures of a system.
 
     Args:
-      system: Name of the scheme or peer.
+      system: Name of the scheme or of another framework.
       figures: Its times and bytes, or an error.
       cell: Answer of the job that measured it.
 
     Returns:
-      Dilated seconds of a step on the slowest rank, exposed ones and ideal ones, the share of time
-      that each rank's accelerator stands still, and efficiency; or the last line of the error.
+      Dilated seconds of a step on the slowest rank, exposed and ideal seconds, the share of time in
+      which each rank's accelerator is stalled, and efficiency; or the last line of the error.
     """
     if "error" in figures:
         return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
@@ -216,7 +216,7 @@ def row(system, figures, cell):
 
 
 def show(cells):
-    """Prints a table for each case; times are those of the real cluster, dilated ones / D."""
+    """Prints a table per case, with times of the real cluster (measured ones / D)."""
     for case, rows in groups(cells).items():
         cell = next(c for c in cells.values() if group(c) == case)
         task, dilation = cell["task"], case.dilation
@@ -260,7 +260,7 @@ def cells_of(row, dilation):
 def plot(cells, path):
     """Saves scaling efficiency over bandwidth, one panel for each model and layout.
 
-    What was measured at one bandwidth only stands in a last panel of bars.
+    A last panel of bars shows the systems that were measured at a single bandwidth.
     """
     found = groups(cells)
     points = {panel: lines(found, panel) for panel in dict.fromkeys(key[:2] for key in found)}
@@ -285,7 +285,7 @@ def plot(cells, path):
 def lines(found, panel):
     """Returns points of bandwidth and efficiency in percent, by system.
 
-    Without an exchange efficiency is 100 % by definition, and left out.
+    Systems without communication have an efficiency of 100 % by definition, and are omitted.
 
     Args:
       found: Rows by case, from `groups`.
@@ -300,7 +300,7 @@ def lines(found, panel):
 
 
 def draw_lines(axis, panel, systems):
-    """Draws a line for each system over bandwidth."""
+    """Plots a line per system over bandwidth."""
     for system in figures.in_order(systems):
         axis.plot(*zip(*sorted(systems[system]), strict=True), **figures.line(system))
     bandwidths = sorted({gbit for points in systems.values() for gbit, _ in points})
@@ -318,7 +318,7 @@ def draw_lines(axis, panel, systems):
 
 
 def draw_bars(axis, found):
-    """Draws a group of bars for each model; of two dilations the first counts."""
+    """Plots a group of bars per model, for the first dilation of each."""
     cases = {key[:3]: rows for key, rows in reversed(found.items())}
     cases = dict(reversed(cases.items()))
     systems = figures.in_order(

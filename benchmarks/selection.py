@@ -27,7 +27,7 @@ FULL = {
 }
 DENSITIES = (0.001, 0.01)
 SMALLEST = {"elements": [2**12], "distributions": ["laplace"], "densities": [0.01]}
-# Longest vector for TensorFlow's own selection, which takes seconds beyond.
+# Longest vector for TensorFlow's own selection, which takes seconds for longer ones.
 MOST_FOR_TENSORFLOW = 2**25
 ROUNDS = 15
 
@@ -46,7 +46,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns jobs of library and ops for each distribution, length and density."""
+    """Returns jobs of library and ops by distribution, length and density."""
     cases = itertools.product(
         ("library", "ops"), options.distributions, options.elements, options.densities
     )
@@ -57,7 +57,7 @@ def planned(options):
 
 
 def run(kind, distribution, elements, density):
-    """Measures one vector, and says on a line how it compares."""
+    """Measures one vector, and prints a line with ratios."""
     measured = {"library": library, "ops": in_tensorflow}[kind](distribution, elements, density)
     read_s, add_s, zero_s = (measured[f"{name}_s"] for name in ("read", "add", "zero"))
     print(
@@ -90,7 +90,7 @@ def library(distribution, elements, density):
 
 
 def in_tensorflow(distribution, elements, density):
-    """Measures ops and TensorFlow's own on one vector, and how much each method keeps."""
+    """Measures our ops and TensorFlow's on one vector, and the quality of each method."""
     k = max(1, round(density * elements))
     x, residual = (
         tf.constant(drawn(distribution, elements)),
@@ -106,7 +106,9 @@ def in_tensorflow(distribution, elements, density):
         0,
     )
     sent = tf.ones([ranks * k])
-    level = tf.Variable(0.0)  # Not a constant: TensorFlow would fill once, while tracing.
+    level = tf.Variable(
+        0.0
+    )  # A variable, since TensorFlow would fill a constant once, while tracing.
     calls = {
         "read": lambda: tf.reduce_max(x),
         "exact": lambda: ops.top_k(x, k, "exact"),
@@ -125,7 +127,7 @@ def in_tensorflow(distribution, elements, density):
     # The first two turns trace and warm up.
     for turn in range(ROUNDS + 2):
         for name, call in compiled.items():
-            # TensorFlow's own take so much longer that they get fewer turns.
+            # Fewer repetitions for TensorFlow's ops, which take much longer.
             if name.startswith("tensorflow") and turn > 5:
                 continue
             begin = time.perf_counter()
@@ -137,7 +139,7 @@ def in_tensorflow(distribution, elements, density):
 
 
 def kept(x, k):
-    """Returns recall and share of the norm of each method, beside the exact choice."""
+    """Returns recall and share of the norm of each method, relative to exact selection."""
     largest = set(ops.top_k(x, k, "exact")[1].numpy().tolist())
     norm = float(tf.norm(tf.cast(x, tf.float64)))
     figures = {}
@@ -189,7 +191,7 @@ def real_gradient(elements, seed):
             for g in tape.gradient(value, [v.value for v in model.trainable_variables])
         ]
     )
-    # Rolled, so that short vectors are not of the first layer alone.
+    # Rolled, so that short vectors have values of several layers.
     return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
 
 
@@ -305,7 +307,7 @@ def plot(cells, path):
 
 
 def draw_ratio(axis, cells, names, label, color):
-    """Draws the ratio of two times over length: median and range of the distributions."""
+    """Plots the ratio of two times over length: median and range of the distributions."""
     found = {}
     name, to = names
     for cell in cells:

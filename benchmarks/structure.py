@@ -1,4 +1,4 @@
-"""Prints figures of the code beside their limits: size, imports, documentation, uses of Keras.
+"""Prints figures of the code and their limits: size, imports, documentation, uses of Keras.
 
     python -m benchmarks.structure               # the working tree; `make check` prints this
     python -m benchmarks.structure v0.1 HEAD     # a column per revision
@@ -49,7 +49,7 @@ LIMITS = {
     "private names of Keras": 6,
     "sys._getframe, sys.last_value, except: pass": 0,
 }
-"""Most that each figure should be; others are printed for comparison."""
+"""Limit of each figure; figures without a limit are printed for comparison."""
 SMALL, LONG = 60, 30
 """Lines of code below which a module is small, and lines above which a function is long."""
 BASE = "CommunicatingOptimizer"
@@ -253,7 +253,7 @@ def longest_chain(tree: Tree) -> int:
     def height(name: str) -> int:
         module = tree.modules[name]
         own = not module.is_package and not name.endswith("__main__")
-        # The packages in which a module lies lead back to it.
+        # The packages of a module import it, which would be a cycle.
         below = {one for one in imports[name] if not name.startswith(f"{one}.")}
         return own + max(map(height, below), default=0)
 

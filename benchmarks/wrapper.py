@@ -9,10 +9,10 @@ Two ranks on one node exchange ResNet-50's gradients and apply their means; one 
 Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
 Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
 has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
-"synchronization" is what `fit` does for an epoch beside its steps: it compares the replicas twice,
+"synchronization" is the work of `fit` per epoch outside of steps: it compares the replicas twice,
 averages layer state and metrics, relative to a step of 8 images per rank. "small 10" is a step of
 `fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
-to `grouped_allreduce` in a hand-written train step. An interrupted run resumes.
+to `grouped_allreduce` in a custom train step. An interrupted run resumes.
 """
 
 import itertools
@@ -33,7 +33,7 @@ COMMON = {
     "shrink": 1,
 }
 WHOLE = {"fit", "synchronization", "small 1", "small 10"}
-"""Systems whose scheme and buckets are not varied."""
+"""Systems without variations of scheme and buckets."""
 SMALLEST = COMMON | {"pairs": 1, "systems": ["allreduce"], "model": "alexnet", "shrink": 8}
 
 
@@ -55,13 +55,13 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns a job for each system and bucket size."""
+    """Returns one job per system and bucket size."""
     names = [
         name if name in WHOLE else f"{name} {bucket_mib:g}"
         for name in options.systems
         for bucket_mib in (options.bucket_mib if name not in WHOLE else [0])
     ]
-    # Only where there is one, for the sake of results that are there.
+    # Only if it is set, so that keys of stored results stay valid.
     more = {"shrink": options.shrink} if options.shrink > 1 else {}
     return harness.keyed(
         {"system": name, "model": options.model, "pairs": options.pairs} | more for name in names
@@ -89,13 +89,13 @@ def median_interval(values):
     ordered = sorted(values)
     count = len(ordered)
     tails = itertools.accumulate(math.comb(count, heads) for heads in range(count // 2))
-    # Both tails together are to hold in at most one of 20 cases.
+    # Both tails together have a probability of at most 5 %.
     low = max(0, sum(40 * tail <= 2**count for tail in tails) - 1)
     return ordered[low], ordered[count - 1 - low]
 
 
 def ratios(cell):
-    """Returns the system of an answer, and ours / theirs of each pair."""
+    """Returns the system of an answer, and the ratio tfposeidon / baseline of each pair."""
     ((system, measured),) = cell["systems"].items()
     pairs = zip(measured["ours_s"], measured["theirs_s"], strict=True)
     return system, [ours / theirs for ours, theirs in pairs]

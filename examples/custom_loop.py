@@ -1,4 +1,4 @@
-"""Trains with a hand-written loop instead of `fit`, on any number of ranks.
+"""Trains with a custom training loop instead of `fit`, on any number of ranks.
 
 horovodrun -np 2 python examples/custom_loop.py --epochs 12
 """
@@ -28,14 +28,14 @@ def parse_arguments():
 
 
 def load_data(global_batch):
-    """Returns this rank's shares of the training and of the test data, in batches."""
+    """Returns this rank's share of the training data, in batches, and of the test data."""
     digits, order = load_digits(), np.random.default_rng(0).permutation(1797)
     images = (digits.images[order, ..., np.newaxis] / 16).astype("float32")
     labels = digits.target[order]
     share = slice(tp.rank(), None, tp.size())
     train, test = (images[300:], labels[300:]), (images[:300], labels[:300])
     mine = tf.data.Dataset.from_tensor_slices((train[0][share], train[1][share]))
-    # A loop of one's own has to give all ranks as many steps: what is left over is dropped.
+    # All ranks must take the same number of steps in a custom loop, so the rest is dropped.
     mine = mine.shuffle(2000).batch(global_batch // tp.size(), drop_remainder=True)
     steps = len(train[0]) // tp.size() // (global_batch // tp.size())
     return mine.take(steps).prefetch(2), (test[0][share], test[1][share])
@@ -55,7 +55,7 @@ def build_model():
 
 
 def accuracy_of(model, images, labels):
-    """Returns the accuracy over the samples of all ranks, each of which has its own share."""
+    """Returns the accuracy over the samples of all ranks; each rank passes its own share."""
     hits = tf.argmax(model(images), axis=1) == labels
     right = tp.all_reduce(tf.reduce_sum(tf.cast(hits, tf.float32)), op="sum", name="right")
     return float(right / tp.all_reduce(tf.cast(len(labels), tf.float32), op="sum", name="all"))
@@ -71,7 +71,7 @@ def main():
     model = build_model()
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(2e-3), scheme=options.scheme)
     loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # All ranks start from rank 0's weights.
+    # In a custom loop, the script copies the weights of rank 0 to all ranks.
     optimizer.build(model.trainable_variables)
     tp.broadcast_variables([*model.variables, *optimizer.variables])
 

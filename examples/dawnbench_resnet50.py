@@ -1,4 +1,4 @@
-r"""Trains ResNet-50 in phases of growing images, as the record run of CommLib (section 5.6) did.
+r"""Trains ResNet-50 in phases of increasing image size, as in CommLib, section 5.6.
 
 horovodrun -np 128 -H node1:8,...,node16:8 python examples/dawnbench_resnet50.py \
   --data /local/imagenet --out /nfs/runs/1 --precision mixed_float16
@@ -112,9 +112,9 @@ def parse_arguments(arguments=None):
 
 
 def keep_recipe(options):
-    """Writes what is trained beside the snapshots, and refuses to go on with something else."""
+    """Saves the recipe next to the snapshots, or compares it with the saved one."""
     names = ("preset", "schedule", "shortest", "data", "precision", "seed")
-    # On other ranks it would go on with another global batch.
+    # Another number of ranks would change the global batch.
     own = {name: getattr(options, name) for name in names} | {"ranks": tp.size()}
     own["without"] = sorted(set(options.without))
     path = options.out / "recipe.json"
@@ -138,7 +138,7 @@ def keep_recipe(options):
 
 
 def images_of(options):
-    """Returns the images to train and to test on; the small preset draws its own."""
+    """Returns the training and test images, which the tiny preset creates."""
     if options.data is not None:
         return images.open_images(options.data)
     if options.preset != "tiny":
@@ -153,25 +153,25 @@ def images_of(options):
 
 
 class Caches:
-    """Caches of both sources by resolution: the next one is filled while the present one trains."""
+    """Caches of both sources by resolution; the next one is filled during training."""
 
     def __init__(self, found, options):
         self._found, self._options = found, options
         self._open, self._warming = {}, None
 
     def begin(self, size, next_size):
-        """Returns the caches of one resolution, and begins to fill those of the next."""
+        """Returns the caches of one resolution, and starts to fill those of the next."""
         self._end_warming()
-        # Nobody needs a resolution again, and its memory is for those that come.
+        # Earlier resolutions are not needed again, and the next ones need their memory.
         for old in [one for one in self._open if one not in (size, next_size)]:
             self._close(old)
-        # Nobody opens a pool while another rank has an old one in use, whose memory it may need.
+        # A new store may need the memory of an old one, which all ranks must have closed.
         tp.barrier()
         for wanted in filter(None, (size, next_size)):
             self._open_all(wanted)
         if next_size not in (None, size) and "cache" not in self._options.without:
             self._warming = futures.Future()
-            # Not of a pool of threads, for whose end Python would wait where training fails.
+            # A daemon thread: Python would wait for an executor's threads if training failed.
             what = (self._open[next_size], self._warming)
             threading.Thread(target=_warm, args=what, daemon=True).start()
         return self._open[size]
@@ -187,7 +187,7 @@ class Caches:
             ]
 
     def _end_warming(self):
-        """Waits until the next caches are filled, and raises what went wrong meanwhile."""
+        """Waits until the next caches are filled, and raises the error if that failed."""
         warming, self._warming = self._warming, None
         if warming is not None:
             warming.result()
@@ -197,18 +197,18 @@ class Caches:
             cache.close()
 
     def close(self):
-        """Ends threads and closes all caches; what they hold stays in memory for another run."""
+        """Ends threads and closes all caches, whose samples stay in memory for another run."""
         self._end_warming()
         for size in list(self._open):
             self._close(size)
 
 
 def _warm(caches, warmed):
-    """Fills caches one after the other, and tells a future when it is done, or what went wrong."""
+    """Fills caches one after the other, and sets the result or the error of a future."""
     try:
         for cache in caches:
             cache.warm(progress=False)
-    except Exception as error:  # noqa: BLE001 - who asks for these caches raises it
+    except Exception as error:  # noqa: BLE001 - `_end_warming` raises it
         warmed.set_exception(error)
     else:
         warmed.set_result(None)
@@ -222,7 +222,7 @@ def compiled(recipe, classes, options):
     rate, momentum = recipe.rate_at(0.0, tp.size()), recipe.momentum
     if "lars" in options.without:
         optimizer = keras.optimizers.SGD(rate, momentum, weight_decay=recipe.weight_decay)
-        # As LARS does.
+        # LARS excludes the same variables.
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     else:
         optimizer = tp.optimizers.LARS(rate, momentum, weight_decay=recipe.weight_decay)
@@ -237,7 +237,7 @@ def compiled(recipe, classes, options):
 
 
 def train(model, recipe, caches, classes, options):
-    """Trains all phases that are left, and returns the records of the whole run."""
+    """Trains all remaining phases, and returns the records of the whole run."""
     size = tp.size()
     resize = keras_callbacks.ProgressiveResize(
         recipe.phases, learning_rate=lambda epoch: recipe.rate_at(epoch, size)
@@ -274,19 +274,19 @@ def train(model, recipe, caches, classes, options):
 
 
 def tensorboard(options):
-    """Returns the callback that writes for TensorBoard, on rank 0 where it is asked for."""
+    """Returns a TensorBoard callback on rank 0, if the option is set."""
     if options.tensorboard is None or tp.rank() != 0:
         return []
     return [keras.callbacks.TensorBoard(options.tensorboard, write_graph=False)]
 
 
 def recipe_of(options):
-    """Returns the recipe that the options name."""
+    """Returns the recipe that the options select."""
     return recipes.recipe(options.preset, options.schedule, options.shortest, options.without)
 
 
 def run(options):
-    """Trains what is left of a run, and returns the model and the records of all of it."""
+    """Trains the remaining phases of a run, and returns the model and all records."""
     tp.init()
     recipe = recipe_of(options)
     keep_recipe(options)
@@ -294,7 +294,7 @@ def run(options):
     model = compiled(recipe, found.classes, options)
     caches = Caches(found, options)
     kept = train(model, recipe, caches, found.classes, options)
-    # Not where training fails: it waits for the other ranks, which wait for this one.
+    # Not if training fails: closing waits for the other ranks, which wait for this one.
     caches.close()
     return model, kept
 

@@ -42,16 +42,16 @@ class Gan(keras.Model):
         )
 
     def compile(self, d_optimizer, g_optimizer):
-        """Takes the optimizers of both networks; each is a `DistributedOptimizer`."""
+        """Stores the optimizers of both networks; each is a `DistributedOptimizer`."""
         super().compile()
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
 
     def train_step(self, real):
-        """Trains the discriminator on real and drawn images, then the generator."""
+        """Trains the discriminator on real and generated images, then the generator."""
         noise, loss = tf.random.normal([tf.shape(real)[0], NOISE]), self.cross_entropy
         with tf.GradientTape() as tape:
             reals, fakes = self.discriminator(real), self.discriminator(self.generator(noise))
-            # One-sided smoothing keeps the discriminator from being sure.
+            # One-sided label smoothing, so that the discriminator does not become overconfident.
             d_loss = loss(0.9 * tf.ones_like(reals), reals) + loss(tf.zeros_like(fakes), fakes)
         weights = self.discriminator.trainable_variables
         self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
@@ -81,7 +81,7 @@ def main():
     gan.compile(*optimizers)
     mine = images[tp.rank() :: tp.size()]
     gan.fit(mine, batch_size=BATCH // tp.size(), epochs=options.epochs)
-    # All ranks draw the same digits, as their weights are the same.
+    # All ranks generate the same digits, because they have the same weights and seed.
     drawn = gan.generator(tf.random.stateless_normal([1024, NOISE], [1, 2])).numpy()
     distance = float(np.abs(drawn.mean(axis=0) - images.mean(axis=0)).mean())
     if tp.rank() == 0:

@@ -1,4 +1,6 @@
-r"""Trains on images in folders through datacache: cold, then warm, without opening a file again.
+r"""Trains twice on images in folders: first with an empty cache, then with a full one.
+
+The second run reads no file of the source.
 
 horovodrun -np 2 python examples/image_folder.py
 python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- \
@@ -18,8 +20,6 @@ from sklearn.datasets import load_digits
 import datacache
 import keras_callbacks
 import tfposeidon as tp
-from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import exchange_objects
 
 SIZE = 16
 
@@ -98,13 +98,13 @@ def as_tfds(folder):
     builder = Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
     if tp.rank() == 0:
         builder.download_and_prepare()
-    exchange_objects(None, runtime.wire(), "prepared")
-    # Builders that were made before the data was prepared do not find it.
+    tp.barrier()
+    # A builder finds only data that were prepared before it was created.
     return Digits(data_dir=folder.with_name(f"{folder.name}-tfds"))
 
 
 def source_and_function(options):
-    """Returns the source of samples, and the function that makes what the cache keeps of one."""
+    """Returns the source, and the function that maps its samples to those to cache."""
 
     def resized(image):
         return tf.cast(tf.image.resize(image, [SIZE, SIZE]), tf.uint8)
@@ -119,10 +119,10 @@ def source_and_function(options):
 
 
 def augment(image, label):
-    """Shifts an image by up to one pixel, and turns it into float32.
+    """Shifts an image by up to one pixel, and converts it to float32.
 
-    This comes after the cache: shifts differ from epoch to epoch, and the cache keeps uint8, which
-    takes a quarter of the memory.
+    This is done after the cache, so that shifts differ between epochs and the cache holds uint8,
+    which takes a quarter of the memory.
     """
     shift = tf.random.uniform([2], -1, 2, tf.int32)
     return tf.roll(tf.cast(image, tf.float32) / 255, shift, [1, 2]), label
@@ -173,7 +173,7 @@ def main():
     keras.utils.set_random_seed(tp.rank())
     if tp.rank() == 0 and not options.folder.exists():
         draw(options.folder)
-    exchange_objects(None, runtime.wire(), "drawn")
+    tp.barrier()
     source, preprocess = source_and_function(options)
     runs = {name: train(options, source, preprocess) for name in ("cold", "warm")}
     if tp.rank() == 0:

@@ -1,8 +1,8 @@
-"""Trains a small language model on the texts of Python's own documentation.
+"""Trains a small language model on the help texts of Python.
 
 horovodrun -np 2 python examples/transformer.py --scheme hybcomm
 
-Any number of ranks reaches the loss of one process, because ranks share the same batches.
+The loss does not depend on the number of ranks, because they share the same global batches.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfposeidon as tp
 
 WORDS, LENGTH = 4096, 64
-"""Words that the model knows, and words of a sample."""
+"""Size of the vocabulary, and words per sample."""
 
 
 def parse_arguments():
@@ -40,7 +40,7 @@ def parse_arguments():
 
 
 def words():
-    """Returns all texts as numbers of words, the most frequent first; 0 stands for rare ones."""
+    """Returns all texts as word indices, ordered by frequency; rare words have index 0."""
     text = " ".join(topics.topics[name] for name in sorted(topics.topics))
     found = re.findall(r"\w+|[^\w\s]", text.lower())
     frequent = collections.Counter(found).most_common(WORDS - 1)
@@ -49,25 +49,28 @@ def words():
 
 
 def batches(text, options):
-    """Returns this rank's share of each global batch: words, and those that follow them."""
+    """Returns this rank's share of each global batch: words, and the words that follow them."""
     rng = np.random.default_rng(options.seed)
     begins = rng.integers(0, len(text) - LENGTH - 1, (options.steps, options.global_batch))
-    # Every rank draws the same batches, and takes its rows of each.
+    # Every rank selects the same global batches, and its own rows of each.
     samples = text[begins[:, tp.rank() :: tp.size(), None] + np.arange(LENGTH + 1)]
     return tf.data.Dataset.from_tensor_slices((samples[..., :-1], samples[..., 1:])).prefetch(2)
 
 
 class Embedded(keras.layers.Layer):
-    """Embeds words and their places: the gradient of the table is rows of the words of a batch."""
+    """Embeds words and their positions.
+
+    The gradient of the word table has rows only for the words of a batch.
+    """
 
     def __init__(self, width):
         super().__init__()
         self.words = keras.layers.Embedding(WORDS, width)
-        self.places = keras.layers.Embedding(LENGTH, width)
+        self.positions = keras.layers.Embedding(LENGTH, width)
 
     def call(self, numbers):
-        """Returns `[batch, LENGTH, width]` for `[batch, LENGTH]` numbers of words."""
-        return self.words(numbers) + self.places(keras.ops.arange(LENGTH))
+        """Returns `[batch, LENGTH, width]` for `[batch, LENGTH]` word indices."""
+        return self.words(numbers) + self.positions(keras.ops.arange(LENGTH))
 
 
 def build_model(width, blocks):
@@ -96,7 +99,7 @@ def main():
     rate = tp.optimizers.schedules.PolynomialDecayWithWarmup(
         0.01, warmup_steps=options.steps // 10, decay_steps=options.steps, power=1
     )
-    # The paper's LAMB leaves embeddings in; their rows change at the rate of the whole table.
+    # As in the paper, LAMB includes embeddings: the norm of the whole table scales their rows.
     optimizer = tp.DistributedOptimizer(
         tp.optimizers.LAMB(rate, weight_decay=0.01), scheme=options.scheme
     )
@@ -104,7 +107,7 @@ def main():
     model.compile(optimizer=optimizer, loss=loss)
     text = words()
     model.fit(batches(text, options), verbose=0, shuffle=False)
-    # The same samples on all ranks and for any number of them.
+    # All ranks evaluate the same samples, whatever the number of ranks.
     samples = text[: 128 * (LENGTH + 1)].reshape(128, LENGTH + 1)
     final = model.evaluate(samples[:, :-1], samples[:, 1:], verbose=0)
     if tp.rank() == 0:

@@ -37,7 +37,7 @@ class AverageBatchNorm(global_metrics.LayerAverages):
 
     @override
     def set_params(self, params: Any) -> None:
-        # `fit` and `evaluate` begin with it; a `fit` may have been interrupted.
+        # `fit` and `evaluate` call it first. It also resets the state of an interrupted `fit`.
         super().set_params(params)
         self._trains = self._has_nothing_to_do = False
 

@@ -55,7 +55,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         self._compare()
 
     def _compare(self) -> None:
-        # With a communicating optimizer, `fit` compares the values.
+        # With a communicating optimizer, `fit` itself compares the values.
         if runtime.size() == 1 or session.optimizers_of(self.model):
             return
         if problem := entries.difference(self.model, runtime.wire()):

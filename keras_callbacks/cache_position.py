@@ -53,8 +53,8 @@ class CachePosition(keras.callbacks.Callback):
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
         self.cache, self.data = cache, data
-        # Epoch of `fit`, epoch and samples of the cache at its start, and steps of the cache's
-        # epochs, which depend on the number of ranks.
+        # Epoch of `fit`; the cache's epoch and samples at the start of that epoch; and the steps of
+        # the cache's epochs, which depend on the number of ranks.
         self._begin = keras.Variable([-1, 0, 0, 0], dtype="int64", name="begin", trainable=False)
 
     def state(self) -> list[tuple[Any, str]]:
@@ -64,7 +64,7 @@ class CachePosition(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._is_first = True
-        # `Checkpoint` restores it afterwards.
+        # If the job resumes, `Checkpoint` then assigns the saved position.
         self._begin.assign([-1, 0, 0, 0])
 
     @override

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 from typing_extensions import override
 
-from keras_callbacks._tensorboard import ScalarWriter
+from keras_callbacks._tensorboard import ScalarCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 
 
-class CacheStatistics(keras.callbacks.Callback):
+class CacheStatistics(ScalarCallback):
     """Adds the counts of a `datacache.Cache` to the logs of each epoch, and to TensorBoard.
 
     All ranks exchange their counts and report the same numbers:
@@ -48,13 +47,8 @@ class CacheStatistics(keras.callbacks.Callback):
     """
 
     def __init__(self, cache: Any, log_dir: str | None = None) -> None:
-        super().__init__()
-        self.cache, self.log_dir = cache, log_dir
-        self._scalars = ScalarWriter(log_dir)
-
-    @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._scalars.open()
+        super().__init__(log_dir)
+        self.cache = cache
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -62,28 +56,17 @@ class CacheStatistics(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        own = {
-            name: value - self._before[name] for name, value in self.cache.stats().to_dict().items()
+        counts = self.cache.stats().to_dict()
+        own = {name: count - self._before[name] for name, count in counts.items()}
+        ranks = exchange_objects(own, session.of(self.model).wire, "tp.cache")
+        total = {name: sum(rank[name] for rank in ranks) for name in own}
+        values = {
+            "hits": total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"]),
+            "source_megabytes": total["source_bytes"] / 1e6,
+            # Ranks wait concurrently, so the mean is meaningful and the sum is not.
+            "wait_s": total["wait_s"] / len(ranks),
+            "healed": total["healed"],
         }
-        values = _summary(exchange_objects(own, session.of(self.model).wire, "tp.cache"))
         if logs is not None:
-            logs.update(values)
-        tags = {name.replace("cache_", "cache/"): value for name, value in values.items()}
-        self._scalars.write(tags, epoch)
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._scalars.close()
-
-
-def _summary(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the log entries from the counts of all ranks in the epoch."""
-    total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-    samples = total["memory_hits"] + total["memory_misses"]
-    return {
-        "cache_hits": total["memory_hits"] / max(1, samples),
-        "cache_source_megabytes": total["source_bytes"] / 1e6,
-        # Ranks wait concurrently, so the mean is meaningful and the sum is not.
-        "cache_wait_s": total["wait_s"] / len(ranks),
-        "cache_healed": total["healed"],
-    }
+            logs.update({f"cache_{name}": value for name, value in values.items()})
+        self._write("cache", values, epoch)

@@ -185,7 +185,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # The epoch of a snapshot after a failure before the next epoch.
+        # `on_job_failure` saves this epoch if the job fails before the next one begins.
         self._epoch = epoch + 1
         self._write(self._epoch, 0)
 
@@ -216,14 +216,14 @@ class Checkpoint(keras.callbacks.Callback):
             "variables": variables_as_json(replicas.describe_any(replicated_variables(self.model))),
             "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
-        # Not between epochs: Keras resets metrics at the start of the next one.
+        # Between epochs, metrics are not saved: Keras resets them when the next epoch starts.
         metrics = self.model.metrics_variables if batches else []
         own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
         own |= to_named_arrays(values_of(metrics), "metric")
-        variables, descriptions = self._parts()
-        own |= to_named_arrays(values_of(variables), "sum")
+        pairs = list(parts(self.model))
+        own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
         # A snapshot's files hold arrays only.
-        pieces = json.dumps([description.to_dict() for description in descriptions])
+        pieces = json.dumps([description.to_dict() for _, description in pairs])
         own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
         own |= self._layers(Placement.LOCAL)
         shared: dict[str, np.ndarray] = {}
@@ -249,7 +249,7 @@ class Checkpoint(keras.callbacks.Callback):
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
         indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
-        # Keras has no public name for them.
+        # Keras has no public name for these variables.
         trained = list(optimizer._trainable_variables)
         unknown = [variable.path for variable in trained if id(variable) not in indices]
         if unknown:
@@ -270,15 +270,10 @@ class Checkpoint(keras.callbacks.Callback):
             "planning": planning,
         }
 
-    def _parts(self) -> tuple[list[Any], list[StateDescription]]:
-        """Returns per-rank variables of the optimizers, and their descriptions."""
-        pairs = list(parts(self.model))
-        return [variable for variable, _ in pairs], [description for _, description in pairs]
-
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # Must precede the comparison, which would miss the variables of an unbuilt optimizer.
+        # First, since the comparison would miss the variables of an unbuilt optimizer.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
@@ -304,7 +299,8 @@ class Checkpoint(keras.callbacks.Callback):
         )
         # Schemes first, since they create the per-rank variables.
         self._restore_schemes(snapshot)
-        assign_values(self._parts()[0], self._redistributed(snapshot))
+        pairs = list(parts(self.model))
+        assign_values([variable for variable, _ in pairs], self._redistributed(snapshot, pairs))
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
@@ -317,17 +313,16 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _check_samples(self, snapshot: Snapshot) -> None:
         """Refuses to resume within an epoch if other samples would be skipped."""
-        then = {"steps per epoch": snapshot.meta["steps_per_epoch"]}
-        now = {"steps per epoch": self.params.get("steps")}
+        compared = {"steps per epoch": (snapshot.meta["steps_per_epoch"], self.params.get("steps"))}
         if not self._session.knows_position:
-            then["ranks"] = sum(map(len, snapshot.meta["nodes"]))
-            now["ranks"] = self._wire.topology.size
-        for what, before in then.items():
-            if before is not None and now[what] is not None and before != now[what]:
+            ranks = sum(map(len, snapshot.meta["nodes"]))
+            compared["ranks"] = (ranks, self._wire.topology.size)
+        for what, (before, now) in compared.items():
+            if None not in (before, now) and before != now:
                 raise SnapshotError(
                     "To resume within an epoch, each step must read the same samples as before. "
                     f"Received: a snapshot at batch {snapshot.meta['batches']} with {before} "
-                    f"{what} in {self.folder}, and {now[what]} in this run. Restart the epoch with "
+                    f"{what} in {self.folder}, and {now} in this run. Restart the epoch with "
                     'Checkpoint(..., resume="epoch"), or read a datacache.Cache with '
                     "keras_callbacks.CachePosition, whose order depends only on the global batch."
                 )
@@ -350,9 +345,9 @@ class Checkpoint(keras.callbacks.Callback):
                 value = another_seed(tf.convert_to_tensor(variable), rank)
             variable.assign(value)
         if not snapshot.same_layout:
-            everybody = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
+            all_ranks = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
             partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
-            for variable, *values in zip(variables_of(self.model, *_OWN), *everybody, strict=True):
+            for variable, *values in zip(variables_of(self.model, *_OWN), *all_ranks, strict=True):
                 if id(variable) in partial:
                     total = np.sum(values, axis=0)
                     variable.assign(
@@ -393,28 +388,28 @@ class Checkpoint(keras.callbacks.Callback):
             raise mismatch(f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model")
         return list(zip(found, saved, strict=True))
 
-    def _redistributed(self, snapshot: Snapshot) -> list[np.ndarray]:
-        """Returns the values of this rank's `_parts`.
+    def _redistributed(
+        self, snapshot: Snapshot, pairs: list[tuple[Any, StateDescription]]
+    ) -> list[np.ndarray]:
+        """Returns the values of per-rank optimizer state.
 
         Their sum over ranks is preserved: with other ranks or buckets, a rank receives its part of
         the sum.
         """
-        variables, pieces = self._parts()
         names = self._names(snapshot)
-        same = (
-            snapshot.same_layout
-            and saved_descriptions(snapshot.own[self._wire.topology.rank], names) == pieces
-        )
-        # Agreed on, since `read_all_ranks` is collective.
+        same = snapshot.same_layout and saved_descriptions(
+            snapshot.own[self._wire.topology.rank], names
+        ) == [description for _, description in pairs]
+        # All ranks take the same branch, since `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
-        everybody = self._files.read_all_ranks(snapshot)
+        all_ranks = self._files.read_all_ranks(snapshot)
         saved = [
             list(zip(saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
-            for own in everybody.values()
+            for own in all_ranks.values()
         ]
         try:
-            return redistribute(saved, list(zip(pieces, values_of(variables), strict=True)))
+            return redistribute(saved, [(piece, values_of([one])[0]) for one, piece in pairs])
         except ValueError as error:
             raise SnapshotError(
                 f"A checkpoint must match the schemes of the optimizer. Received: {error}. Use the "
@@ -441,5 +436,5 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def _classes(held: Any) -> list[str]:
-    """Returns the names of an optimizer's innermost classes."""
+    """Returns the class names of the optimizers inside wrappers."""
     return [type(leaf).__name__ for leaf in leaves(held)]

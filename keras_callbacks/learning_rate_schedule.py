@@ -167,39 +167,36 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._multiply(_velocities(optimizer), new / old)
 
     def _multiply(self, variables: list[Any], factor: float) -> None:
-        """Multiplies variables by a factor, in one function, traced again if they have changed."""
         if not variables:
             return
         # They change when an optimizer is built or changes its scheme.
         if list(map(id, variables)) != list(map(id, self._scaled)):
             self._scaled = variables
+
             # Eagerly, each variable would need two ops before each batch that changes the rate.
-            traced = tf.function(lambda factor: _scale(variables, factor), autograph=False)
-            self._scale = traced.get_concrete_function(tf.TensorSpec([], tf.float64))
+            @tf.function(autograph=False)
+            def scale(factor: tf.Tensor) -> None:
+                for variable in variables:
+                    variable.assign(variable * tf.cast(factor, variable.dtype))
+
+            self._scale = scale.get_concrete_function(tf.TensorSpec([], tf.float64))
         self._scale(tf.constant(factor, tf.float64))
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """Returns the velocities of an optimizer, and those of its schemes.
-
-    Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have velocities
-    that include the rate, as Keras's do: see `tfposeidon.exchange.scheme_states`.
-    """
+    """Returns the velocities of an optimizer and of its schemes, if they include the rate."""
     inner = innermost(optimizer)
-    # Those of Muon do not include the rate.
+    # The velocities of Muon do not include the rate.
     own = [] if isinstance(inner, keras.optimizers.Muon) else getattr(inner, "momentums", [])
-    # Variables that gradients overwrite have none.
+    # Variables that gradients overwrite have no velocity.
     velocities = [velocity for velocity in own if velocity is not None]
     if isinstance(optimizer, DistributedOptimizer):
-        # Sharded state is the inner optimizer's: Adam calls its second moments so.
+        # Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have partial
+        # velocities. State of the same name with another placement is a shard of the inner
+        # optimizer's: Adam calls its second moments "velocity".
         velocities += [
             variable
             for variable, part in optimizer.rank_state
             if part.name == "velocity" and part.placement == Placement.PARTIAL
         ]
     return velocities
-
-
-def _scale(variables: list[Any], factor: tf.Tensor) -> None:
-    for variable in variables:
-        variable.assign(variable * tf.cast(factor, variable.dtype))

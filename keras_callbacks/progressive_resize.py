@@ -148,12 +148,10 @@ class ProgressiveResize(keras.callbacks.Callback):
         momentum_correction: bool = True,
     ) -> None:
         super().__init__()
-        self.phases = _counted(phases)
+        self.phases = _with_first_epochs(phases)
         if learning_rate is not None and not callable(learning_rate):
             checks.check_number("learning_rate", learning_rate, checks.NOT_NEGATIVE)
-        _check_every_phase_knows_its_rate(self.phases, learning_rate)
-        for name in ("scheme", "momentum", "weight_decay"):
-            _check_first_phase_has(name, self.phases)
+        _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
         # Within an epoch only functions change the rate, which requires the epoch's length.
@@ -286,7 +284,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         """Sets the settings that a traced step contains, and releases the previous phase's step."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
-            value = self._kept(name, phase)
+            value = self._setting(name, phase)
             if value is not None:
                 for optimizer in optimizers(self.model):
                     _set(innermost(optimizer), name, value)
@@ -294,53 +292,52 @@ class ProgressiveResize(keras.callbacks.Callback):
         # Graphs contain reference cycles, so their memory is released only by the garbage
         # collector.
         gc.collect()
-        runtime.say("tfposeidon: %s", self._line(phase))
-
-    def _kept(self, name: str, phase: Phase) -> Any:
-        """Returns a setting of a phase, or else of earlier phases; `None` if none sets it."""
-        before = [p for p in self.phases if p.first_epoch <= phase.first_epoch]
-        known = [value for p in before if (value := getattr(p, name)) is not None]
-        return known[-1] if known else None
-
-    def _line(self, phase: Phase) -> str:
         first, last = phase.first_epoch, phase.end_epoch - 1
-        rates = [self.rate_at(first), self.rate_at(last + 1 - 1e-6)]
-        scheme = self._kept("scheme", phase)
-        return (
-            f"phase {self.phases.index(phase) + 1} of {len(self.phases)}: epochs {first} to "
-            f"{last}, {phase.size} pixels, batches of {phase.batch} on each rank, "
-            f"learning rate {rates[0]:.3g} to {rates[1]:.3g}"
-            f"{'' if scheme is None else f', scheme {policies.parse(scheme)}'}."
+        scheme = self._setting("scheme", phase)
+        runtime.say(
+            "tfposeidon: phase %d of %d: epochs %d to %d, %d pixels, batches of %d on each rank, "
+            "learning rate %.3g to %.3g%s.",
+            self.phases.index(phase) + 1,
+            len(self.phases),
+            first,
+            last,
+            phase.size,
+            phase.batch,
+            self.rate_at(first),
+            self.rate_at(last + 1 - 1e-6),
+            "" if scheme is None else f", scheme {policies.parse(scheme)}",
         )
 
+    def _setting(self, name: str, phase: Phase) -> Any:
+        """Returns a setting of a phase or, if it has none, of the closest earlier phase."""
+        until = reversed(self.phases[: self.phases.index(phase) + 1])
+        return next((value for p in until if (value := getattr(p, name)) is not None), None)
 
-def _counted(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns the phases with their first epochs."""
+
+def _with_first_epochs(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     found: list[Phase] = []
     for phase in phases:
-        begin = found[-1].end_epoch if found else 0
-        found.append(dataclasses.replace(phase, first_epoch=begin))
+        first_epoch = found[-1].end_epoch if found else 0
+        found.append(dataclasses.replace(phase, first_epoch=first_epoch))
     if not found:
         raise ValueError("`phases` must have one phase or more. Received: none. Add a Phase(...).")
     return tuple(found)
 
 
-def _check_every_phase_knows_its_rate(phases: Sequence[Phase], rate: Rate | None) -> None:
+def _check_settings(phases: Sequence[Phase], rate: Rate | None) -> None:
     if rate is None and (missing := [p.size for p in phases if p.learning_rate is None]):
         raise ValueError(
             "Each phase must have a learning rate. Received: none for the phase of "
             f"{missing[0]} pixels. Pass learning_rate to ProgressiveResize, or to each Phase."
         )
-
-
-def _check_first_phase_has(name: str, phases: Sequence[Phase]) -> None:
-    later = [phase for phase in phases if getattr(phase, name) is not None]
-    if later and later[0] is not phases[0]:
-        raise ValueError(
-            f"If a later phase sets `{name}`, the first phase must set it, too. "
-            f"Received: {name}={getattr(later[0], name)!r} from epoch {later[0].first_epoch} on. "
-            f"Pass {name} to the first Phase."
-        )
+    for name in ("scheme", "momentum", "weight_decay"):
+        later = [phase for phase in phases if getattr(phase, name) is not None]
+        if later and later[0] is not phases[0]:
+            raise ValueError(
+                f"If a later phase sets `{name}`, the first phase must set it, too. "
+                f"Received: {name}={getattr(later[0], name)!r} from epoch {later[0].first_epoch} "
+                f"on. Pass {name} to the first Phase."
+            )
 
 
 def _set(optimizer: Any, name: str, value: float) -> None:

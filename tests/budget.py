@@ -2,9 +2,9 @@
 
     python tests/budget.py PART ...
 
-A part is a target of the Makefile. The table under "Budget" in CONTRIBUTING.md holds its elapsed
-minutes and its CPU-minutes. A part fails if it uses more than twice its CPU-minutes. A change that
-adds minutes has to save as many elsewhere.
+A part is a target of the Makefile. The table under "Time budget" in CONTRIBUTING.md holds its
+elapsed minutes and its CPU-minutes. A part fails if it uses more than twice its CPU-minutes. A
+change that adds minutes has to save as many elsewhere.
 
 Up to three tests that fail are run once more, by themselves: some measure a network or a machine
 that other work may share. Those that pass then are named at the end.

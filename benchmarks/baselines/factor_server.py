@@ -1,4 +1,4 @@
-"""Project Adam's way: factors are pushed to one server, the whole matrix is pulled."""
+"""Scheme of Project Adam: ranks send factors to one server and receive the whole matrix."""
 
 import dataclasses
 import re
@@ -37,9 +37,9 @@ class FactorServer(schemes.FactorScheme):
     @override
     def exchange_factors(self, factors, wire, name):
         world, rows = wire.topology.world, factors.packed
-        # A gather to one rank, which Horovod has not: an all-to-all that is empty for all others.
+        # Horovod has no gather to one rank, so an all-to-all has empty parts for other ranks.
         splits = [tf.shape(rows)[0] if rank == self.server else 0 for rank in world.ranks]
-        # The others multiply no rows, and get zeros of the right size to receive into.
+        # Other ranks multiply no rows, and receive into zeros of the same size.
         total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))
         return wire.broadcast(total / tf.cast(world.size, total.dtype), self.server, f"{name}.pull")
 
@@ -68,7 +68,7 @@ class FactorServer(schemes.FactorScheme):
 
 
 def balanced(kernels, ranks):
-    """Returns rules that give each kernel to the rank that serves fewest elements so far.
+    """Returns rules that assign each kernel to the server with the fewest elements so far.
 
     Args:
       kernels: Path and number of elements of each kernel; the same order on all ranks.

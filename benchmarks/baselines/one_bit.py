@@ -10,12 +10,12 @@ from tfposeidon import schemes
 from tfposeidon.schemes import stages
 
 SENDING_BITS = 0.0
-"""Value of the slot "mode" unless the scheme is being flushed."""
+"""Value of the state "mode", except during a flush."""
 CODED_PER_SELECTED = 8
 """Elements among which the largest are selected in the time in which one is coded; fitted to the
 exchanges of docs/results/exchange_grid.json."""
 BLOCK = 4096
-"""Values that share two means."""
+"""Number of values per block, which share two means."""
 HEADER_BYTES = 12
 """Per block: two means and the number of zeros, as float32."""
 BITS = np.unpackbits(np.arange(256, dtype="uint8")[:, None], axis=1).astype(bool)
@@ -66,7 +66,7 @@ class OneBit(schemes.ResidualScheme):
         topology, (mode, residual) = wire.topology, state
         node = _node_shards(gradient.shape[0], topology)
         shard = stages.scatter_sum(gradient, node, wire, f"{name}.node_scatter", None)
-        # float32 as the residual is: in 16 bits small values would be lost when they are added.
+        # float32 like the residual: in 16 bits, sums would lose small values.
         values = residual + tf.ensure_shape(tf.cast(shard, tf.float32), residual.shape)
 
         def everything():
@@ -78,7 +78,7 @@ class OneBit(schemes.ResidualScheme):
             return decoded_sum(codes, topology.across.size, residual.shape[0]), kept
 
         flushes = mode < SENDING_BITS
-        # Bits save bytes between nodes alone: a rank that sends nothing there codes nothing.
+        # Bits save bytes only between nodes, so a rank that sends nothing there encodes nothing.
         # `mode` is the same on all ranks, so all take the same branch.
         total, kept = (
             tf.cond(flushes, everything, bits) if _sends_across(topology) else everything()
@@ -111,7 +111,7 @@ def _node_shards(length, topology):
 
 
 def _sends_across(topology):
-    """Returns whether this rank has anything to send to other nodes."""
+    """Returns whether this rank sends to other nodes."""
     return topology.across is not None and topology.across.size > 1
 
 
@@ -227,7 +227,7 @@ def _count(bits):
 def _packed(bits):
     """Returns the bits of rows, eight to a byte, the first the highest."""
     weights = 2.0 ** np.arange(7, -1, -1, dtype="float32")[:, None]
-    # By a product, as TensorFlow has no op for it: sums of powers of 2 are exact.
+    # A product, since TensorFlow has no such op; sums of powers of 2 are exact.
     return tf.cast(tf.reshape(tf.cast(bits, tf.float32), [-1, 8]) @ weights, tf.uint8)
 
 

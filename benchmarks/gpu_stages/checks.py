@@ -10,7 +10,7 @@ BEGIN_S = time.perf_counter()
 
 
 class Figures(list):
-    """What a check has found, for its line."""
+    """Result of a check, for its line."""
 
     def __call__(self, *words):
         """Adds words, joined by spaces."""

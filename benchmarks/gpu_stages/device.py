@@ -1,4 +1,4 @@
-"""TensorFlow's libraries and ops on a GPU, and how fast its memory and products are there."""
+"""TensorFlow's libraries and ops on a GPU, and the speed of its memory and products."""
 
 import contextlib
 import ctypes
@@ -20,11 +20,11 @@ OPENED_BY_TENSORFLOW = (
     "libcusolver.so.11",
     "libcudnn.so.9",
 )
-"""Without all of these TensorFlow takes no GPU into account."""
+"""Libraries without which TensorFlow ignores GPUs."""
 
 
 def libs(checks):
-    """Opens what TensorFlow opens, by its names, before TensorFlow is there."""
+    """Opens the libraries of TensorFlow by name, before TensorFlow is imported."""
 
     def opens(say, name):
         ctypes.CDLL(name)
@@ -43,7 +43,7 @@ def gpus():
 
 
 def device():
-    """Returns the name of the device that is checked: the GPU where there is one."""
+    """Returns the name of the device to check: the GPU, if there is one."""
     return "/GPU:0" if gpus() else "/CPU:0"
 
 
@@ -58,20 +58,20 @@ def off(found, expected):
 
 
 def at_most(say, limit, found, words="off by"):
-    """Shows a difference, and fails where it is larger than the limit."""
+    """Prints a difference, and fails if it exceeds the limit."""
     say(f"{words} {found:.1e}")
     assert found < limit, f"{words} {found:.1e}, more than {limit:.0e}"
 
 
 def whole_float32():
-    """Switches off products with 10 bits, float32's default on GPUs since Ampere."""
+    """Disables TensorFloat-32, the default of float32 products on GPUs since Ampere."""
     import tensorflow as tf
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
 
 
 def median_ms(function, rounds=15, warm=3):
-    """Returns milliseconds of a call, the device's work included."""
+    """Returns milliseconds of a call, including the work of the device."""
     import tensorflow as tf
 
     def timed():
@@ -116,7 +116,7 @@ def _gpu(say):
 
 
 def _why_no_gpu():
-    """Returns what TensorFlow says while it looks for GPUs."""
+    """Returns the log of TensorFlow while it searches for GPUs."""
     code = "import tensorflow as tf; tf.config.list_physical_devices('GPU')"
     loud = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1,dlopen_checker=1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The native ops on GPU tensors: the same bits as on the CPU, and their times beside a copy."""
+"""The native ops on GPU tensors: equality with the CPU, and times relative to a copy."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ WIRES = (None, "float16", "bfloat16")
 
 
 def draw(kind, n, seed=0):
-    """Returns a vector of float32 that selection, rounding or sums may stumble over."""
+    """Returns a float32 vector that is difficult for selection, rounding or sums."""
     generator = np.random.default_rng([seed, n])
     x = generator.normal(size=n)
     if kind == "heavy":
@@ -38,14 +38,14 @@ def draw(kind, n, seed=0):
 
 
 def on(where, function, *arrays):
-    """Returns what a function makes of tensors on a device."""
+    """Returns the results of a function of tensors on a device."""
     with tf.device(where):
         found = function(*map(tf.constant, arrays))
     return found if isinstance(found, list | tuple) else [found]
 
 
 def same_bits(found, expected, words):
-    """Fails unless tensors have the same dtypes, shapes and bits; any NaN equals any other."""
+    """Fails unless tensors have the same dtypes, shapes and bits; all NaN are equal."""
     for p, q in zip(found, expected, strict=True):
         p, q = np.asarray(p), np.asarray(q)
         assert (p.dtype, p.shape) == (q.dtype, q.shape), (words, p.dtype, p.shape, q.shape)
@@ -59,7 +59,7 @@ def same_bits(found, expected, words):
 def ops(checks):
     """Each native op on GPU tensors, against the same on CPU tensors."""
     checks("kernels", _kernels)
-    # So that an op that cannot run on the GPU is an error here.
+    # An op without a GPU kernel then raises an error.
     tf.config.set_soft_device_placement(not gpus())
     lengths = (1, 2, 63, 1000) if checks.small else (1, 2, 63, 1000, 100_003)
     for name, cases in {
@@ -148,7 +148,7 @@ def _codings(lengths):
 
 def _norms():
     for shapes in ([()], [(3,), (0,), (4, 5)], [(1,)] * 200, [(70_001,), (2,), (513, 129)]):
-        # Not so small that a norm is denormal: TensorFlow flushes these on CPUs, and not on GPUs.
+        # Norms must not be denormal, which TensorFlow flushes on CPUs but not on GPUs.
         for scale in (1.0, 1e-30, 1e35, np.inf):
             sizes = [int(np.prod(shape)) for shape in shapes]
             with np.errstate(invalid="ignore"):
@@ -158,7 +158,7 @@ def _norms():
 
 
 def _mstopk(say, lengths):
-    """MSTopK rounds its mean otherwise on a GPU, so that few indices may differ from the CPU's."""
+    """MSTopK rounds its mean differently on a GPU, so a few indices may differ from the CPU."""
     shared = []
     for n in lengths:
         for kind in KINDS:
@@ -188,7 +188,7 @@ def _refusals(say):
             except tf.errors.InvalidArgumentError as error:
                 message = str(error)
             assert re.search(words, message), f"expected {words!r}, got {message!r}"
-    # Nothing of that may have broken the device.
+    # The device must still work.
     same_bits(
         on(device(), lambda v: tp_ops.top_k(v, 3, "exact")[0], np.ones(9, "float32")),
         [np.ones(3, "float32")],
@@ -198,7 +198,7 @@ def _refusals(say):
 
 
 def _many_calls(say):
-    """Ops on one stream, with memory that is given back while they are still queued."""
+    """Ops on one stream, with memory that is released while they are still queued."""
 
     @tf.function(autograph=False)
     def chain(v):
@@ -217,7 +217,7 @@ def _many_calls(say):
 
 
 def _checksums(say):
-    """What `fit` compares over ranks has the same sums on every device."""
+    """The checksums that `fit` compares are the same on every device."""
     for dtype in ("float32", "float16", "bfloat16", "float64", "int64", "uint8"):
         x = draw("normal", 1_100_003).astype(tf.as_dtype(dtype).as_numpy_dtype)
         found, expected = (

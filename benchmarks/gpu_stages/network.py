@@ -1,4 +1,4 @@
-"""What links are measured to be, what `auto` makes of them, `check`, and Horovod over NCCL."""
+"""Network profile, `auto`, `check`, and Horovod over NCCL."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from benchmarks.gpu_stages.training import LOSS, same_everywhere
 
 
 def links(checks):
-    """`auto` with measured links, beside fixed schemes."""
+    """`auto` with a measured network profile, compared with fixed schemes."""
     checks("auto", _auto)
 
 
@@ -75,7 +75,7 @@ def _check(say, size):
 
 
 def nccl(checks):
-    """Horovod's collectives on GPU tensors, where it was built with NCCL."""
+    """Horovod's collectives on GPU tensors, if it was built with NCCL."""
     checks("dtypes", _dtypes)
     checks("rate", _rate)
 

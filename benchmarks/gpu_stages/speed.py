@@ -38,14 +38,14 @@ def resnet50(small):
 
 
 class Clock(keras.callbacks.Callback):
-    """Seconds of each epoch; its logs are numbers, so that the device has done all by then."""
+    """Seconds of each epoch; its logs are numbers, so the device has finished by then."""
 
     def __init__(self):
         super().__init__()
         self.seconds = []
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Notes the time."""
+        """Records the start of the epoch."""
         self.begin_s = time.perf_counter()
 
     def on_epoch_end(self, epoch, logs=None):
@@ -54,7 +54,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def speed(checks):
-    """What a step takes on one rank: the library's own cost where nothing is exchanged."""
+    """Time of a step on one rank, which shows the overhead without communication."""
     tp.init()
     models = {"transformer": transformer, "resnet50": resnet50}
     names, policies = (
@@ -88,7 +88,7 @@ def _step(say, small, build, policy, wrapped, xla, times):
         model.fit(data, steps_per_epoch=steps, epochs=4, verbose=0, callbacks=[clock])
     finally:
         keras.config.set_dtype_policy("float32")
-    # The first fit traces and compiles; the second one's first epoch may allocate.
+    # The first fit traces and compiles; the first epoch of the second one may allocate.
     times[wrapped, xla] = ms = 1e3 * min(clock.seconds[2:]) / steps
     plain = times.get((False, xla), ms)
     first_s = clock.seconds[0]

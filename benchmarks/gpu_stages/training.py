@@ -1,4 +1,4 @@
-"""Training on a GPU equals Keras's on one rank, and one process on the whole batch on several."""
+"""Training on a GPU equals Keras on one rank, and one process on the whole batch on several."""
 
 import hashlib
 import os
@@ -24,7 +24,7 @@ FEW_EXACT, FEW_LOSSY = (
 
 
 def schemes_by_name(names):
-    """Returns schemes by the names above; others are the library's own names."""
+    """Returns the schemes of the names above; other names are those of tfposeidon."""
     own = {
         "sparse, all of it": tp.schemes.HiTopK(density=1.0, select="exact", min_elements=0),
         "alltoall16": tp.schemes.AllToAll(wire_dtype="float16"),
@@ -92,13 +92,13 @@ class Case:
         self.reference = self.trained(dense_rows(optimizer()), jit_compile=False)
 
     def model(self):
-        """Returns a model with the weights of the start."""
+        """Returns a model with the initial weights."""
         model = self.build()
         model.set_weights(self.start)
         return model
 
     def trained(self, optimizer, data=None, batch=BATCH, epochs=1, callbacks=(), **options):
-        """Returns the weights that `fit` leaves."""
+        """Returns the weights after `fit`."""
         model = self.model()
         model.compile(optimizer, LOSS, **options)
         shown = {"verbose": 0, "shuffle": False, "callbacks": list(callbacks)}
@@ -121,7 +121,7 @@ class Case:
 
 
 def dense_rows(optimizer):
-    """Keras's optimizers update a row once for each repetition of a token: a reference must not."""
+    """Merges rows of repeated tokens, which Keras's optimizers would update several times."""
     apply = optimizer.apply
     optimizer.apply = lambda grads, *args, **named: apply(
         [tf.convert_to_tensor(grad) for grad in grads], *args, **named
@@ -130,7 +130,7 @@ def dense_rows(optimizer):
 
 
 def one(checks):
-    """One rank: what tfposeidon trains equals what Keras trains."""
+    """On one rank, tfposeidon trains the same weights as Keras."""
     whole_float32()
     tp.init()
     cases = [Case(mlp, sgd), Case(text, adam), *([] if checks.small else [Case(cnn, sgd)])]
@@ -188,7 +188,7 @@ def gathered(text):
     """Returns the texts of all ranks for the one of this rank."""
     coded = np.frombuffer(text.encode(), "u1")
     with tf.device("/CPU:0"):
-        # Never empty, as Horovod wants; and its bytes as int32, which every backend carries.
+        # Never empty, since Horovod requires it, and as int32, which every backend supports.
         lengths = tp.all_gather(tf.constant([len(coded)], tf.int32)).numpy()
         joined = tp.all_gather(tf.constant([*coded, 0], tf.int32)).numpy().astype("u1").tobytes()
     ends = np.cumsum(lengths + 1) - 1
@@ -202,7 +202,7 @@ def same_everywhere(arrays):
 
 
 def begin(**options):
-    """Starts a job whose ranks may share a GPU; each rank sees it as a node of its own."""
+    """Starts a job whose ranks may share a GPU; each rank is a separate node."""
     for gpu in gpus():
         tf.config.experimental.set_memory_growth(gpu, True)
     whole_float32()
@@ -323,7 +323,7 @@ def _checkpoint(say, case):
 
 
 def _large_buckets(say):
-    """Several buckets per step of 5.8 million weights, exchanged beside the backward pass."""
+    """Several buckets per step of 5.8 million weights, exchanged during the backward pass."""
     dense = keras.layers.Dense
     x = np.random.default_rng(tp.rank()).normal(size=(256, 512)).astype("float32")
     y = np.random.default_rng(1).integers(0, 10, 256)

@@ -1,1 +1,1 @@
-"""Programs that run on the ranks of a benchmark: one for each kind of system measured."""
+"""Programs that run on the ranks of a benchmark: one per kind of system."""

@@ -1,4 +1,4 @@
-"""Trains a CNN on scikit-learn's digits by each scheme until an accuracy is reached."""
+"""Trains a CNN on scikit-learn's digits with each scheme until an accuracy is reached."""
 
 import dataclasses
 import time
@@ -41,7 +41,7 @@ class Reached(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch, logs=None):
         if self.model.optimizer.iterations == 1:
-            # The first step is traced and compiled, which says nothing about the scheme.
+            # The first step is not timed, because it traces and compiles.
             self.begin = time.perf_counter()
 
     @override
@@ -67,11 +67,11 @@ def data(rank, size):
     """Returns this rank's training samples, and the validation samples of all.
 
     Args:
-      rank: Rank that asks.
+      rank: This rank.
       size: Number of ranks.
     """
     digits = load_digits()
-    # The last writers differ from the first: shuffled, both parts have some of all.
+    # Shuffled, because the last writers differ from the first.
     order = np.random.default_rng(0).permutation(len(digits.target))
     x, y = (digits.images[order, ..., None] / 16).astype("float32"), digits.target[order]
     train = slice(rank, TRAINING_SAMPLES - TRAINING_SAMPLES % size, size)

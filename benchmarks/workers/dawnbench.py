@@ -1,4 +1,4 @@
-"""Trains the small preset of the DAWNBench example, by our schedules or Horovod called directly."""
+"""Trains the small preset of the DAWNBench example, with our schedules or with Horovod."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ HOROVOD = "horovod"
 
 
 class Horovod(tp.DistributedOptimizer):
-    """Optimizer that calls Horovod once per gradient, and nothing of ours."""
+    """Optimizer that calls Horovod once per gradient, without tfposeidon."""
 
     @override
     def apply(self, grads, trainable_variables=None, sample_count=None):
@@ -63,7 +63,7 @@ def main():
             wrapper = Horovod if system == HOROVOD else tp.DistributedOptimizer
             with mock.patch.object(tp, "DistributedOptimizer", wrapper):
                 model, kept = example.run(options)
-            # Rank 0 removes the folder, which the others may still read.
+            # Rank 0 removes the folder once the others no longer read it.
             tp.barrier()
         plan = None if system == HOROVOD else str(model.optimizer.plan)
         task.note(system, {"lines": kept.lines, "target": kept.target, "plan": plan})

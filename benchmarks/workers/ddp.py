@@ -1,4 +1,4 @@
-"""Measures a peer: PyTorch's DistributedDataParallel over Gloo.
+"""Measures PyTorch's DistributedDataParallel over Gloo.
 
 Models have the shapes, times and values of the emulated ones. Shapes are in PyTorch's order,
 outputs first, because PowerSGD takes the first dimension as a matrix's rows.
@@ -27,7 +27,7 @@ from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-# PyTorch's documentation calls ranks 1 to 4 typical; 4 keeps most of the gradient.
+# PyTorch's documentation calls ranks 1 to 4 typical; 4 is the most accurate.
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
 # Until `start_powerSGD_iter` PowerSGD sends everything; in the next step it makes its memory.
 POWERSGD_WARM_UP = POWERSGD["start_powerSGD_iter"] + 1
@@ -56,7 +56,7 @@ def main():
             measure(task, system)
         except Exception:  # noqa: BLE001
             task.note(system, {"error": traceback.format_exc()})
-        # Reducers and their buckets hang in cycles.
+        # Reducers and their buckets are in reference cycles.
         gc.collect()
     distributed.destroy_process_group()
 
@@ -107,12 +107,12 @@ def bucket_caps_mib(task):
 
 
 def power_sgd(groups_and_state, bucket):
-    """Averages a bucket by PyTorch's hook, with a process group for each bucket.
+    """Averages a bucket with PyTorch's hook, with a process group per bucket.
 
-    A bucket exchanges three times in a row, each from the callback of the one before, on one of a
-    group's two threads. In one group for all, ranks come to different orders (Gloo: "Received data
-    size doesn't match expected size"), or both threads wait for exchanges that no thread is left
-    to make.
+    A bucket has three exchanges, each started by the callback of the previous one, on one of the
+    two threads of a group. With one group for all buckets, the order would differ between ranks
+    (Gloo: "Received data size doesn't match expected size"), or both threads would wait for
+    exchanges that no thread is free to run.
 
     Args:
       groups_and_state: Process group by bucket, and the state of PowerSGD.
@@ -154,7 +154,7 @@ class EmulatedModel(torch.nn.Module):
         )
 
     def forward(self, token):
-        """Waits as long as the forward pass takes, and returns the token."""
+        """Waits for the time of the forward pass, and returns the token."""
         self.stream.begin()
         for layer in self.layers:
             token = layer(token)
@@ -162,7 +162,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 class EmulatedLayer(torch.nn.Module):
-    """Layer with real parameters, which waits and then has its gradients."""
+    """Layer with real parameters, which waits and then returns its gradients."""
 
     def __init__(self, layer, batch, pool, wait_forward, wait_backward):
         super().__init__()
@@ -172,7 +172,7 @@ class EmulatedLayer(torch.nn.Module):
         self.own = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
     def forward(self, token):
-        """Waits as long as the layer takes, and returns the token."""
+        """Waits for the time of the layer, and returns the token."""
         return Work.apply(token, self, *self.own)
 
     def gradients(self):
@@ -188,7 +188,7 @@ class EmulatedLayer(torch.nn.Module):
 
 
 class Work(torch.autograd.Function):
-    """Layer as PyTorch's autograd sees it."""
+    """Autograd function of a layer."""
 
     @staticmethod
     def forward(context, token, layer, *parameters):

@@ -1,4 +1,4 @@
-"""Measures workers around a server: their pace beside one that is slow, or what they learn."""
+"""Measures workers and a server: step rates with a slow worker, or accuracy."""
 
 import time
 
@@ -12,7 +12,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
 WARM_UP = 8
-"""Steps that are not timed: the first one is traced."""
+"""Number of steps before timing, since the first one traces."""
 
 
 class Steps:
@@ -36,7 +36,7 @@ class Steps:
         self._update = update
 
     def run(self, count):
-        """Takes some steps, and returns the seconds of each, as a mean."""
+        """Takes some steps, and returns their mean time in seconds."""
         begin = time.perf_counter()
         for _ in range(count):
             time.sleep(self._compute_s)
@@ -78,7 +78,7 @@ def paces(task, system):
 
 
 def accuracies(task, system):
-    """Returns the accuracy of the weights that all ranks have at the end, for each seed."""
+    """Returns the accuracy of the final weights, which all ranks hold, by seed."""
     data = local_accuracy.data_set("digits", 1.0)
 
     def optimizer(steps):
@@ -97,7 +97,7 @@ def accuracies(task, system):
 
 def main():
     task = Task.from_argument()
-    # All ranks share few cores, and these models gain nothing by more.
+    # All ranks share a few cores, and these models do not benefit from more threads.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     serves = any(system["every"] is not None for system in task.systems.values())

@@ -1,4 +1,4 @@
-"""Times single exchanges, those of one size in turn, and counts their bytes."""
+"""Times single exchanges, alternating between those of one size, and counts their bytes."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ def main():
     task = Task.from_argument()
     tp.init()
     named = [cell.rsplit(" ", 1) for cell in task.cells]
-    # Sizes one after the other, so that the variables of one only are held at a time.
+    # One size after the other, so that memory holds the variables of one size only.
     by_size = sorted(named, key=lambda cell: [int(part) for part in cell[1].split("x")])
     for size, cells in itertools.groupby(by_size, key=lambda cell: cell[1]):
         measure([system for system, _ in cells], size, task)
@@ -39,10 +39,10 @@ def main():
 
 
 def measure(systems, size, task):
-    """Times all systems of one size in turn, and notes what was measured."""
+    """Times all systems of one size in turn, and records the results."""
     wire = runtime.wire()
     exchanges = {system: traced(system, size, wire) for system in systems}
-    # The slowest time is the same on all ranks, so that all make equally many rounds.
+    # The slowest time is the same on all ranks, so all run the same number of repetitions.
     expected_s = {system: slowest(wire, call) for system, call in exchanges.items()}
     rounds = {
         system: max(LEAST_ROUNDS, min(MOST_ROUNDS, round(LEAST_S / max(seconds, 1e-4))))
@@ -67,11 +67,11 @@ def measure(systems, size, task):
 
 
 def traced(system, size, wire):
-    """Returns a function that makes one exchange, traced and called once."""
+    """Returns a function that runs one exchange; it has been traced and called once."""
     # Names of TensorFlow's ops must not have colons.
     label = f"bench.{system}.{size}".replace(":", "_").replace("@", "_")
     exchange = tf.function(_exchange_of(system, size, wire, label))
-    # The first call traces, which takes unequally long on the ranks.
+    # The first call traces, which takes different times on the ranks.
     exchange()
     return exchange
 
@@ -110,10 +110,10 @@ def _local_work(kind, length):
     count = max(1, round(DENSITIES.get(kind, 0.0) * length))
     vector = tf.Variable(tf.random.stateless_normal([length], [1, length]))
     if kind == "nothing":
-        # What calling a function takes, which is in all other times, too.
+        # The time of calling a function, which all other times include.
         return lambda: vector[:1]
     if kind == "sum":
-        # Four vectors, as an owner adds them up.
+        # The sum of four vectors, as on the owner of a shard.
         return lambda: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0)
     if kind == "encode":
         return lambda: ops.encode(vector.read_value(), "float16")
@@ -131,12 +131,12 @@ def _local_work(kind, length):
 
 @functools.lru_cache(maxsize=2)
 def _drawn(shape, wire):
-    """Returns a variable that all systems of one size share; none of them changes it."""
+    """Returns a read-only variable that all systems of one size share."""
     return tf.Variable(tf.random.stateless_normal(shape, [wire.topology.rank, shape[-1]]))
 
 
 def fresh_state(scheme, length, wire):
-    """Returns variables of zeros for what the scheme keeps."""
+    """Returns variables of zeros for the state of the scheme."""
     return [tf.Variable(tf.zeros(slot.shape)) for slot in scheme.slots(length, wire.topology)]
 
 
@@ -151,7 +151,7 @@ def exchanged(scheme, vector, state, wire, name):
 
 
 def slowest(wire, function):
-    """Calls a function on all ranks at once.
+    """Calls a function on all ranks at the same time.
 
     Args:
       wire: The collectives.

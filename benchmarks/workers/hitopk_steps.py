@@ -1,4 +1,4 @@
-"""Times the four steps of HiTopKComm, each by leaving out those behind it."""
+"""Times the four steps of HiTopKComm, each by omitting the later ones."""
 
 import statistics
 
@@ -24,7 +24,7 @@ def main():
 
 
 class Prefixes:
-    """The exchange cut off behind each of its steps.
+    """The exchange, ended after each of its steps.
 
     Args:
       scheme: A `HiTopK`.
@@ -44,7 +44,7 @@ class Prefixes:
         self.state = fresh_state(scheme, elements, wire)
 
     def compiled(self):
-        """Returns a function for each step, which makes it and those before it."""
+        """Returns a function per step, which runs this step and all earlier ones."""
         functions = (self.scatter, self.select, self.gather, self.everything)
         label = f"steps.{self.scheme.density}".replace("0.", "0_")
         return [
@@ -66,18 +66,18 @@ class Prefixes:
         return sent
 
     def gather(self, name):
-        """Gathers what ranks of the same index selected, from all nodes."""
+        """Gathers the selected elements of ranks with the same index from all nodes."""
         sent = self.select(name)
         packed = pack_pairs(sent.values, sent.indices, self.scheme.wire_dtype)
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):
-        """Exchanges by the scheme itself."""
+        """Runs the exchange of the scheme itself."""
         return exchanged(self.scheme, self.vector, self.state, self.wire, name)
 
 
 def measured(scheme, elements, wire):
-    """Returns what each step adds to those before it, in seconds of the slowest rank."""
+    """Returns the seconds that each step adds on the slowest rank."""
     compiled = Prefixes(scheme, elements, wire).compiled()
     turns = [[slowest(wire, call) for call in compiled] for _ in range(REPEATS + 2)][2:]
     until = [statistics.median(seconds) for seconds in zip(*turns, strict=True)]

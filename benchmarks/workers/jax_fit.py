@@ -1,12 +1,12 @@
-"""Measures a peer: Keras on JAX with `keras.distribution.DataParallel`, over JAX's Gloo.
+"""Measures Keras on JAX with `keras.distribution.DataParallel`, over JAX's Gloo.
 
-It runs in an environment of its own, with Keras and JAX and without TensorFlow (`harness.JAX`). The
-model has the shapes, times and values of the emulated one; the mean of each gradient is taken where
-XLA would take it, by an all-reduce behind the layer's backward pass.
+It runs in a separate environment, with Keras and JAX and without TensorFlow (`harness.JAX`). The
+model has the shapes, times and values of the emulated one. An all-reduce after the backward pass of
+each layer computes the mean of its gradients, as XLA does.
 
-XLA's compiler for CPUs merges all gradients of a step into one all-reduce after the backward pass;
-that for GPUs merges 30 MB at most. The merging is switched off, for a cluster of GPUs is emulated:
-an all-reduce per gradient hides behind the backward pass, and is the faster one here.
+XLA's compiler for CPUs merges all gradients of a step into one all-reduce after the backward pass,
+while its compiler for GPUs merges at most 30 MB. The benchmark emulates a cluster of GPUs, so
+merging is disabled: an all-reduce per gradient overlaps with the backward pass, and is faster here.
 """
 
 import math
@@ -47,7 +47,7 @@ def main():
 
     def step():
         model.train_on_batch(data, data)
-        # The loss is there before the update.
+        # The loss is available before the update.
         jax.block_until_ready([variable.value for variable in model.trainable_variables])
 
     task.measure(SYSTEM, step, everybody)
@@ -109,7 +109,7 @@ class Accelerator:
         return token, np.array([self._generator.integers(self._spare)], np.int32)
 
     def work(self, token, seconds, *, first=False):
-        """Works for some time in the middle of a program, once `token` has been computed."""
+        """Works for some time within a program, once `token` has been computed."""
         shapes = jax.ShapeDtypeStruct(token.shape, token.dtype), jax.ShapeDtypeStruct((1,), "int32")
         return io_callback(partial(self.run, seconds, first), shapes, token)
 
@@ -166,7 +166,7 @@ class EmulatedLayer(keras.layers.Layer):
                 return back, *(jax.lax.pmean(gradient, BATCH) for gradient in gradients)
 
             back, *gradients = own(upstream, pool)
-            # Nobody asks for that of the pool.
+            # The gradient of the pool is not used.
             return back, jax.numpy.zeros_like(pool), *gradients
 
         work.defvjp(forward, backward)

@@ -1,10 +1,10 @@
 """Measures our schemes under `fit`, and Horovod's all-reduce, on the emulated Keras model.
 
-Systems: a scheme's name ("torus2d:float16" has that type on the wire), "ps-late" (the store, after
-the whole backward pass), "ps-adam" (the store, with factors of dense layers sent to one server
-each), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:fp16" may send
-16 bits, "auto:topk" the top 1 % besides), "horovod" and "horovod-fp16" (one named all-reduce per
-gradient, fused by Horovod), and "alone" (nothing is exchanged).
+Systems: a scheme's name ("torus2d:float16" has that `wire_dtype`), "ps-late" (the parameter server,
+after the whole backward pass), "ps-adam" (the parameter server, with factors of each dense layer
+sent to one server), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:fp16" may
+compress to 16 bits, "auto:topk" may also send the top 1 %), "horovod" and "horovod-fp16" (one named
+all-reduce per gradient, fused by Horovod), and "alone" (no communication).
 """
 
 import math
@@ -40,7 +40,7 @@ SCHEMES = {
     "auto:topk": tp.policies.Auto(compression=("fp16", "topk"), density=0.01),
 }
 STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
-"""Steps whose times `auto` decides by, at the beginning of the next epoch."""
+"""Steps whose times `auto` uses at the start of the next epoch."""
 
 
 class StepTimer(keras.callbacks.Callback):
@@ -60,7 +60,7 @@ class StepTimer(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
-        # The last epoch counts.
+        # Only the last epoch is timed.
         self.times = []
 
     @override
@@ -97,7 +97,7 @@ class StepTimer(keras.callbacks.Callback):
 
 
 class Late(tp.DistributedOptimizer):
-    """Wrapper that exchanges nothing before the last gradient is there."""
+    """Wrapper that starts to exchange after the last gradient."""
 
     @override
     def apply(self, grads, trainable_variables=None, sample_count=None):
@@ -105,7 +105,7 @@ class Late(tp.DistributedOptimizer):
 
 
 def ours(task, system, model, wire):
-    """Measures steps of `fit` with the wrapper, as users run them."""
+    """Measures steps of `fit` with the wrapper."""
     wrapper = Late if system.endswith("-late") else tp.DistributedOptimizer
     scheme = SCHEMES.get(system)
     if system == "ps-adam":
@@ -122,12 +122,12 @@ def ours(task, system, model, wire):
 
 
 def is_auto(system):
-    """Returns whether a system chooses its plan itself."""
+    """Returns whether a system is `auto`."""
     return system.partition(":")[0] == "auto"
 
 
 def choice_of(plan):
-    """Returns what `auto` chose, what it was told by, and what it predicted."""
+    """Returns the plan, the network profile and the predictions of `auto`."""
     (forecast,) = plan.forecasts
     return {
         "chose": str(forecast.chosen),
@@ -144,7 +144,7 @@ def alone(task, system, model, wire):
 
 
 def fit(task, system, model, wire):
-    """Trains a compiled model, and notes times and bytes of its steps."""
+    """Trains a compiled model, and records times and bytes of its steps."""
     plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
     # It decides before the second epoch; where schemes keep something, before the third.
@@ -162,7 +162,7 @@ def fit(task, system, model, wire):
 
 
 def horovod(task, system, model, wire):
-    """Measures a hand-written step: one all-reduce per gradient, which Horovod fuses."""
+    """Measures a custom step: one all-reduce per gradient, which Horovod fuses."""
     optimizer = keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
     compression = getattr(hvd.Compression, COMPRESSION[system])

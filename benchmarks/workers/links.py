@@ -1,6 +1,6 @@
-"""Measures links as a job does before its first step, again and again, quiet and with a load.
+"""Measures the network profile repeatedly, as a job does before its first step.
 
-Systems: "quiet", and "loaded", with a process on rank 0's node that keeps one core busy.
+Systems: "quiet" (no other load), and "loaded" (a process on rank 0's node keeps one core busy).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from tfposeidon.communication.wire import exchange_objects
 
 @contextlib.contextmanager
 def busy_core():
-    """Keeps one core busy meanwhile."""
+    """Keeps one core busy within this context."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

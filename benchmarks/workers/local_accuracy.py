@@ -1,4 +1,4 @@
-"""Trains small models by local updates, or by an exchange in each step, from several seeds.
+"""Trains small models with local updates, or with an exchange in each step, by seed.
 
 Weights, order of samples and schedule of rates are the same for all systems under a seed.
 """
@@ -33,7 +33,7 @@ IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
 
 
 class Samples(NamedTuple):
-    """Samples, their classes, and those to test on."""
+    """Training and test samples with their classes."""
 
     x: np.ndarray
     y: np.ndarray
@@ -42,7 +42,7 @@ class Samples(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """Samples, a model for them, and rates.
+    """Samples, a model for them, and learning rates.
 
     Attributes:
       samples: Function of the seed that returns `Samples` of all ranks.
@@ -84,7 +84,7 @@ class Images:
 
 
 def digits(seed):
-    """Returns scikit-learn's digits; each seed tests on others of them."""
+    """Returns scikit-learn's digits, of which each seed selects different test samples."""
     found = load_digits()
     order = np.random.default_rng(seed).permutation(len(found.target))
     x, y = (found.data[order] / 16).astype("float32"), found.target[order]
@@ -109,7 +109,7 @@ def convolutions():
             layers.ReLU(),
             layers.MaxPooling2D(2),
         ]
-    # The last ones are averaged as a whole.
+    # The last pooling averages whole images.
     return [*found[:-1], layers.GlobalAveragePooling2D(), layers.Dense(10)]
 
 
@@ -183,7 +183,7 @@ def optimizer_of(data, rule, every, scheme, steps):
 
 
 class Seconds(keras.callbacks.Callback):
-    """Notes how long the steps of each epoch take."""
+    """Records the time of the steps of each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -227,9 +227,9 @@ class Trainer:
         return [*optimizer.variables, *(variable for variable, _ in optimizer.rank_state), *inner]
 
     def _begin(self, seed):
-        """Takes the weights of a seed, and an optimizer that has done nothing."""
+        """Resets the weights to those of a seed, and the optimizer to its initial state."""
         for variable in self._state():
-            # What was made by the first step was 0 before.
+            # State that the first step created starts at 0.
             value = self._at_first.get(id(variable))
             variable.assign(
                 tf.zeros_like(tf.convert_to_tensor(variable)) if value is None else value
@@ -299,7 +299,7 @@ def accuracies(task, data, system):
 
 
 def times(task, data, system):
-    """Returns the seconds of a step, as the slowest rank has it, in all epochs but the first."""
+    """Returns the seconds of a step on the slowest rank, in all epochs but the first."""
     seconds = Seconds()
     trainer = trainer_of(data, system, task.epochs)
     trainer.train(task.seeds[0], task.shares, [seconds], validates=False)
@@ -308,11 +308,11 @@ def times(task, data, system):
 
 def main():
     task = Task.from_argument()
-    # All ranks share few cores, and these models gain nothing by more.
+    # All ranks share a few cores, and these models do not benefit from more threads.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     if task.part == "accuracy" and all(one["every"] > 1 for one in task.systems.values()):
-        # Ranks ask one another for work each millisecond otherwise, which takes half of the cores.
+        # Polling each millisecond, the default, would take half of the CPU time.
         os.environ["HOROVOD_CYCLE_TIME"] = "3"
     tp.init(network="unknown")
     data = data_set(task.data, task.scale)

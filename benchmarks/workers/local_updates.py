@@ -15,7 +15,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.network import payload_bytes
 
 ALONE = 10**6
-"""Steps between rounds of a run that has none."""
+"""Steps between synchronizations of a run without any."""
 
 
 def weights_of(model):
@@ -55,7 +55,7 @@ class Steps:
         self._update = update
 
     def run(self, count, compute_s, wire):
-        """Takes some steps, and returns their seconds in all, of the slowest rank."""
+        """Takes some steps, and returns their total seconds on the slowest rank."""
         exchange_objects(None, wire, "bench.begin")
         begin = time.perf_counter()
         for _ in range(count):
@@ -67,13 +67,13 @@ class Steps:
 
 
 def node_bytes(wire):
-    """Returns what all nodes have sent so far, summed over them."""
+    """Returns the total bytes that all nodes have sent so far."""
     everybody = exchange_objects(payload_bytes(), wire, "bench.bytes")
     return sum(everybody[node[0]] for node in wire.topology.nodes)
 
 
 def planned_bytes(optimizer, wire):
-    """Returns what all ranks send across nodes in a round, or a step, by the plan."""
+    """Returns the planned bytes between nodes per synchronization, or per step."""
     own = optimizer.plan.cost.cross_bytes
     return sum(exchange_objects(own, wire, "bench.planned"))
 

@@ -1,4 +1,4 @@
-"""Measures what a rank holds after some steps: the optimizer's slots, and resident memory."""
+"""Measures the memory of a rank after some steps: optimizer state, and resident memory."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Measures a peer: TensorFlow's MultiWorkerMirroredStrategy, with rings over gRPC.
+"""Measures TensorFlow's MultiWorkerMirroredStrategy, with rings over gRPC.
 
-Keras 3 cannot `fit` under this strategy; here is a loop of our own on the emulated Keras model.
-"mirrored" leaves the strategy's settings alone: all gradients travel as one, after the last of
-them is there. "mirrored-packs" has packs, which travel beside the backward pass.
+`fit` of Keras 3 does not support this strategy, so a custom loop trains the emulated Keras model.
+"mirrored" uses the default settings of the strategy, which sends all gradients together after the
+last one. "mirrored-packs" sends packs of gradients during the backward pass.
 """
 
 import json
@@ -14,7 +14,7 @@ import tensorflow as tf
 from benchmarks.workers.task import Task
 from tfposeidon.lab.accelerator import emulated_model
 
-# As much as PyTorch puts into a bucket.
+# The bucket size of PyTorch.
 PACK_BYTES = 25 * 2**20
 # In `bytes_per_pack`, 0 stands for no packs.
 SYSTEMS = {"mirrored": 0, "mirrored-packs": PACK_BYTES}
@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-3
 def main():
     task = Task.from_argument()
     os.environ["TF_CONFIG"] = json.dumps(cluster(task))
-    # The strategy must be there before TensorFlow computes anything.
+    # The strategy must exist before TensorFlow runs an op.
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring(0))
     everybody = everybody_under(strategy, task)
     for system in task.systems:
@@ -41,7 +41,7 @@ def cluster(task):
 
 
 def ring(pack_bytes):
-    """Returns options with which gradients travel in rings over gRPC.
+    """Returns options that send gradients in rings over gRPC.
 
     Args:
       pack_bytes: Least size of a pack, or 0 for all gradients as one.

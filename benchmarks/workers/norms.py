@@ -1,4 +1,4 @@
-"""Times the norms of all layers: on one rank, its share, their all-gather, and all at once."""
+"""Times the norms of all layers: on one rank, a share, the all-gather, and on all ranks."""
 
 import tensorflow as tf
 
@@ -40,7 +40,7 @@ def main():
     ):
         compiled = tf.function(step, autograph=False)
         times = [
-            # All ranks call `slowest`, which exchanges times; those that rest do nothing in it.
+            # All ranks call `slowest`, which exchanges times; idle ranks pass an empty function.
             slowest(wire, compiled if topology.rank in ranks else lambda: None)
             for _ in range(task.rounds + 3)
         ]

@@ -20,11 +20,11 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.network import payload_bytes
 
 NUMBER_AND_LENGTH = 16
-"""Bytes that a sample costs on the wire beside itself."""
+"""Bytes that are sent per sample in addition to its contents."""
 
 
 def open_cache(task, partition):
-    """Returns a warm cache of drawn samples."""
+    """Returns a warm cache of random samples."""
     cache = datacache.Cache(
         Drawn(task.pixels, task.samples), partition=partition, memory=f"/dev/shm/{partition}"
     )
@@ -33,7 +33,7 @@ def open_cache(task, partition):
 
 
 def bytes_on_the_link(task, cache, wire):
-    """Notes what a node receives in an epoch, and what its ranks' samples predict."""
+    """Records the bytes that a node receives in an epoch, and the predicted ones."""
     # Barriers, here and after the epoch: the link counts what all ranks of a node receive.
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received

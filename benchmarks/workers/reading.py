@@ -1,4 +1,4 @@
-"""Reads samples through the cache and through what users have otherwise.
+"""Reads samples through the cache, and through alternatives.
 
 The answer is JSON on the last line.
 """
@@ -21,7 +21,7 @@ import datacache
 
 
 class Drawn:
-    """Source of records that cost next to nothing to make.
+    """Source of records that are cheap to create.
 
     Args:
       size: Pixels of a side.
@@ -46,7 +46,7 @@ class Drawn:
         return [self._first + np.uint8(sample % 256)]
 
     def decode(self, *stored):
-        """Returns what is stored, as it is."""
+        """Returns the stored record unchanged."""
         return stored[0]
 
 
@@ -68,7 +68,7 @@ def rates(data):
 
 
 def as_dataset(source, size):
-    """Returns the samples one by one, as any user's pipeline would make them."""
+    """Returns the samples one by one, as a `tf.data` pipeline reads them."""
 
     def read(sample):
         return source.read(sample)[0]
@@ -108,7 +108,7 @@ def warm(size, samples, batch, rounds, folder, copier):
     copies = [copier, pool, str(record), str(samples), str(batch), "2"]
     found = {name: [] for name in ("copies", *systems)}
     for turn in range(rounds + 1):
-        # The first pass of each brings its pages in.
+        # The first pass of each maps its pages.
         copied = float(
             subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1]
         )
@@ -127,7 +127,7 @@ def warm(size, samples, batch, rounds, folder, copier):
 
 
 def _job(size, samples, batch, folder, found):
-    """Opens a warm pool as a new job does, gets a model ready, and reads four epochs."""
+    """Opens a warm store as a new job does, builds a model, and reads four epochs."""
     cache = datacache.Cache(Drawn(size, samples), memory=Path("/dev/shm") / folder)
     data = cache.dataset(batch)
     model = keras.Sequential(
@@ -141,7 +141,7 @@ def _job(size, samples, batch, folder, found):
 
 
 def jobs(size, samples, batch, rounds, folder):
-    """Measures epochs of new jobs on a warm pool.
+    """Measures epochs of new jobs on a warm store.
 
     The first job of each round looks at checksums, the second one finds that done.
 
@@ -182,7 +182,7 @@ def decoded(contents, label):
 
 
 def uncached(images, batch, **options):
-    """Returns the dataset that the tutorials write.
+    """Returns the dataset of the TensorFlow tutorials.
 
     Args:
       images: Folder of the files.
@@ -204,7 +204,7 @@ TUNED_READS = 64
 
 
 def tuned(images, batch):
-    """Returns the dataset of a user who has tuned it.
+    """Returns a tuned dataset.
 
     Many files are read in parallel, in threads of the dataset's own.
     """
@@ -251,7 +251,7 @@ def decoding(images, batch, rounds, folder):
     for turn in range(rounds):
         found["decoding"].append(rate(uncached(images, batch, num_parallel_calls=2)))
         source = datacache.from_folder(images)
-        # Another version in each turn, so that its first epoch finds no cache.
+        # A new version in each turn, so that its first epoch has no cached samples.
         cache = datacache.Cache(source, decoded, memory=Path("/dev/shm") / folder, version=turn)
         data = cache.dataset(batch)
         found["datacache, first epoch"].append(rate(data))
@@ -264,7 +264,7 @@ def decoding(images, batch, rounds, folder):
 
 
 def _hold(what, size, samples, folder, ready, leave, found):
-    """Reads two epochs on one rank, and says what it holds while all ranks hold theirs."""
+    """Reads two epochs on one rank, and reports its memory while all ranks hold theirs."""
     source = Drawn(size, samples)
     data = []
     if what == "datacache":
@@ -275,7 +275,7 @@ def _hold(what, size, samples, folder, ready, leave, found):
     for _ in range(2):
         for batch in data:
             del batch
-    # Starts TensorFlow's runtime where nothing was read, as the others have it.
+    # Starts TensorFlow's runtime, as in the other cases, if nothing was read.
     tf.zeros(1)
     ready.wait()
     lines = dict(
@@ -293,7 +293,7 @@ def memory(what, ranks, size, samples, folder):
     processes = [spawn.Process(target=_hold, args=arguments) for _ in range(ranks)]
     for process in processes:
         process.start()
-    # Ranks leave once all have measured: pages of one that has gone would count for the others.
+    # Ranks exit after all have measured, since shared pages of an exited rank count for others.
     held = [found.get() for _ in processes]
     leave.wait()
     for process in processes:
@@ -321,7 +321,7 @@ class Timer(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch, logs=None):
-        # The accelerator's part of the step.
+        # Emulates the step of the accelerator.
         time.sleep(self.step_s)
         self.steps += 1
 

@@ -15,7 +15,7 @@ from tfposeidon.lab.network import payload_bytes
 
 
 class Task:
-    """One job's request, and its answer so far.
+    """Request of a job, and its answer so far.
 
     Args:
       text: JSON object with the attributes below.
@@ -37,7 +37,7 @@ class Task:
 
     @classmethod
     def from_argument(cls):
-        """Returns the task that the command line names."""
+        """Returns the task of the command line."""
         return cls(sys.argv[1])
 
     def __getattr__(self, name):
@@ -47,7 +47,7 @@ class Task:
             raise AttributeError(name) from None
 
     def emulated(self):
-        """Returns the model to train, in the size that was asked for."""
+        """Returns the model to train, in the requested size."""
         return architectures.model(self.model).shrunk(self.shrink)
 
     def address(self, rank):
@@ -121,7 +121,7 @@ class Task:
 
 
 def summary(answer):
-    """Returns an answer as one line for people who watch."""
+    """Returns an answer as one line for progress output."""
     if "error" in answer:
         return answer["error"].strip().splitlines()[-1]
     if "step_s" in answer:

@@ -1,4 +1,4 @@
-"""Times steps of the wrapper beside the same by other means, in turn.
+"""Times steps of the wrapper and of a baseline, in turn.
 
 Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "alltoall
 4" (a model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). The wrapper
@@ -76,11 +76,11 @@ def _trained(given):
 
 
 def wrapped(model, scheme, bucket_mib):
-    """Returns a function that makes a step's exchange and update by the wrapper."""
+    """Returns a function that exchanges and updates with the wrapper."""
     given = gradients(model)
     trained = _trained(given)
     optimizer = tp.DistributedOptimizer(_sgd(), scheme=scheme, bucket_bytes=int(bucket_mib * 2**20))
-    # Ranks' batches may differ, for all that is known while tracing.
+    # While tracing, the wrapper must assume that the batches of ranks differ in size.
     batch = tf.Variable(BATCH)
 
     @tf.function
@@ -91,7 +91,7 @@ def wrapped(model, scheme, bucket_mib):
 
 
 def horovods(model):
-    """Returns a function that does the same by `grouped_allreduce` and the plain optimizer."""
+    """Returns a function that does the same with `grouped_allreduce` and the plain optimizer."""
     given = gradients(model)
     trained, optimizer = _trained(given), _sgd()
     optimizer.build(trained)
@@ -196,7 +196,7 @@ def _synchronized():
     def synchronize():
         for _ in range(2):
             entries.difference(model, wire, with_layers=True)
-        # Each rank's own statistics, as after steps.
+        # Statistics that differ between ranks, as after training steps.
         for variable in entries.variables_of(model, Placement.AVERAGED):
             variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
         global_metrics.average_layer_state(model)
@@ -207,7 +207,7 @@ def _synchronized():
 
 
 def sides(system, model):
-    """Returns ours and theirs: functions that make a step, or ten."""
+    """Returns functions that run a step, or ten: the wrapper and the baseline."""
     if system == "synchronization":
         return _synchronized()
     if system.startswith("small"):

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 SHAPES = {
-    # Whether a point is inside, from its place beside the center, in radii of the shape.
+    # Whether a point is inside, from its coordinates relative to the center, in radii.
     "circle": lambda x, y: np.hypot(x, y) < 0.9,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.8,
     "triangle": lambda x, y: (y > -0.6) & (y + 1.75 * abs(x) < 1.1),
@@ -25,7 +25,7 @@ SHAPES = {
     "cross": lambda x, y: (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
 }
 TEXTURES = {
-    # What is painted in the second color, from the place in periods of the texture.
+    # Whether a point has the second color, from its coordinates in periods of the texture.
     "stripes": lambda u, v: np.sin(2 * np.pi * u) > 0,
     "checks": lambda u, v: np.sin(2 * np.pi * u) * np.sin(2 * np.pi * v) > 0,
 }
@@ -44,8 +44,8 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def turned(x, y, angle):
-    """Returns coordinates after a turn by an angle."""
+def rotated(x, y, angle):
+    """Returns coordinates rotated by an angle."""
     return np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y
 
 
@@ -64,14 +64,14 @@ def image(label, size, rng):
     y, x = np.mgrid[-1 : 1 : size * 1j, -1 : 1 : size * 1j]
     radius = rng.uniform(0.5, 0.8)
     center = rng.uniform(-0.9 + radius, 0.9 - radius, 2)
-    own_x, own_y = turned(x - center[0], y - center[1], rng.uniform(-0.5, 0.5))
+    own_x, own_y = rotated(x - center[0], y - center[1], rng.uniform(-0.5, 0.5))
     inside = SHAPES[shape](own_x / radius, own_y / radius)
-    # The texture is turned by itself, and as coarse in small images as in large ones.
-    u, v = turned(own_x, own_y, rng.uniform(0, np.pi))
+    # The texture has its own rotation, and the same number of periods in images of any size.
+    u, v = rotated(own_x, own_y, rng.uniform(0, np.pi))
     period, phase = rng.uniform(0.35, 0.5), rng.uniform(0, 1, 2)
     is_second = TEXTURES[texture](u / period + phase[0], v / period + phase[1])
     first, second, behind = colors(rng)
-    # A background that is nowhere flat: a slope of light, and noise over the whole image.
+    # The background has a gradient of lightness, and the whole image has noise.
     light = 1 + rng.uniform(-0.3, 0.3) * x + rng.uniform(-0.3, 0.3) * y
     painted = np.where(is_second[..., None], second, first)
     drawn = np.where(inside[..., None], painted, behind * light[..., None])
@@ -80,20 +80,20 @@ def image(label, size, rng):
 
 
 def colors(rng):
-    """Returns three random colors that can be told apart by their lightness, in any order."""
+    """Returns three random colors of different lightness, in random order."""
     lightness = rng.permutation([0.15, 0.5, 0.85])
     return [np.clip(light + rng.uniform(-0.12, 0.12, 3), 0, 1) for light in lightness]
 
 
 def draw(folder, train=4000, test=1000, size=72, seed=0):
-    """Draws the images of both parts, equally many of each class.
+    """Draws training and test images, with the same number in each class.
 
     Args:
-      folder: Folder to make; one that is there is left alone.
-      train: Number of images to train on.
-      test: Number of images to test on.
+      folder: Folder to create; an existing one is unchanged.
+      train: Number of training images.
+      test: Number of test images.
       size: Side of an image in pixels.
-      seed: Seed of all that is drawn.
+      seed: Seed of the images.
     """
     if folder.exists():
         return

@@ -1,4 +1,4 @@
-"""What a run would take on a cluster that one has or has not: steps, memory and predicted time."""
+"""Predicts steps, memory and time of a run on a given cluster."""
 
 import math
 from typing import NamedTuple
@@ -13,20 +13,20 @@ from tfposeidon.gradients import describe
 from tfposeidon.text import readable_size, table
 
 SINGLE = {96: 4400, 128: 3010, 224: 1240, 288: 710}
-"""Images per second of one V100 by the resolution (CommLib, table 4)."""
+"""Images per second of one V100, by resolution (CommLib, table 4)."""
 TOGETHER = {96: 366_208, 128: 269_696, 224: 131_712, 288: 72_960}
-"""The same of 128 of them, 16 nodes with 25 Gb/s (table 4)."""
+"""Images per second of 128 V100 on 16 nodes with 25 Gb/s (table 4)."""
 FORWARD = 1 / 3
-"""Share of a step's computation that comes before its first gradient."""
+"""Share of a step's computation before its first gradient."""
 IMAGES = {"train": 1_281_167, "test": 50_000}
-"""Images of ImageNet."""
+"""Numbers of images in ImageNet."""
 TIMES = ("pixels", "epochs", "steps", "compute", "step", "efficiency", "images/s")
 TIMES += ("in the paper", "seconds", "in the paper", "cache per node")
 PLANS = ("pixels", "buckets", "within the node", "between nodes", "schemes")
 
 
 def show(recipe, model, nodes, per_node, network, kept_side, with_variables=False):
-    """Prints a line on the time of each phase, one on its plan, and the memory of a rank.
+    """Prints the time and the plan of each phase, and the memory of a rank.
 
     Args:
       recipe: The `Recipe`.
@@ -35,7 +35,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
       per_node: Ranks of each.
       network: Rate between nodes, such as "25gbit".
       kept_side: Function from the side of a crop to that of the images in the cache.
-      with_variables: True to print the whole plans, too, with a line for each variable.
+      with_variables: True to print complete plans, with a line for each variable.
     """
     topology = Topology.regular(0, nodes * per_node, per_node)
     links = tp.NetworkProfile.of(network, ranks_per_node=per_node, device="v100")
@@ -62,7 +62,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
 
 
 class _Step(NamedTuple):
-    """A phase's plan, the predicted seconds of a step by it, and those of its computation."""
+    """Plan of a phase, and the predicted seconds of a step and of its computation."""
 
     plan: Plan
     step_s: float
@@ -81,12 +81,12 @@ def _step(phase, model, topology, links):
 
 
 def _count(phase, topology):
-    """Returns the number of steps of a phase."""
+    """Returns the number of steps in a phase."""
     return phase.epochs * -(-IMAGES["train"] // (phase.batch * topology.size))
 
 
 def _times(phase, step, topology, kept_side):
-    """Returns the cells of a phase below `TIMES`."""
+    """Returns the row of a phase in the table with the columns `TIMES`."""
     cached = sum(IMAGES.values()) * (3 * kept_side(phase.size) ** 2 + 4)
     is_paper = (len(topology.nodes), topology.size) == (16, 128)
     paper = TOGETHER.get(phase.size) if is_paper else None
@@ -107,8 +107,8 @@ def _times(phase, step, topology, kept_side):
 
 
 def _plan(phase, plan):
-    """Returns the cells of a phase below `PLANS`."""
-    # In their order, each once.
+    """Returns the row of a phase in the table with the columns `PLANS`."""
+    # Each scheme once, in the order of buckets.
     schemes = dict.fromkeys(str(bucket.scheme) for bucket in plan.buckets)
     return (
         str(phase.size),
@@ -120,19 +120,19 @@ def _plan(phase, plan):
 
 
 def _memory(model, plans):
-    """Returns a text on what a rank holds of the model, its optimizer and its schemes."""
+    """Returns a text on a rank's memory for the model, its optimizer and its schemes."""
     weights, gradients = (
         sum(4 * math.prod(variable.shape) for variable in variables)
         for variables in (model.variables, model.trainable_variables)
     )
     return (
         f"weights, gradients and velocity: {readable_size(weights + 2 * gradients)} per rank; "
-        f"residuals of top-k: {readable_size(max(map(_kept_bytes, plans)))}; "
+        f"residuals of top-k: {readable_size(max(map(_state_bytes, plans)))}; "
         "activations are not included"
     )
 
 
-def _kept_bytes(plan):
-    """Returns the bytes of what the schemes of a plan keep from step to step on a rank."""
+def _state_bytes(plan):
+    """Returns the bytes of the state of a plan's schemes on a rank."""
     slots = [slot for bucket in plan.buckets for slot in bucket.slots(plan.topology)]
     return sum(4 * math.prod(slot.shape) for slot in slots)

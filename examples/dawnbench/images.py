@@ -1,4 +1,4 @@
-"""Images from a source to batches: decoded once per resolution, then cropped at random."""
+"""Batches of images, which are decoded once per resolution and cropped at random."""
 
 import functools
 import math
@@ -11,19 +11,19 @@ import tensorflow as tf
 import datacache
 
 MARGIN = 1.143
-"""Side of a kept image over that of a crop: 256 pixels for crops of 224."""
+"""Side of a cached image, relative to that of a crop: 256 pixels for crops of 224."""
 AREAS, ASPECTS = (0.35, 1.0), (3 / 4, 4 / 3)
-"""Share of a kept image that a random crop has, and its width over its height."""
+"""Ranges of the share of a cached image in a random crop, and of its width over its height."""
 
 
 class Images(NamedTuple):
-    """Images to train and to test on.
+    """Training and test images.
 
     Attributes:
-      train: Source of the images to train on.
-      test: Source of those to test on.
+      train: Source of the training images.
+      test: Source of the test images.
       classes: Number of classes.
-      pair: Function from what a source gives to the bytes of a file and its class, from 0.
+      pair: Function from a sample of a source to the bytes of a file and its class, from 0.
     """
 
     train: Any
@@ -33,17 +33,17 @@ class Images(NamedTuple):
 
 
 TEST_NAMES = ("validation", "val", "test")
-"""Names of the images to test on, the first that there is: ImageNet's `test` has no labels."""
+"""Names of test images, in order of preference: ImageNet's `test` has no labels."""
 RECORD_FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
 }
-"""Features of the examples that the usual scripts for ImageNet write, with classes from 1."""
+"""Features in the TFRecord files of the usual ImageNet scripts, with classes from 1."""
 RECORD_CLASSES = 1000
 
 
 def open_images(data):
-    """Opens the images that the option `--data` names.
+    """Opens the images that the option `--data` selects.
 
     Args:
       data: "tfds:NAME" or "tfds:NAME@FOLDER" for a builder of tensorflow-datasets; or a folder with
@@ -61,7 +61,7 @@ def open_images(data):
         return _of_tfds(name, folder or None)
     folder = Path(data)
     records = {name: sorted(folder.glob(f"{name}-*")) for name in ("train", *TEST_NAMES)}
-    # Of the form of the training images: records beside a folder are not what one has meant.
+    # Test images must have the same form as training images.
     if records["train"] and (test := _test_name(lambda name: records[name])):
         sources = [datacache.from_tfrecords(records[n], RECORD_FEATURES) for n in ("train", test)]
         return Images(*sources, RECORD_CLASSES, pair_of_record)
@@ -84,7 +84,7 @@ def open_images(data):
 
 
 def _test_name(is_there):
-    """Returns the first of `TEST_NAMES` for which a function says so, or `None`."""
+    """Returns the first of `TEST_NAMES` that exists according to a function, or `None`."""
     return next(filter(is_there, TEST_NAMES), None)
 
 
@@ -107,7 +107,7 @@ def _of_tfds(name, folder):
 def pair_of_record(features):
     label = features["image/class/label"]
     rule = f"classes of TFRecords must be from 1 to {RECORD_CLASSES}, as in ImageNet"
-    # Another class would be a target of zeros.
+    # `tf.one_hot` would map a class out of range to zeros.
     checks = [
         tf.debugging.assert_positive(label, rule),
         tf.debugging.assert_less_equal(label, tf.cast(RECORD_CLASSES, label.dtype), rule),
@@ -117,7 +117,7 @@ def pair_of_record(features):
 
 
 def kept_side(size):
-    """Returns the side of the images that the cache keeps for crops of a size."""
+    """Returns the side of the cached images for crops of a size."""
     return round(MARGIN * size)
 
 
@@ -127,7 +127,7 @@ def decoded(size, pair, *sample):
     Args:
       size: Side of the crops, in pixels.
       pair: Function from the sample to the bytes of a JPEG or PNG file, and its class.
-      *sample: What a source gives.
+      *sample: Sample of a source.
 
     Returns:
       `[kept_side(size), kept_side(size), 3]` uint8, and the class as int32.
@@ -148,7 +148,7 @@ def cache_of(source, pair, size, **options):
 
     Args:
       source: Source of images.
-      pair: Function from what it gives to the bytes of a file and its class.
+      pair: Function from its samples to the bytes of a file and its class.
       size: Side of the crops, in pixels.
       **options: Options of `datacache.Cache`: memory, disk, budget, partition.
     """
@@ -156,10 +156,10 @@ def cache_of(source, pair, size, **options):
 
 
 def training_batches(cache, size, global_batch, classes, seed):
-    """Returns this rank's batches of random crops, another half of which is mirrored each time.
+    """Returns this rank's batches of random crops, half of which are mirrored.
 
-    Crops and mirrors are drawn anew in each epoch, by what is in the batch, so that a run that is
-    resumed sees the same ones.
+    The contents of a batch seed its crops. They differ between epochs, and are the same in a
+    resumed run.
 
     Args:
       cache: Cache for the resolution.
@@ -184,8 +184,8 @@ def test_batches(cache, size, global_batch, classes):
 
 
 def _augmented(size, classes, images, labels):
-    # What is drawn follows from the samples and their order, which differ in each epoch, and not
-    # from a state: a resumed epoch draws what it would have drawn.
+    # The seed depends on the samples and their order, which differ in each epoch, and on no state,
+    # so a resumed epoch has the same crops.
     seed = _seed_of(images, labels)
     boxes = _random_boxes(tf.shape(images)[0], seed)
     crops = tf.image.crop_and_resize(images, boxes, tf.range(tf.shape(images)[0]), [size, size])
@@ -193,7 +193,7 @@ def _augmented(size, classes, images, labels):
 
 
 def _seed_of(images, labels):
-    """Returns two numbers that tell batches apart."""
+    """Returns a seed that differs between batches."""
     weights = tf.range(1, tf.shape(labels)[0] + 1)
     middle = tf.cast(images[:, tf.shape(images)[1] // 2, :, 0], tf.int32)
     return tf.stack([tf.reduce_sum(weights * labels), tf.reduce_sum(weights[:, None] * middle)])

@@ -1,4 +1,4 @@
-"""What is trained, in which phases, and by which rates: the record run, and a small one."""
+"""Models, phases and learning rates of the record run, and of a small run."""
 
 from dataclasses import dataclass, replace
 
@@ -8,21 +8,21 @@ from keras_callbacks import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A model with all numbers of its training.
+    """A model and its hyperparameters.
 
     Attributes:
       phases: Resolutions, batches and epochs.
-      model: Arguments of `resnet`, but for the classes.
+      model: Arguments of `resnet`, except for the classes.
       peak_rate: Learning rate of LARS after the warm-up, for a global batch of `rate_batch`.
-      sgd_rate: The same of SGD, where it takes the place of LARS.
-      rate_batch: Global batch for which `peak_rate` is meant; it grows with the batch.
-      warmup_epochs: Epochs in which the rate rises to its peak.
-      power: Exponent of the decay after that.
+      sgd_rate: The same for SGD, if it replaces LARS.
+      rate_batch: Global batch of `peak_rate`; the rate is proportional to the batch.
+      warmup_epochs: Epochs in which the rate increases to its peak.
+      power: Exponent of the decay after the warm-up.
       momentum: Momentum of LARS.
-      weight_decay: Weight decay, but of normalisation and biases.
-      smoothing: Share of a label that is spread over all classes.
-      top: Number of guesses among which the class has to be.
-      target: Accuracy of these guesses at which the clock is read.
+      weight_decay: Weight decay, which excludes normalization and biases.
+      smoothing: Label smoothing.
+      top: k of the top-k accuracy.
+      target: Top-k accuracy at which the time is reported.
     """
 
     phases: tuple[Phase, ...]
@@ -44,7 +44,7 @@ class Recipe:
         return sum(phase.epochs for phase in self.phases)
 
     def __str__(self):
-        """Returns the numbers that no option changes, as a sentence."""
+        """Returns the hyperparameters that no option changes, as a sentence."""
         return (
             f"the rate of LARS rises in {self.warmup_epochs:g} epochs to {self.peak_rate:g} for "
             f"{self.rate_batch} images per step (SGD: to {self.sgd_rate:g}), proportional to the "
@@ -57,7 +57,7 @@ class Recipe:
         """Returns the learning rate for the batch of the first phase.
 
         Args:
-          epoch: Epoch with its fraction.
+          epoch: Fractional epoch.
           ranks: Number of ranks.
         """
         peak = self.peak_rate * self.phases[0].batch * ranks / self.rate_batch
@@ -68,7 +68,7 @@ class Recipe:
 
 
 SCHEDULES = {
-    # The scheme of the first phase, and that of all others.
+    # Scheme of the first phase, and of all others.
     "paper": (
         tp.schemes.HiTopK(density=0.01, wire_dtype="float16"),
         tp.schemes.Torus2D(wire_dtype="float16"),
@@ -85,7 +85,7 @@ SCHEDULES = {
 """Schemes by the name of a schedule; "paper" is that of section 5.6."""
 
 RECIPES = {
-    # Section 5.6 and table 4; rates as MLPerf trains ResNet-50 by LARS with batches of 32 K.
+    # Section 5.6 and table 4; rates of MLPerf for ResNet-50 with LARS and batches of 32 K.
     "paper": Recipe(
         phases=(
             Phase(epochs=13, size=96, batch=256),
@@ -124,8 +124,8 @@ def recipe(preset, schedule, shortest=False, without=()):
       preset: Name in `RECIPES`.
       schedule: Name in `SCHEDULES`.
       shortest: True for one epoch in each phase, and for a target that any model reaches.
-      without: Parts to leave out: "resizing" trains all phases at the last one's resolution, "lars"
-        by SGD, and "sparse" exchanges in the first phase as in the others.
+      without: Parts to omit. Without "resizing", all phases train at the last resolution; without
+        "lars", SGD trains; without "sparse", the first phase uses the scheme of the others.
     """
     found, (first, later) = RECIPES[preset], SCHEDULES[schedule]
     phases = [replace(phase, scheme=later) for phase in found.phases]

@@ -1,4 +1,4 @@
-"""The clock of the run, a line of JSON for each epoch, and the plot of both."""
+"""Measures training time, writes a line of JSON after each epoch, and plots the accuracy."""
 
 import importlib.util
 import json
@@ -11,19 +11,19 @@ import tfposeidon as tp
 
 
 class Records(keras.callbacks.Callback):
-    """Keeps the time of training, and writes a line of JSON after each epoch.
+    """Measures the time of training, and writes a line of JSON after each epoch.
 
-    Time is counted as DAWNBench does: from the begin of the first epoch to the end of one, with
-    what lies between phases, and without evaluation. A resumed run goes on with the time of the
-    last line that its snapshot has seen: what was trained of an epoch before the snapshot counts
-    nowhere, and lines tell of how many epochs that holds. Rank 0 writes; give the callback to all
-    ranks.
+    Time is counted as in DAWNBench: from the start of the first epoch to the end of an epoch, with
+    the time between phases and without evaluation. A resumed run continues with the time of the
+    last epoch that its snapshot contains completely. Steps of an unfinished epoch before the
+    snapshot are not counted; `interrupted` in a line is the number of such epochs. Rank 0 writes;
+    all ranks need the callback.
 
     Args:
       path: File of the lines.
       resize: The `ProgressiveResize` of the run.
       metric: Name of the accuracy in the logs, such as "val_accuracy".
-      target: Accuracy at which the time is told.
+      target: Accuracy at which the time is reported.
     """
 
     def __init__(self, path, resize, metric, target):
@@ -34,32 +34,31 @@ class Records(keras.callbacks.Callback):
 
     @property
     def reached(self):
-        """The first line whose accuracy is the target or more; `None` so far."""
+        """The first line whose accuracy reaches the target, or `None`."""
         return next((one for one in self.lines if one[self.metric] >= self.target), None)
 
     def resume(self, epoch):
         """Drops the lines of epochs that are trained again.
 
         Args:
-          epoch: Index of the epoch to go on with; 0 for a new run.
+          epoch: Index of the epoch at which training resumes; 0 for a new run.
         """
-        was_begun = self.path.exists()
-        kept = self.path.read_text().splitlines() if was_begun else []
-        self.lines = [line for line in map(json.loads, kept) if line["epoch"] < epoch]
+        is_resumed = self.path.exists()
+        written = self.path.read_text().splitlines() if is_resumed else []
+        self.lines = [line for line in map(json.loads, written) if line["epoch"] < epoch]
         self._before_s = self.lines[-1]["seconds"] if self.lines else 0.0
-        if was_begun:
+        if is_resumed:
             self._interrupted = 1 + (self.lines[-1]["interrupted"] if self.lines else 0)
         self._write()
 
     def interruptions(self, line):
-        """Returns a text on the interruptions before a line; nothing without any."""
+        """Returns a text on the interruptions before a line, or an empty string."""
         count = line["interrupted"]
         return f"; interrupted in {count} epoch(s), whose lost time is excluded" if count else ""
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
-        # Not before the first batch: callbacks with hooks for batches of their own make all ranks
-        # watch for one that ends an epoch early.
+        # A hook for batches would make all ranks check in each step whether a rank stops early.
         if self._begin_s is None:
             self._begin_s = time.perf_counter()
 
@@ -84,9 +83,9 @@ class Records(keras.callbacks.Callback):
         self.lines.append(line | {name: float(value) for name, value in (logs or {}).items()})
         if tp.rank() == 0:
             self._write()
-            print(self._told(self.lines[-1]), flush=True)
+            print(self._description(self.lines[-1]), flush=True)
 
-    def _told(self, line):
+    def _description(self, line):
         accuracy = f"{100 * line[self.metric]:.2f} %"
         if line is self.reached:
             accuracy += f": the target of {100 * self.target:g} % is reached"
@@ -98,7 +97,7 @@ class Records(keras.callbacks.Callback):
     def _write(self):
         if tp.rank() != 0:
             return
-        # Beside and renamed: a kill leaves the old lines or the new ones.
+        # Renamed when complete, so that a kill leaves either the old or the new lines.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text("".join(f"{json.dumps(line)}\n" for line in self.lines))
@@ -106,11 +105,11 @@ class Records(keras.callbacks.Callback):
 
 
 def plot(records, path):
-    """Draws accuracy over the time of training, with the phases behind it.
+    """Plots accuracy over the time of training, with the phases in the background.
 
     Args:
       records: The `Records` of a run.
-      path: File of the picture.
+      path: File of the plot.
     """
     if not importlib.util.find_spec("matplotlib"):
         print("the plot was skipped: Matplotlib is missing. Run: pip install matplotlib")

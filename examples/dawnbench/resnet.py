@@ -1,4 +1,4 @@
-"""ResNet v1.5, with what the record runs changed of it."""
+"""ResNet v1.5, with the changes of the record runs."""
 
 import keras
 
@@ -9,7 +9,7 @@ def resnet(blocks, width, classes, bottleneck=True, large_stem=True):
     """Builds a ResNet v1.5 for square images of any size.
 
     In v1.5 the 3 x 3 convolution of a block has the stride, not the 1 x 1 before it. The last gamma
-    of each block begins at 0, so that blocks begin as identities (Goyal et al. 2017, section 5.1).
+    of each block starts at 0, so blocks start as identities (Goyal et al. 2017, section 5.1).
 
     Args:
       blocks: Number of blocks in each stage; each stage after the first halves the resolution.
@@ -17,8 +17,8 @@ def resnet(blocks, width, classes, bottleneck=True, large_stem=True):
       classes: Number of classes.
       bottleneck: True for blocks of 1 x 1, 3 x 3 and 1 x 1 convolutions with four times as many
         channels at their end, as in ResNet-50; False for two 3 x 3, as in ResNet-18.
-      large_stem: True to begin with a 7 x 7 convolution of stride 2 and pooling, as for ImageNet;
-        False for a 3 x 3 convolution, for images of some dozen pixels.
+      large_stem: True for a 7 x 7 convolution of stride 2 and pooling at the start, as for
+        ImageNet; False for a 3 x 3 convolution, for images of a few dozen pixels.
 
     Returns:
       Model from `[batch, size, size, 3]` uint8 images to `[batch, classes]` float32 logits.
@@ -36,7 +36,7 @@ def resnet(blocks, width, classes, bottleneck=True, large_stem=True):
             stride = 2 if stage and not index else 1
             x = block(x, width * 2**stage, stride)
     x = layers.GlobalAveragePooling2D()(x)
-    # Logits in float32 also under mixed precision, for their exponentials would overflow.
+    # Logits are float32 also under mixed precision, because their exponentials would overflow.
     small = keras.initializers.RandomNormal(stddev=0.01)
     logits = layers.Dense(classes, kernel_initializer=small, dtype="float32")(x)
     return keras.Model(images, logits)
@@ -56,7 +56,7 @@ def _basic(x, channels, stride):
 
 
 def _added(x, inside, stride):
-    """Adds what a block has made to its input, which is projected where shapes differ."""
+    """Adds the output of a block to its input, which is projected if shapes differ."""
     if stride > 1 or x.shape[-1] != inside.shape[-1]:
         x = _normalized(_convolution(x, inside.shape[-1], 1, stride))
     return layers.ReLU()(layers.Add()([x, inside]))
