@@ -162,8 +162,8 @@ def _slowdowns(plan):
     return [one.slowdown for one in (forecast.chosen, *forecast.others)]
 
 
-def test_where_no_steps_are_timed_the_first_plan_is_raced(wire):
-    """In a loop of one's own; in `fit`, the decision races that follows timed steps."""
+def test_where_no_steps_are_timed_exchanges_are(wire):
+    """In a loop of one's own; in `fit`, the decision after timed steps has a trial."""
     descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
     planner = AutoPlanner(tp.policies.Auto(margin=0.0), 2**22)
     with links(ideal(wire, bytes_per_s=1e8)):
@@ -171,7 +171,7 @@ def test_where_no_steps_are_timed_the_first_plan_is_raced(wire):
         planner.is_watching = True
         assert set(_slowdowns(planner.plan_step(descriptions))) == {1.0}
     assert set(found) != {1.0}
-    assert all(other == found for other in exchange_objects(found, wire, "raced"))
+    assert all(other == found for other in exchange_objects(found, wire, "slowdowns"))
 
 
 def test_beside_factors_it_decides_once_there_are_rows(wire):
@@ -260,7 +260,7 @@ def test_eagerly_and_several_steps_in_one_execution(wire):
         assert optimizer.plan.forecasts, compile
 
 
-def test_close_plans_are_raced(wire):
+def test_close_plans_are_timed(wire):
     model, data = wide(steps=12)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))
     # The ring and the all-to-all send as many bytes.
@@ -268,7 +268,7 @@ def test_close_plans_are_raced(wire):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     found = _slowdowns(optimizer.plan)
-    assert all(other == found for other in exchange_objects(found, wire, "raced"))
+    assert all(other == found for other in exchange_objects(found, wire, "slowdowns"))
     assert "timed exchanges, relative to the predicted ones" in str(optimizer.plan)
 
 

@@ -221,34 +221,34 @@ def test_it_explains_itself():
     assert content["links"]["across"]["bytes_per_s"] == SLOW.across.bytes_per_s
 
 
-def _race(*slowdowns, links=SLOW):
-    """A race in which exchanges take so many times as long as predicted, by the scheme."""
+def _trial(*slowdowns, links=SLOW):
+    """A trial in which exchanges take so many times as long as predicted, by the scheme."""
     known, calls = dict(slowdowns), []
 
-    def race(plans):
+    def trial(plans):
         names = [next(iter({str(bucket.scheme) for bucket in plan.buckets})) for plan in plans]
         calls.append(names)
         pairs = zip(plans, names, strict=True)
         return [known.get(name, 1.0) * predict(plan, links).step_s for plan, name in pairs]
 
-    return race, calls
+    return trial, calls
 
 
 NEAR = NetworkProfile.of("15gbit", ranks_per_node=8, device="v100")
 """Links with which the two best schemes are predicted to take about as long."""
 
 
-def test_close_plans_are_raced():
+def test_close_plans_are_timed():
     without = choose(links=NEAR).forecasts[0]
     names = list(dict.fromkeys(one.name for one in (without.chosen, *without.others)))
     first, second = names[:2]
-    race, calls = _race(links=NEAR)
-    agreeing = choose(links=NEAR, race=race).forecasts[0]
+    trial, calls = _trial(links=NEAR)
+    agreeing = choose(links=NEAR, trial=trial).forecasts[0]
     assert calls == [[first, second]]
     assert agreeing.chosen.name == first
     assert agreeing.chosen.step_s == pytest.approx(without.chosen.step_s)
-    race, calls = _race((first, 1.5), links=NEAR)
-    plan = choose(links=NEAR, race=race)
+    trial, calls = _trial((first, 1.5), links=NEAR)
+    plan = choose(links=NEAR, trial=trial)
     other = plan.forecasts[0]
     assert other.chosen.name == second
     # All bucket sizes of the slower one are slower.
@@ -259,8 +259,8 @@ def test_close_plans_are_raced():
 
 def test_what_was_not_timed_is_no_better_than_what_was():
     """Slowed down together, the best stay the best."""
-    race, calls = _race(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
-    forecast = choose(links=NEAR, race=race).forecasts[0]
+    trial, calls = _trial(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
+    forecast = choose(links=NEAR, trial=trial).forecasts[0]
     chosen = forecast.chosen
     assert calls == [["torus2d", "allreduce"]]
     assert chosen.name in ("allreduce", "torus2d")
@@ -279,30 +279,30 @@ def test_a_plan_in_use_that_is_faster_than_the_default_is_not_called_slower():
 def test_uncertain_links_widen_what_is_timed():
     """All candidates count, and the best of them are timed along with all-reduce."""
     wide = dataclasses.replace(SLOW, uncertainty=2.0, measured_at="2026-11-23T22:00:00+00:00")
-    race, calls = _race(("hitopk", 99.0), ("topk", 99.0))
-    plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, race=race)
+    trial, calls = _trial(("hitopk", 99.0), ("topk", 99.0))
+    plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, trial=trial)
     (names,) = calls
     assert "allreduce" in names
     assert {"hitopk", "torus2d"} <= set(names)
     assert _schemes(plan) == {"torus2d"}
-    race, calls = _race()
+    trial, calls = _trial()
     assert "hitopk" in str(
-        _schemes(choose(policies.Auto(compression=("topk",), density=0.01), race=race))
+        _schemes(choose(policies.Auto(compression=("topk",), density=0.01), trial=trial))
     )
 
 
-def test_no_race_where_predictions_differ_or_nobody_wants_one():
-    race, calls = _race()
-    assert choose(race=race).forecasts[0].chosen == choose().forecasts[0].chosen
+def test_no_trial_where_predictions_differ_or_none_is_wanted():
+    trial, calls = _trial()
+    assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is far ahead"
-    race, calls = _race(links=NEAR)
-    choose(policies.Auto(race=False), NEAR, race=race)
-    choose(policies.parse("torus2d"), NEAR, race=race)
+    trial, calls = _trial(links=NEAR)
+    choose(policies.Auto(race=False), NEAR, trial=trial)
+    choose(policies.parse("torus2d"), NEAR, trial=trial)
     assert not calls
     # Exchanges of a second, as ten times as many layers have.
-    race, calls = _race(links=NEAR)
+    trial, calls = _trial(links=NEAR)
     many = [dataclasses.replace(d, shape=(10240, 1024)) for d in LAYERS]
-    choose(links=NEAR, layers=many, race=race)
+    choose(links=NEAR, layers=many, trial=trial)
     assert not calls
 
 
