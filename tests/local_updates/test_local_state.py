@@ -72,8 +72,8 @@ def test_files_hold_the_center_and_what_the_rule_keeps(wire):
         assert models.digest(loaded.get_weights()) == models.digest(model.get_weights())
         velocity = [v.numpy() for v in rule.variables]
         assert any(np.abs(v).max() > 0 for v in velocity[2:])
-        assert models.digest(velocity) == models.digest([v.numpy() for v in found._rule.variables])
-        same_on_all_ranks([v.numpy() for v in found._rule.variables], wire)
+        assert models.digest(velocity) == models.digest([v.numpy() for v in found._outer.variables])
+        same_on_all_ranks([v.numpy() for v in found._outer.variables], wire)
         # Slots are of the rank that has saved them.
         slots = [v.numpy() for v in own.inner_optimizer.variables]
         assert models.digest(slots) == models.digest(
