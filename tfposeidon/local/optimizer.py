@@ -128,7 +128,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if hierarchical:
             self._node = exchanges.of_gradients_in_node(self, bucket_bytes, sample_count)
         self._synchronization: Synchronization | None = None
-        self._showing = Showing(lambda: self._synchronization, self._carry_statistics)
+        self._showing = Showing(lambda: self._synchronization, self._add_statistics)
         self._model: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ state
@@ -153,8 +153,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if runtime.size() > 1:
             self._build_synchronization(variables)
         else:
-            # Keras names the state after its variables, so they must be copies, as on several
-            # ranks.
+            # Copies, as on several ranks, because Keras names the state after its variables.
             self._outer.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.build()
@@ -162,8 +161,8 @@ class LocalUpdates(CommunicatingOptimizer):
         self._adopt(variables)
 
     def _build_synchronization(self, variables: Sequence[Any]) -> None:
-        inner, every = self.inner_optimizer, self._schedule.sync_every
-        outer_optimizers.warn_of_momentum(self._outer, inner, every)
+        every = self._schedule.sync_every
+        outer_optimizers.warn_of_momentum(self._outer, self.inner_optimizer, every)
         has_state = self._exchange.exchanger(variables).states.exist
         outer_optimizers.check_nothing_counts_twice(self._outer, self.policy, has_state)
         self._synchronization = Synchronization(
@@ -210,8 +209,7 @@ class LocalUpdates(CommunicatingOptimizer):
         plan = super().plan
         if self._synchronization is None:
             return plan
-        in_node = self._plan_in_node()
-        own = notes_of_plan(plan, self._schedule, self._outer, in_node)
+        own = notes_of_plan(plan, self._schedule, self._outer, self._plan_in_node())
         return dataclasses.replace(plan, occasion="synchronization", notes=(*own, *plan.notes))
 
     @property
@@ -266,9 +264,9 @@ class LocalUpdates(CommunicatingOptimizer):
         self._exchange.exchanger(variables)
         if self._node is not None:
             self._node.exchanger(variables)
-        self._carry_statistics()
+        self._add_statistics()
 
-    def _carry_statistics(self) -> None:
+    def _add_statistics(self) -> None:
         """Adds averaged state of the model's layers to the synchronization."""
         if self._synchronization is not None:
             model = self._model()
@@ -435,7 +433,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # Here, since a step that is already traced does not call it.
+            # A step that is already traced does not call it.
             self._synchronization.begin_step()
 
     def _join_hooks(self) -> list[JoinHook]:
@@ -443,5 +441,5 @@ class LocalUpdates(CommunicatingOptimizer):
             return []
         synchronization = self._synchronization
         in_node = [] if self._node is None else self._node.join_hooks()
-        # Always a graph, whose collectives have names.
+        # It runs as a graph in eager steps, too, and its collectives match by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

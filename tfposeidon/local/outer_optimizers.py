@@ -74,7 +74,8 @@ class Rule(ABC):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rule:
         """Creates an outer optimizer from a result of `get_config`."""
-        return cls(**config)
+        deserialize = keras.saving.deserialize_keras_object
+        return cls(**{name: deserialize(value) for name, value in config.items()})
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
@@ -209,11 +210,6 @@ class Outer(Rule):
         return {"optimizer": keras.saving.serialize_keras_object(self.optimizer)}
 
     @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Rule:
-        return cls(keras.saving.deserialize_keras_object(config["optimizer"]))
-
-    @override
     def __repr__(self) -> str:
         return f"Outer({type(self.optimizer).__name__}, {self.optimizer.get_config()})"
 
@@ -253,11 +249,6 @@ class SlowMomentum(Outer):
     @override
     def get_config(self) -> dict[str, Any]:
         return {"momentum": self.optimizer.momentum, "rate": self.rate}
-
-    @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Rule:
-        return cls(**config)
 
     __repr__ = __str__ = Rule.__repr__
 

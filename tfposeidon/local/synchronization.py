@@ -76,12 +76,12 @@ class Synchronization:
         self._traced_for: tuple[Exchanger, int] | None = None
         # Seconds that steps have waited for an exchange.
         self.exposed_s = 0.0
-        # Must run before Horovod shuts down and aborts a pending exchange.
+        # It must run before Horovod shuts down, which aborts a pending exchange.
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self, statistics: Sequence[Any]) -> None:
         """Creates missing variables; `statistics` are synchronized together with the weights."""
-        self.weights.carry(statistics)
+        self.weights.add_statistics(statistics)
         if self._schedule.overlap_steps:
             with tf.init_scope():
                 for variable in self.weights.variables[len(self._sent) :]:
@@ -97,8 +97,7 @@ class Synchronization:
     def begin_step(self) -> None:
         """Assigns this rank's own weights to the variables; the first step initializes them."""
         if not self.weights.has_begun:
-            # Assigned weights are the new start of all ranks, so earlier error-feedback state is
-            # invalid.
+            # All ranks start from the assigned weights, so earlier error-feedback state is invalid.
             self._restart_count()
             if self.exchanger.states.exist:
                 self.exchanger.states.drop()
@@ -118,8 +117,8 @@ class Synchronization:
             has_failed = future.done() and future.exception() is not None
             if has_failed or self._steps >= self._schedule.overlap_steps:
                 self._finish()
-        starts = self._schedule.warmup_steps
-        is_warming_up = starts > 0 and int(self._number.numpy()) < starts
+        warmup = self._schedule.warmup_steps
+        is_warming_up = warmup > 0 and int(self._number.numpy()) < warmup
         if self._steps < (1 if is_warming_up else self._schedule.sync_every):
             return
         if self._schedule.overlap_steps and not is_warming_up:
@@ -129,7 +128,7 @@ class Synchronization:
 
     def join(self) -> bool:
         """Joins the next synchronization without data; returns True if no rank has data."""
-        # Evaluation may have assigned the global weights before the end of the epoch.
+        # Evaluation may have shown the global weights before the end of the epoch.
         was_shown = self.weights.is_shown
         self.begin_step()
         self._finish()
@@ -178,7 +177,8 @@ class Synchronization:
         values = [*sent.differences, *sent.statistics, sent.count, sent.finite]
         for variable, value in zip([*self._sent, self._count, self._finite], values, strict=True):
             variable.assign(value)
-        self._is_pending, self._pending = True, self._in_background(sent)
+        self._is_pending = True
+        self._pending = self._in_background(sent)
 
     def _finish(self) -> None:
         """Waits for the pending exchange, if any, and applies its result."""
@@ -264,7 +264,8 @@ class Synchronization:
     def _contribution(self) -> Contribution:
         differences, statistics = self.weights.differences, self.weights.own_statistics
         samples, finite = self._samples.read_value(), _all_finite(differences)
-        # Samples, not steps: the ranks of a node drop an update if one of them is absent.
+        # Count samples and not steps, because the ranks of a node drop an update if one of them is
+        # absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         count = samples if self._outer.weighs_samples else worked
         return Contribution(differences, statistics, tf.where(finite, count, 0.0), finite)
@@ -287,10 +288,10 @@ class Synchronization:
             means, states = exchanger.exchange(differences, weight)
             return means, list(itertools.chain(*states))
         found: dict[int, tf.Tensor] = {}
-        kept: list[tf.Tensor] = []
+        new_states: list[tf.Tensor] = []
         last = weight
         for index, bucket in enumerate(exchanger.plan.buckets):
-            # In sequence, so that a collective of a step waits for at most one bucket.
+            # Exchange buckets in sequence: a collective of a step then waits for at most one.
             with tf.control_dependencies([last]):
                 own = [
                     tf.identity(difference) if member in bucket.members else None
@@ -298,9 +299,9 @@ class Synchronization:
                 ]
                 means, states = exchanger.exchange(own, weight, buckets=[index])
             found |= {member: means[member] for member in bucket.members}
-            kept += itertools.chain(*states)
+            new_states += itertools.chain(*states)
             last = means[bucket.members[0]]
-        return [found[index] for index in range(len(differences))], kept
+        return [found[index] for index in range(len(differences))], new_states
 
     def _mean_statistics(
         self, exchanger: Exchanger, statistics: list[tf.Tensor], weight: tf.Tensor
@@ -332,7 +333,7 @@ class Synchronization:
         for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
         if not self._outer.weighs_samples:
-            # Divided by all replicas: a replica without samples contributes a zero difference.
+            # Divide by all replicas: a replica without samples contributes a zero difference.
             share = found.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
         self._outer.move(weights.copies[: weights.trained], means)
@@ -345,7 +346,7 @@ class Synchronization:
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
-        """Updates this rank's weights; `before` has the global ones before a delayed update."""
+        """Updates this rank's weights; `before` has the global weights before a late update."""
         weights, pull = self.weights, self._outer.pull(self._replicas)
         # A replica that processed no samples keeps its weights.
         share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
@@ -377,11 +378,10 @@ class Synchronization:
         variables = [counters, self._samples, *self.weights.copies]
         if self._schedule.overlap_steps:
             variables += [self._count, self._finite, *self._sent]
-        descriptions = [
-            StateDescription(name=f"local {index}", placement=Placement.LOCAL)
-            for index, _ in enumerate(variables)
+        return [
+            (variable, StateDescription(name=f"local {index}", placement=Placement.LOCAL))
+            for index, variable in enumerate(variables)
         ]
-        return list(zip(variables, descriptions, strict=True))
 
     def _counters(self) -> list[int]:
         if self.weights.was_assigned:
@@ -413,7 +413,7 @@ class Counters:
 
 
 def _wait_at_exit(reference: weakref.ref[Synchronization]) -> None:
-    # With a timeout: the other ranks may have exited.
+    # Wait for a limited time, because the other ranks may have exited.
     if (synchronization := reference()) is not None:
         synchronization.discard(EXIT_PATIENCE_S)
 
