@@ -243,17 +243,16 @@ class ChoosePlan(keras.callbacks.Callback):
             self._decide()
         if not self._is_changing:
             return
-        watches = self._session.watches_absence
+        watches, unsent = self._session.watches_absence, self._unsent
         left = self._batches_before - self._batches
         # If epochs may end early, plans cannot change within them: a rank that joins after its last
         # batch knows only the traced exchange.
-        if not (watches and self._batches) and self._has_flushed:
+        if not (watches and self._batches) and not unsent:
             self._apply()
             self._session.retrace()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
-            for states in self._changing:
-                if not states.has_flushed:
-                    states.flush()
+            for states in unsent:
+                states.flush()
 
     def _decide(self) -> None:
         undecided = [one for one in self._undecided if one.planner.is_watching]
@@ -275,13 +274,13 @@ class ChoosePlan(keras.callbacks.Callback):
         for plans, *found in zip(undecided, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
-        waits = self._session.watches_absence and not self._has_flushed
+        waits = self._session.watches_absence and self._unsent
         self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
         if not self._is_changing:
             for plans in self._plans:
                 plans.planner.proposed.clear()
             self._apply()
-        elif self._changing:
+        elif any(plans.planner.changing(plans) for plans in self._plans):
             runtime.say(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
@@ -294,13 +293,10 @@ class ChoosePlan(keras.callbacks.Callback):
             plans.planner.apply(plans)
 
     @property
-    def _changing(self) -> list[SchemeStates]:
-        """States of schemes whose plans change."""
-        return [one.states for plans in self._plans for one in plans.planner.changing(plans)]
-
-    @property
-    def _has_flushed(self) -> bool:
-        return all(states.has_flushed for states in self._changing)
+    def _unsent(self) -> list[SchemeStates]:
+        """States of schemes whose plans change, and which have not sent their residuals."""
+        changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
+        return [one.states for one in changing if not one.states.has_flushed]
 
     def _updates_left(self) -> list[float]:
         """Returns the remaining updates, and those after an epoch as long as the previous one."""
