@@ -1,7 +1,10 @@
 """Predicts one training step: the time of each stage of its exchanges, and how they overlap.
 
 Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
-processor. Each bucket passes through its stages, which are collectives or local work.
+processor. Each bucket passes through its stages, which are collectives or local work. The thread
+negotiates once per cycle for all ready collectives, fuses compatible all-reduces, and executes
+collectives sequentially. Local work of all buckets shares the processor. Nothing overlaps with the
+next step.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -74,13 +77,9 @@ def stage_times(
 
     Source: latency and bytes (Hockney 1994), with concurrent CPU work of all ranks at once.
     """
-    # If all nodes have the same load, the ranks of the first one suffice.
-    first = topology.nodes[0]
-    is_regular = topology.nodes == Topology.regular(0, topology.size, len(first)).nodes
-    is_even = is_regular and topology.size % len(first) == 0 and scheme.loads_evenly
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
-        for rank in (first if is_even else range(topology.size))
+        for rank in _representative_ranks(scheme, topology)
     }
     times = []
     # Ranks that skip some stages have fewer, in the order of the complete list.
@@ -96,6 +95,14 @@ def stage_times(
             slowest_s = max(work_seconds(work, links.rates) for work in works)
             times.append(StageTime(operation=None, load_s=slowest_s))
     return tuple(times)
+
+
+def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
+    """Returns the ranks of the first node if all nodes have the same load, else all ranks."""
+    first, size = topology.nodes[0], topology.size
+    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
+    is_even = is_regular and size % len(first) == 0 and scheme.loads_evenly
+    return first if is_even else range(size)
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
@@ -226,15 +233,9 @@ def simulate(
     collective_s: float,
     fusion_bytes: int = FUSION_BYTES,
 ) -> Simulated:
-    """Predicts one step from the stages of its buckets, which are ready after `ready_s`.
-
-    Horovod's thread negotiates once per cycle for all ready collectives, which takes
-    `collective_s`. It fuses compatible all-reduces, and executes collectives sequentially. Local
-    work of all buckets shares a rank's processor. Nothing overlaps with the next step.
-    """
+    """Predicts one step from the stages of its buckets, which are ready after `ready_s`."""
     numbers = itertools.count()
-    events: list[_Event] = [(s, next(numbers), c) for s, c in zip(ready_s, chains, strict=True)]
-    heapq.heapify(events)
+    events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))  # A valid heap.
     waiting: list[_Event] = []
     finish_s = busy_s = thread_s = processor_s = 0.0
     while events or waiting:
@@ -249,27 +250,26 @@ def simulate(
             else:
                 waiting.append(event)
             continue
-        thread_s = begin_s + collective_s
-        while waiting:
-            fused, waiting = _fused(waiting, fusion_bytes)
-            first = [stages[0] for _, _, stages in fused]
-            took_s = max(stage.latency_s for stage in first) + sum(s.load_s for s in first)
+        thread_s, ready, waiting = begin_s + collective_s, waiting, []
+        for took_s, fused in _executions(ready, fusion_bytes):
             thread_s, busy_s = thread_s + took_s, busy_s + took_s
             for _, _, stages in fused:
                 heapq.heappush(events, (thread_s, next(numbers), stages[1:]))
     return Simulated(step_s=max(finish_s, compute_s), compute_s=compute_s, busy_s=busy_s)
 
 
-def _fused(ready: Sequence[_Event], fusion_bytes: int) -> tuple[list[_Event], list[_Event]]:
-    """Returns the first collective with those that Horovod fuses with it, and the others."""
-    leading = ready[0][2][0]
-    fused, others, size_bytes = [ready[0]], [], leading.size_bytes
-    for event in ready[1:]:
-        stage = event[2][0]
-        fits = size_bytes + stage.size_bytes <= fusion_bytes
-        if fits and stage.fuses_with == leading.fuses_with is not None:
-            fused.append(event)
-            size_bytes += stage.size_bytes
-        else:
-            others.append(event)
-    return fused, others
+def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:
+    """Yields the seconds of each execution in a cycle, and the collectives that it fuses."""
+    while ready:
+        leading = ready[0][2][0]
+        fused, others, size_bytes = [ready[0]], [], leading.size_bytes
+        for event in ready[1:]:
+            stage = event[2][0]
+            fits = size_bytes + stage.size_bytes <= fusion_bytes
+            if fits and stage.fuses_with == leading.fuses_with is not None:
+                fused.append(event)
+                size_bytes += stage.size_bytes
+            else:
+                others.append(event)
+        stages, ready = [event[2][0] for event in fused], others
+        yield max(s.latency_s for s in stages) + sum(s.load_s for s in stages), fused
