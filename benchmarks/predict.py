@@ -30,7 +30,7 @@ from benchmarks import figures, grid, harness, predict_steps
 from benchmarks.baselines import one_bit
 from benchmarks.exchanges import factors_named, scheme_named
 from tfposeidon.autotune import simulation
-from tfposeidon.autotune.search import RACED_WITHIN
+from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.lab.cluster import BURST_S
 from tfposeidon.policies import Auto
 
@@ -254,7 +254,7 @@ def chosen(options, races):
     raced = set()
     while True:
         close = sorted(seconds_of, key=seconds_of.get)[:2]
-        is_close = seconds_of[close[-1]] <= (1 + RACED_WITHIN) * seconds_of[close[0]]
+        is_close = seconds_of[close[-1]] <= (1 + CLOSE_WITHIN) * seconds_of[close[0]]
         runners = set(close if is_close else close[:1]) - raced
         if not races or not runners or (not is_close and not raced):
             break

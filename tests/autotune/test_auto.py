@@ -65,12 +65,12 @@ def test_sparse_where_it_is_allowed(wire):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     names = {bucket.scheme.name for bucket in optimizer.plan.buckets}
-    # On one node there is no slow link, and dense may be as fast.
+    # On one node no link is slow, and a dense scheme may be as fast.
     assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
 
 
 def test_accumulation_and_several_fits(wire):
-    """Updates are timed, and what one `fit` has learnt the next one keeps."""
+    """Updates are timed, and the next `fit` retains the measurements of the previous one."""
     model, data = models.mlp(), models.mlp.data(BATCH * 40)
     optimizer = tp.DistributedOptimizer(sgd(), gradient_accumulation_steps=3)
     with links(given(wire, "1gbit")):
@@ -153,7 +153,7 @@ def test_sizes_are_those_of_all_timed_steps():
     times, gradient = StepTimes(1, reader), tf.ones([4])
     for _ in range(3):
         times.ready([], [gradient], [gradient], [])([gradient])
-    # The first step has no beginning.
+    # The first step has no start time.
     assert times.measured.sizes == [20.0]
 
 
@@ -162,8 +162,8 @@ def _slowdowns(plan):
     return [one.slowdown for one in (forecast.chosen, *forecast.others)]
 
 
-def test_where_no_steps_are_timed_the_first_plan_is_raced(wire):
-    """In a loop of one's own; in `fit`, the decision races that follows timed steps."""
+def test_where_no_steps_are_timed_exchanges_are(wire):
+    """In a custom loop; in `fit`, a timed trial follows timed steps."""
     descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
     planner = AutoPlanner(tp.policies.Auto(margin=0.0), 2**22)
     with links(ideal(wire, bytes_per_s=1e8)):
@@ -171,7 +171,7 @@ def test_where_no_steps_are_timed_the_first_plan_is_raced(wire):
         planner.is_watching = True
         assert set(_slowdowns(planner.plan_step(descriptions))) == {1.0}
     assert set(found) != {1.0}
-    assert all(other == found for other in exchange_objects(found, wire, "raced"))
+    assert all(other == found for other in exchange_objects(found, wire, "slowdowns"))
 
 
 def test_beside_factors_it_decides_once_there_are_rows(wire):
@@ -208,7 +208,7 @@ def test_a_schedule_to_auto(wire):
 
 
 class Decorated(keras.Sequential):
-    """A model with a compiled train step, though Keras compiles it anyway."""
+    """A model with a compiled train step, although Keras compiles it, too."""
 
     @tf.function
     def train_step(self, data):
@@ -216,7 +216,7 @@ class Decorated(keras.Sequential):
 
 
 def test_a_train_step_that_is_compiled_twice(wire):
-    """A change of schemes reaches it, and so does the end of an epoch."""
+    """A change of schemes and the end of an epoch affect it."""
     model = models.mlp()
     data = models.mlp.data(BATCH * 10)
     reference = train_alone(models.copy(models.mlp, model), data, sgd(), epochs=2)
@@ -230,7 +230,7 @@ def test_a_train_step_that_is_compiled_twice(wire):
 
 
 def test_a_saved_model_holds_the_policy_and_no_links(wire):
-    """Loading it measures nothing. The plan before the first step knows no links either."""
+    """Loading it measures nothing, and the plan before the first step has no profile."""
     model, data = large(), models.mlp.data(BATCH * 10)
     policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.0)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
@@ -260,15 +260,15 @@ def test_eagerly_and_several_steps_in_one_execution(wire):
         assert optimizer.plan.forecasts, compile
 
 
-def test_close_plans_are_raced(wire):
+def test_close_plans_are_timed(wire):
     model, data = wide(steps=12)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))
-    # The ring and the all-to-all send as many bytes.
+    # The ring and the all-to-all send equally many bytes.
     with planning(LEAST_GAIN=0.0), links(ideal(wire, bytes_per_s=1e8)):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     found = _slowdowns(optimizer.plan)
-    assert all(other == found for other in exchange_objects(found, wire, "raced"))
+    assert all(other == found for other in exchange_objects(found, wire, "slowdowns"))
     assert "timed exchanges, relative to the predicted ones" in str(optimizer.plan)
 
 

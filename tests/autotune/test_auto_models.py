@@ -1,4 +1,4 @@
-"""`auto` with what users have: data of unknown length, several optimizers, mixed precision."""
+"""`auto` with data of unknown length, several optimizers and mixed precision."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def _check_planned(optimizer):
 
 
 def test_bert_of_texts_of_any_length(wire):
-    """Gradients without static shapes, and an embedding whose rows may travel as indices."""
+    """Gradients without static shapes, and an embedding whose rows may be sent by index."""
     steps = 10
     data, start = hub.make_texts(steps * BATCH), hub.bert()
     reference = train_alone(models.copy(hub.bert, start), data, sgd())
@@ -64,7 +64,7 @@ def test_ranks_with_other_numbers_of_batches(wire):
 
 
 def test_several_steps_in_an_execution_on_ranks_with_other_numbers_of_batches(wire):
-    """What sparse schemes keep is sent before plans change, in the last execution of an epoch."""
+    """Residuals are sent before plans change, in the last execution of an epoch."""
     model = large()
     optimizer = tp.DistributedOptimizer(
         sgd(), scheme=tp.policies.Auto(compression=("topk",), density=0.05)
@@ -93,7 +93,7 @@ def test_mixed_precision_and_a_dataset_of_python(wire):
 
 
 def test_an_optimizer_that_trains_parts_in_turn(wire):
-    """One optimizer, two lists of variables: each has a plan of its own."""
+    """One optimizer with two lists of variables has a plan for each."""
     kernels = [keras.Variable(np.ones((64, 64), "float32"), name=f"kernel_{i}") for i in range(2)]
     optimizer = tp.DistributedOptimizer(sgd())
     optimizer.build(kernels)

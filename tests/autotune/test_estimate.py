@@ -1,4 +1,4 @@
-"""Measured links: what the estimate makes of times."""
+"""Network profiles that are fitted to given times of probes."""
 
 import dataclasses
 import random
@@ -31,7 +31,7 @@ def _probes(topology):
 
 
 def _seconds(one, topology, flow=FLOW):
-    """Time that a probe takes on links with the figures above."""
+    """Returns the seconds of a probe on a network with the figures above."""
     sent_bytes, stays = one.bytes_on(topology)
     rate = NODE if stays else flow if one.name == "rate.flow" else ACROSS
     link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(one.transfers[0])
@@ -41,7 +41,7 @@ def _seconds(one, topology, flow=FLOW):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_of_probes(layout):
-    """Counted by hand: nodes send to all other ranks, rings pass on all but one part."""
+    """Counted by hand: nodes send to all other ranks, and rings forward all but one part."""
     topology = LAYOUTS[layout]
     largest = max(map(len, topology.nodes))
     others, nodes = topology.size - largest, len(topology.nodes)
@@ -60,12 +60,12 @@ def test_bytes_of_probes(layout):
 
 @pytest.mark.parametrize("load", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_there_is_found(layout, load):
-    """Rates to 10 % and latencies to 25 %, also where others take the CPU for a share of rounds."""
+def test_the_fit_recovers_the_figures(layout, load):
+    """Rates to 10 % and latencies to 25 %, even if other work uses the CPU in some rounds."""
     topology, rng = LAYOUTS[layout], random.Random(1)
 
     def samples(seconds):
-        # A load makes a share of the rounds up to three times as long.
+        # Load makes some of the rounds up to three times as long.
         return [
             seconds * (1 + 0.02 * rng.random() + (rng.random() < load) * 2 * rng.random())
             for _ in range(11)
@@ -91,8 +91,8 @@ def test_what_is_there_is_found(layout, load):
     links.check_fits(topology)
 
 
-def test_sums_behind_a_slow_link_are_found_too():
-    """What the link hides of them does not count much, and neither does an error."""
+def test_the_fit_recovers_sums_behind_a_slow_link():
+    """Sums that the link hides matter little, and so does an error in them."""
     topology = LAYOUTS["4x1"]
     (half,) = (one for one in _probes(topology) if one.name == "rate.half")
     sent_bytes, _ = half.bytes_on(topology)
@@ -104,7 +104,7 @@ def test_sums_behind_a_slow_link_are_found_too():
         )
 
 
-def test_rates_are_found_in_times_of_work():
+def test_the_fit_recovers_rates_of_work():
     made = dataclasses.replace(CPU, half_s=0.0)
     n, few, many, rows, side = 2**20, 2**10, 2**16, 32, 512
     times = {
@@ -132,7 +132,7 @@ def test_a_connection_as_fast_as_its_link_is_no_limit():
 
 @pytest.mark.parametrize("name", ["rate.across", "rate.flow"])
 def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
-    """TCP waits 200 ms before it sends again what was lost, which happens in one round of many."""
+    """TCP waits 200 ms before it sends a lost packet again, in one round of many."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     (flow,) = (p for p in probes if p.name == "rate.flow")
@@ -145,7 +145,7 @@ def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
 
 
 def test_uncertainty_is_that_of_the_rate_which_counts():
-    """Where a connection has no limit, one of two probes tells the rate, and the other nothing."""
+    """If a connection has no limit, only one of two probes determines the rate."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     (flow,) = (p for p in probes if p.name == "rate.flow")
@@ -153,6 +153,6 @@ def test_uncertainty_is_that_of_the_rate_which_counts():
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 2
     times["rate.across"] = [times["rate.across"][0], 5 * times["rate.across"][0]]
     assert measurement.estimate_links(probes, times, topology, CPU).uncertainty < 0.25
-    # A connection with a limit counts, and so do both.
+    # If a connection has a limit, both probes determine the rate.
     times["rate.flow"] = [_seconds(flow, topology) * 8] * 2
     assert measurement.estimate_links(probes, times, topology, CPU).uncertainty > 0.25

@@ -1,4 +1,4 @@
-"""Plans that change once while real ranks train: when they do, and that nothing is lost."""
+"""Plans that change once while real ranks train: the time of the change, and exactness."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 
 def test_it_plans_again_by_measured_times(wire):
-    """Smaller buckets hide a part of the exchange behind the backward pass."""
+    """Smaller buckets overlap a part of the exchange with the backward pass."""
     per_layer_s = 0.01
     model, data = wide(steps=12, backward_s=per_layer_s)
     reference = train_alone(copied(model), data, sgd())
@@ -61,12 +61,12 @@ def test_a_gain_smaller_than_its_cost_changes_nothing(wire):
     with links(given(wire, "1gbit")), LogLines() as lines:
         train_together(model, data, optimizer, wire)
     assert not [line for line in lines if "updated from measured times" in line]
-    # The forecast knows what steps compute all the same.
+    # The forecast includes the computation of steps nevertheless.
     assert optimizer.plan.forecasts[0].knows_computation
 
 
 def test_once_it_has_decided_steps_have_no_clocks(wire):
-    """And nothing is measured again where steps take longer than predicted: it is logged once."""
+    """If steps take longer than predicted, it is logged once, and nothing is measured again."""
     model, data = wide(steps=30)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
     rosy = ideal(wire, bytes_per_s=1e12)
@@ -85,8 +85,8 @@ def test_once_it_has_decided_steps_have_no_clocks(wire):
     assert len(wrong) == (wire.topology.rank == 0), lines
 
 
-def test_steps_that_nobody_times(wire):
-    """By a scheme that is named, and in a loop of one's own: they say so."""
+def test_steps_that_are_not_timed(wire):
+    """Reading their exposed time raises an error, with a fixed scheme and in a custom loop."""
     weight = keras.Variable(np.zeros(4, "float32"), name="weight")
     for scheme in ("allreduce", "auto"):
         optimizer = tp.DistributedOptimizer(sgd(), scheme)
@@ -97,12 +97,12 @@ def test_steps_that_nobody_times(wire):
 
 
 TURNING = []
-"""The scheme that `Turning` leaves open."""
+"""The candidates of `Turning`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turning(Tunable):
-    """Leaves open what is in the list, which the test changes."""
+    """Policy whose candidates the test changes."""
 
     def choose(self, description, topology):
         return tp.policies.Choice(TURNING[0], "turning")
@@ -136,7 +136,7 @@ def _compiled(model, **options):
 
 @contextlib.contextmanager
 def _turning(wire):
-    """From a sparse scheme, which takes longer than a dense one would, to that one."""
+    """Changes from a sparse scheme to a faster dense scheme."""
     TURNING[:] = [tp.schemes.TopK(density=0.9, min_elements=0)]
     known = ideal(wire, bytes_per_s=1e8)
     with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
@@ -168,8 +168,8 @@ def _check_turned(model, expected, wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_a_change_of_plan_loses_nothing_that_was_kept(wire):
-    """What a sparse scheme had kept is sent before a dense one follows it."""
+def test_a_change_of_plan_loses_no_residuals(wire):
+    """The residuals of a sparse scheme are sent before a dense scheme replaces it."""
     begin, end = _turning_data(2), _turning_data(12)
     model = _compiled(parallel_layers())
     expected = _trained_alone(model, begin, end)
@@ -183,14 +183,14 @@ def test_a_change_of_plan_loses_nothing_that_was_kept(wire):
 
 
 class Stop(keras.callbacks.Callback):
-    """Ends training after the first epoch, where more were asked for."""
+    """Ends training after the first of several epochs."""
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True
 
 
 def test_a_change_of_plan_goes_on_after_training_has_ended(wire):
-    """In a later `fit` and in a resumed run, where what was kept has yet to be sent."""
+    """In a later `fit` and in a resumed run, which first send the residuals."""
     begin = _turning_data(2)
     end = _turning_data(choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS)
     model = _compiled(parallel_layers())
@@ -211,7 +211,7 @@ def test_a_change_of_plan_goes_on_after_training_has_ended(wire):
 
 
 class WatchingFlushes(Watching):
-    """Notes after each batch whether schemes have sent all that they had kept."""
+    """Records after each batch whether schemes have sent all residuals."""
 
     def __init__(self):
         super().__init__()
@@ -221,8 +221,8 @@ class WatchingFlushes(Watching):
         self.seen.append(self.model.optimizer.exchange.has_flushed)
 
 
-def test_where_absence_is_watched_one_execution_sends_what_was_kept(wire):
-    """The last one of an epoch: no other is dense because plans are about to change."""
+def test_where_absence_is_watched_one_execution_sends_residuals(wire):
+    """Only the last execution of an epoch is dense because of the change of plans."""
     executions, steps = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS, 2
     begin, end = _turning_data(2), _turning_data(steps * executions)
     model = _compiled(parallel_layers(), steps_per_execution=steps)
@@ -250,8 +250,8 @@ def test_a_plan_changes_where_the_length_of_epochs_is_unknown(wire):
     _check_turned(model, expected, wire)
 
 
-def test_a_resumed_run_follows_the_plan_that_was_kept(wire):
-    """Although another one is predicted to be faster."""
+def test_a_resumed_run_follows_the_retained_plan(wire):
+    """Another plan is predicted to be faster."""
     folder, steps = shared_folder(wire), choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
     known = ideal(wire, 4 * WIDTH**2 / 0.004)
     plans = []

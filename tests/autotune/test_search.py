@@ -1,4 +1,4 @@
-"""`auto`: what it chooses, what it says, and what may not decide."""
+"""Choices of `auto`, their explanations, and the data that they depend on."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def _schemes(plan):
 def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts():
     assert _schemes(choose()) == {"torus2d"}
     assert _schemes(choose(links=FAST)) == {"alltoall"}
-    # Horovod fuses all rings into one, and each all-to-all waits for its turn.
+    # Horovod fuses all rings into one, and executes one all-to-all after another.
     assert _schemes(choose(links=FAST, layers=SMALL)) == {"allreduce"}
 
 
@@ -69,7 +69,7 @@ def test_never_slower_than_uniform_plans():
 
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit", "25gbit", "400gbit"])
 @pytest.mark.parametrize("factors", [None, FactorShape(8, 1024, 1024, "float32")])
-def test_exact_unless_told_otherwise(rate, factors):
+def test_exact_by_default(rate, factors):
     layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
     links = NetworkProfile.of(rate, ranks_per_node=8)
     plan = choose(links=links, layers=layers)
@@ -78,7 +78,7 @@ def test_exact_unless_told_otherwise(rate, factors):
     assert not any(bucket.slots(CLUSTER) for bucket in halves.buckets)
 
 
-def test_what_is_allowed_is_taken_where_it_pays():
+def test_allowed_compression_is_used_where_it_is_faster():
     slow = NetworkProfile.of("200mbit", ranks_per_node=8)
     assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(compression=("fp16",)), slow)))
     sparse = choose(policies.Auto(compression=("topk",), density=0.05), slow)
@@ -99,7 +99,7 @@ def test_few_rows_travel_as_factors_and_many_do_not():
 
     assert "factors" in chosen(1)
     assert "factors" not in chosen(4096)
-    # Before the first step nobody knows the rows.
+    # Before the first step the rows are unknown.
     assert "factors" not in chosen(None)
 
 
@@ -120,8 +120,8 @@ def _first(links):
     ).step_s
 
 
-def test_large_variables_may_go_another_way():
-    """One kernel with factors of one row among others without any."""
+def test_large_variables_may_have_another_scheme():
+    """One kernel with factors of one row, and others without factors."""
     factors = FactorShape(1, 4096, 4096, "float32")
     layers = [
         *LAYERS,
@@ -135,7 +135,7 @@ def test_large_variables_may_go_another_way():
         links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline
     )
     buckets = {d.path: bucket for bucket in plan.buckets for d in bucket.descriptions}
-    # Each step decides by its rows.
+    # Each step chooses by its rows.
     large, second = (
         buckets[layer.path].sized(8.0, policies.Auto(), CLUSTER) for layer in layers[-2:]
     )
@@ -144,15 +144,15 @@ def test_large_variables_may_go_another_way():
     assert (str(second.scheme), str(many.scheme)) == ("factors", "torus2d")
 
 
-def test_a_bucket_size_that_is_asked_for_is_kept():
+def test_a_given_bucket_size_is_used():
     for size in (2**20, DEFAULT_BUCKET_BYTES):
         forecast = choose(bucket_bytes=size).forecasts[0]
         assert {one.bucket_bytes for one in (forecast.chosen, *forecast.others)} == {size}
-    # Without the times of computation large buckets would always seem best.
+    # Without computation times, large buckets would always seem best.
     assert choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
 
 
-def test_rules_leave_open_what_they_do_not_say():
+def test_rules_leave_other_variables_to_auto():
     policy = policies.Rules([("layer_3", schemes.AllToAll(wire_dtype="float16")), (".", "auto")])
     plan = choose(policy)
     by_path = {d.path: str(b.scheme) for b in plan.buckets for d in b.descriptions}
@@ -166,8 +166,8 @@ def test_rules_leave_open_what_they_do_not_say():
     assert "torus2d(wire_dtype=float16)" in _schemes(choose(halves))
 
 
-def test_rules_that_decide_by_rows_beside_what_is_open():
-    """With few rows each goes by itself, and until steps decide, several share a bucket."""
+def test_rules_by_rows_and_auto_in_one_policy():
+    """Variables share a bucket until steps know their rows."""
     factors = FactorShape(1, 32, 32, "float32")
     layers = [dataclasses.replace(layer, structure=factors) for layer in SMALL]
     plan = choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
@@ -183,7 +183,7 @@ def test_every_plan_has_a_prediction_where_links_are_known():
     assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
 
 
-def test_factors_have_no_cost_before_there_are_rows():
+def test_factors_have_no_cost_before_rows_are_known():
     factors = FactorShape(None, 1024, 1024, "float32")
     layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
     assert not choose(policies.parse("factors"), layers=layers).forecasts
@@ -192,7 +192,7 @@ def test_factors_have_no_cost_before_there_are_rows():
 
 
 def test_all_reduce_in_large_buckets_is_all_reduce():
-    """Another scheme has to gain the margin over the best bucket size of all-reduce."""
+    """Another scheme must be faster than the best bucket size of all-reduce by the margin."""
     plan = choose(links=FAST, layers=SMALL)
     steps = {
         size: predict(
@@ -203,7 +203,7 @@ def test_all_reduce_in_large_buckets_is_all_reduce():
     assert plan.forecasts[0].chosen.step_s <= min(steps.values())
 
 
-def test_it_explains_itself():
+def test_plans_explain_the_choice():
     text = str(choose())
     step = choose().forecasts[0].chosen.step_s
     assert f"predicted step: {1e3 * step:.4g} ms, of which" in text
@@ -221,46 +221,46 @@ def test_it_explains_itself():
     assert content["links"]["across"]["bytes_per_s"] == SLOW.across.bytes_per_s
 
 
-def _race(*slowdowns, links=SLOW):
-    """A race in which exchanges take so many times as long as predicted, by the scheme."""
+def _trial(*slowdowns, links=SLOW):
+    """Returns a trial with these slowdowns of schemes, and the list of its calls."""
     known, calls = dict(slowdowns), []
 
-    def race(plans):
+    def trial(plans):
         names = [next(iter({str(bucket.scheme) for bucket in plan.buckets})) for plan in plans]
         calls.append(names)
         pairs = zip(plans, names, strict=True)
         return [known.get(name, 1.0) * predict(plan, links).step_s for plan, name in pairs]
 
-    return race, calls
+    return trial, calls
 
 
 NEAR = NetworkProfile.of("15gbit", ranks_per_node=8, device="v100")
-"""Links with which the two best schemes are predicted to take about as long."""
+"""Network profile with which the two best schemes have similar predictions."""
 
 
-def test_close_plans_are_raced():
+def test_close_plans_are_timed():
     without = choose(links=NEAR).forecasts[0]
     names = list(dict.fromkeys(one.name for one in (without.chosen, *without.others)))
     first, second = names[:2]
-    race, calls = _race(links=NEAR)
-    agreeing = choose(links=NEAR, race=race).forecasts[0]
+    trial, calls = _trial(links=NEAR)
+    agreeing = choose(links=NEAR, trial=trial).forecasts[0]
     assert calls == [[first, second]]
     assert agreeing.chosen.name == first
     assert agreeing.chosen.step_s == pytest.approx(without.chosen.step_s)
-    race, calls = _race((first, 1.5), links=NEAR)
-    plan = choose(links=NEAR, race=race)
+    trial, calls = _trial((first, 1.5), links=NEAR)
+    plan = choose(links=NEAR, trial=trial)
     other = plan.forecasts[0]
     assert other.chosen.name == second
-    # All bucket sizes of the slower one are slower.
+    # All bucket sizes of the slower scheme are slower.
     slower = [one for one in other.others if one.name == first]
     assert {round(one.slowdown, 6) for one in slower} == {1.5}
     assert f"1.50 ({first})" in str(plan)
 
 
-def test_what_was_not_timed_is_no_better_than_what_was():
-    """Slowed down together, the best stay the best."""
-    race, calls = _race(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
-    forecast = choose(links=NEAR, race=race).forecasts[0]
+def test_candidates_without_a_trial_do_not_win_by_it():
+    """If the best candidates are slowed down alike, one of them is still chosen."""
+    trial, calls = _trial(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
+    forecast = choose(links=NEAR, trial=trial).forecasts[0]
     chosen = forecast.chosen
     assert calls == [["torus2d", "allreduce"]]
     assert chosen.name in ("allreduce", "torus2d")
@@ -276,33 +276,33 @@ def test_a_plan_in_use_that_is_faster_than_the_default_is_not_called_slower():
     assert forecast.kept(ordered[-1]).is_kept
 
 
-def test_uncertain_links_widen_what_is_timed():
-    """All candidates count, and the best of them are timed along with all-reduce."""
+def test_an_uncertain_network_widens_the_trial():
+    """All candidates are close, and the best of them are timed together with all-reduce."""
     wide = dataclasses.replace(SLOW, uncertainty=2.0, measured_at="2026-11-23T22:00:00+00:00")
-    race, calls = _race(("hitopk", 99.0), ("topk", 99.0))
-    plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, race=race)
+    trial, calls = _trial(("hitopk", 99.0), ("topk", 99.0))
+    plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, trial=trial)
     (names,) = calls
     assert "allreduce" in names
     assert {"hitopk", "torus2d"} <= set(names)
     assert _schemes(plan) == {"torus2d"}
-    race, calls = _race()
+    trial, calls = _trial()
     assert "hitopk" in str(
-        _schemes(choose(policies.Auto(compression=("topk",), density=0.01), race=race))
+        _schemes(choose(policies.Auto(compression=("topk",), density=0.01), trial=trial))
     )
 
 
-def test_no_race_where_predictions_differ_or_nobody_wants_one():
-    race, calls = _race()
-    assert choose(race=race).forecasts[0].chosen == choose().forecasts[0].chosen
+def test_no_trial_where_predictions_differ_or_none_is_wanted():
+    trial, calls = _trial()
+    assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is far ahead"
-    race, calls = _race(links=NEAR)
-    choose(policies.Auto(race=False), NEAR, race=race)
-    choose(policies.parse("torus2d"), NEAR, race=race)
+    trial, calls = _trial(links=NEAR)
+    choose(policies.Auto(race=False), NEAR, trial=trial)
+    choose(policies.parse("torus2d"), NEAR, trial=trial)
     assert not calls
-    # Exchanges of a second, as ten times as many layers have.
-    race, calls = _race(links=NEAR)
+    # The exchanges take a second each.
+    trial, calls = _trial(links=NEAR)
     many = [dataclasses.replace(d, shape=(10240, 1024)) for d in LAYERS]
-    choose(links=NEAR, layers=many, race=race)
+    choose(links=NEAR, layers=many, trial=trial)
     assert not calls
 
 
@@ -318,7 +318,7 @@ def test_policies_are_saved_without_links():
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
     assert set(policy.get_config()) == {"compression", "density", "margin", "race"}
-    # Of a release in which the class was in another module.
+    # A saved policy of a release in which the class was in another module.
     saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
     assert keras.saving.deserialize_keras_object(saved) == policy
 
@@ -340,7 +340,7 @@ def test_bad_input(arguments, message):
 
 
 def test_a_decision_is_restored():
-    """From a snapshot: schemes, bucket size and forecast, and the same plan."""
+    """A snapshot restores schemes, bucket size and forecast, which give the same plan."""
     plan = choose()
     saved = json.loads(json.dumps(Decision.of(plan, 1).to_dict()))
     restored = Decision.from_dict(saved)
@@ -362,7 +362,7 @@ def described(plan):
 
 @pytest.mark.slow
 def test_a_plan_is_a_pure_function():
-    """The same on all ranks, in other processes and with another seed of hashes."""
+    """It is the same on all ranks, in other processes and with another hash seed."""
     variables = {"PYTHONHASHSEED": "2", "PYTHONPATH": f"{ROOT}/tests/without:{ROOT}"}
     command = [sys.executable, "-c", PLAN_OF_A_RANK, "31"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Seconds of exchanges: what follows from the links, whatever their figures are."""
+"""Predicted seconds of exchanges: laws that hold for any network profile."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def test_units_count_once(name, layout):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_all_ranks_find_the_same(name):
+def test_all_ranks_predict_the_same(name):
     for topology in LAYOUTS.values():
         found = {
             _seconds(SCHEMES[name], topology.seen_from(rank), LINKS)
@@ -93,7 +93,7 @@ def test_all_ranks_find_the_same(name):
         assert len(found) == 1
 
 
-def test_a_node_alone_does_without_the_link_between_nodes():
+def test_a_single_node_needs_no_link_between_nodes():
     node = dataclasses.replace(LINKS, across=None)
     for scheme in SCHEMES.values():
         alone = Topology.regular(0, 2, 2)
@@ -101,7 +101,7 @@ def test_a_node_alone_does_without_the_link_between_nodes():
 
 
 def test_ranks_on_two_nodes_never_use_the_link_within_one():
-    """The ring of two nodes of one rank, where a node's link would be a thousand times as fast."""
+    """A ring of two nodes of one rank; a link within nodes would be much faster."""
     fast = dataclasses.replace(LINKS, node=Link(latency_s=0, bytes_per_s=1e12), rates=NOTHING)
     seconds = _seconds(schemes.AllReduce(), LAYOUTS["2x1"], fast)
     across = LINKS.across
@@ -110,7 +110,7 @@ def test_ranks_on_two_nodes_never_use_the_link_within_one():
 
 
 def test_factors_without_rows_cross_nodes_by_their_link():
-    """They have no bytes yet, and nodes of one rank have no link within."""
+    """Their bytes are unknown, and nodes of one rank have no link within the node."""
     unknown = dataclasses.replace(FACTORS, rows=None)
     links = dataclasses.replace(LINKS, node=None, ranks_per_node=1)
     (gather, _) = stage_times(schemes.Factors(), 2**17, 4, (unknown,), LAYOUTS["2x1"], links)
@@ -118,7 +118,7 @@ def test_factors_without_rows_cross_nodes_by_their_link():
 
 
 def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
-    """Rings cross nodes by one connection; a torus of eight ranks a node by eight."""
+    """Rings use one connection between nodes; a torus uses one for each rank of a node."""
     topology = Topology.regular(0, 32, 8)
     free = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100")
     limited = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
@@ -132,7 +132,7 @@ def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
 
 
 def test_the_server_of_a_matrix_is_the_busiest():
-    """It receives the factors of all others."""
+    """It receives the factors of all other ranks."""
     topology = Topology.regular(0, 4, 1)
     push = {
         rank: next(
@@ -163,20 +163,20 @@ def test_transfers_of_a_node_share_its_link():
 
 
 @pytest.mark.parametrize("name", contract.SCHEMES)
-def test_one_node_tells_for_all(name):
-    """Where all nodes are alike, the stages of one give the time that those of all ranks give."""
+def test_one_node_suffices_if_all_are_alike(name):
+    """The stages of one node give the same time as those of all ranks."""
     scheme, topology = SCHEMES[name], Topology.regular(0, 12, 4)
     whole = type("Whole", (type(scheme),), {"loads_evenly": False, "name": scheme.name})
     every = whole(**{f.name: getattr(scheme, f.name) for f in dataclasses.fields(scheme)})
     links = NetworkProfile.of("1gbit", ranks_per_node=4)
-    # Shards differ by an element, and nodes by as many bytes.
+    # Shards differ by one element, so nodes differ by a few bytes.
     assert exchange_seconds(every, 400_001, 4, (), topology, links) == pytest.approx(
         exchange_seconds(scheme, 400_001, 4, (), topology, links), rel=1e-4
     )
 
 
-def test_what_hides_is_counted_in_part():
-    """Within a node all bytes go through the CPU; across nodes most of that hides."""
+def test_overlapped_work_counts_in_part():
+    """The CPU processes bytes within a node; across nodes the network hides most of it."""
     topology = Topology.regular(0, 4, 2)
     links = dataclasses.replace(LINKS, rates=NOTHING)
     (ring,) = stage_times(schemes.AllReduce(), 2**20, 4, (), topology, links)

@@ -1,4 +1,4 @@
-"""Simulated steps: laws that hold whatever the times are."""
+"""Simulated steps: laws that hold for any times."""
 
 import itertools
 import random
@@ -50,7 +50,7 @@ def _random_chains(seed):
 
 @pytest.mark.parametrize("seed", range(50))
 def test_bounds(seed):
-    """A step is no shorter than its parts, and no longer than all of them one after the other."""
+    """A step is no shorter than each of its parts, and no longer than their sum."""
     chains = _random_chains(seed)
     ready = [0.05 * (i + 1) for i in range(len(chains))]
     compute = ready[-1]
@@ -74,7 +74,7 @@ def test_an_exchange_that_costs_nothing_leaves_the_computation(seed):
 
 
 def test_a_late_exchange_is_the_sum():
-    """One chain that begins when the computation ends."""
+    """One chain starts when the computation ends."""
     chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
     found = simulate([chain], [1.0], 1.0, CYCLE_S)
     assert found.step_s == pytest.approx(1.0 + _seconds(chain) + 2 * CYCLE_S)
@@ -93,7 +93,7 @@ def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
     assert one_by_one.step_s == pytest.approx(scatters.step_s)
 
 
-def test_what_horovod_fuses_is_told_by_its_variable():
+def test_a_variable_of_horovod_limits_fusion():
     assert fusion_bytes_of({}) == FUSION_BYTES
     assert fusion_bytes_of({FUSION_THRESHOLD: "8388608"}) == 2**23
     with pytest.raises(ValueError, match=r"must be a number of bytes\. Received: '64MB'"):
@@ -101,14 +101,14 @@ def test_what_horovod_fuses_is_told_by_its_variable():
 
 
 def test_small_all_to_alls_cost_more_than_one_ring():
-    """Small buckets: Horovod fuses the ring's, so many of them are hardly slower than one."""
+    """Horovod fuses small buckets of rings, so many of them are hardly slower than one."""
     many = [[_ring(0.0001)] for _ in range(50)]
     store = [[_scatter(0.00005), _scatter(0.00005)] for _ in range(50)]
     ready = [0.0] * 50
     assert simulate(many, ready, 0.0, 0.003).step_s < simulate(store, ready, 0.0, 0.003).step_s / 5
 
 
-def test_local_work_runs_beside_the_thread_and_shares_the_processor():
+def test_local_work_overlaps_collectives_and_shares_the_processor():
     chains = [[_work(0.1)], [_work(0.1)], [_scatter(0.15, latency_s=0.0)]]
     assert simulate(chains, [0.0] * 3, 0.0, 0.0).step_s == pytest.approx(0.2)
 

@@ -16,7 +16,7 @@ from tfposeidon.autotune.simulation import simulate, stage_times
 from tfposeidon.communication import runtime
 
 WIDTH, LAYERS = 400, 4
-"""Kernels of 640 kB: several share a bucket of the default size, and none a smaller one."""
+"""Kernels of 640 kB: several fit into a bucket of the default size, one into a smaller bucket."""
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def links(found):
 
 @contextlib.contextmanager
 def planning(**constants):
-    """Sets constants by which running jobs plan again, within this context.
+    """Sets constants of the decision about plans, within this context.
 
     Args:
       **constants: Values, by the names in `tfposeidon.autotune.choose_plan`.
@@ -52,13 +52,13 @@ def exchange_seconds(scheme, length, itemsize, structures, topology, links):
 
 
 def given(wire, rate, **options):
-    """Returns links with a rate between nodes, or within the node where there is only one."""
+    """Returns a profile with a rate between nodes, or within the node if there is only one."""
     per_node = max(len(node) for node in wire.topology.nodes)
     return tp.NetworkProfile.of(rate, ranks_per_node=per_node, **options)
 
 
 def ideal(wire, bytes_per_s):
-    """Returns links whose bytes alone take time."""
+    """Returns a profile in which only the transfer of bytes takes time."""
     known = given(wire, "1gbit")
     link = tp.Link(latency_s=0.0, bytes_per_s=bytes_per_s)
     return dataclasses.replace(
@@ -68,7 +68,7 @@ def ideal(wire, bytes_per_s):
 
 @keras.saving.register_keras_serializable()
 class SlowBackward(keras.layers.Layer):
-    """Returns its input, and takes a time in the backward pass that no load of the machine hides.
+    """Returns its input, and sleeps in the backward pass, regardless of the load of the machine.
 
     Args:
       seconds: Seconds that its part of the backward pass takes.
@@ -96,7 +96,7 @@ class SlowBackward(keras.layers.Layer):
 
 
 def wide(steps=30, backward_s=0.0):
-    """A model whose exchange and computation take about as long as each other."""
+    """A model whose exchange and computation take similar times."""
     layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
     if backward_s:
         layers = [one for layer in layers for one in (layer, SlowBackward(backward_s))]

@@ -1,4 +1,4 @@
-"""The rules of `LocalUpdates` in NumPy, runs that are resumed, and models for them."""
+"""Outer optimizers of `LocalUpdates` in NumPy, resumed runs, and models for them."""
 
 import contextlib
 import os
@@ -29,30 +29,30 @@ def sgd():
 
 
 class Reference:
-    """The rules once more, in NumPy, on replicas of one process.
+    """Outer optimizers in NumPy, on replicas of one process.
 
     Args:
-      rule: Name of a rule.
-      replicas: Models that train by themselves.
+      rule: Name of an outer optimizer.
+      replicas: Models that train independently.
       weights: Share of each replica in a mean, `[replicas]`.
     """
 
     def __init__(self, rule, replicas, weights=None):
         self.rule, self.replicas = rule, replicas
-        self.center = [np.array(w) for w in replicas[0].get_weights()]
-        self.velocity = [np.zeros_like(w) for w in self.center]
+        self.global_weights = [np.array(w) for w in replicas[0].get_weights()]
+        self.velocity = [np.zeros_like(w) for w in self.global_weights]
         self.weights = weights
 
     def sent(self):
         return [
-            [w - c for w, c in zip(replica.get_weights(), self.center, strict=True)]
+            [w - c for w, c in zip(replica.get_weights(), self.global_weights, strict=True)]
             for replica in self.replicas
         ]
 
-    def settle(self, sent):
-        """Applies differences, which may be some steps old."""
+    def apply(self, sent):
+        """Applies differences, which may be from some steps ago."""
         means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
-        before, self.center = self.center, self._moved(means)
+        before, self.global_weights = self.global_weights, self._moved(means)
         for replica, differences in zip(self.replicas, sent, strict=True):
             replica.set_weights(
                 [
@@ -60,23 +60,23 @@ class Reference:
                     if self.rule == "elastic"
                     else w - d + new - old
                     for w, d, old, new in zip(
-                        replica.get_weights(), differences, before, self.center, strict=True
+                        replica.get_weights(), differences, before, self.global_weights, strict=True
                     )
                 ]
             )
 
     def _moved(self, means):
         if self.rule == "average":
-            return [c + m for c, m in zip(self.center, means, strict=True)]
+            return [c + m for c, m in zip(self.global_weights, means, strict=True)]
         if self.rule == "elastic":
-            return [c + 0.8 * m for c, m in zip(self.center, means, strict=True)]
+            return [c + 0.8 * m for c, m in zip(self.global_weights, means, strict=True)]
         rate, momentum = (0.7, 0.5) if self.rule == "outer" else (0.9, 0.6)
         self.velocity = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
         if self.rule == "outer":
             moves = [momentum * v + rate * m for v, m in zip(self.velocity, means, strict=True)]
         else:
             moves = self.velocity
-        return [c + move for c, move in zip(self.center, moves, strict=True)]
+        return [c + move for c, move in zip(self.global_weights, moves, strict=True)]
 
 
 def fitted(build, start, data, wire, optimizer, **fit):
@@ -90,14 +90,14 @@ def fitted(build, start, data, wire, optimizer, **fit):
 
 
 def own_weights(model):
-    """Returns the weights that this rank goes on from."""
+    """Returns the local weights of this rank."""
     with hidden(model):
         return model.get_weights()
 
 
 @contextlib.contextmanager
 def hidden(model):
-    """Puts this rank's own weights into the variables, where the global ones are shown."""
+    """Assigns this rank's local weights to the variables within this context."""
     weights = tp.unwrap(model.optimizer)._synchronization.weights
     weights.hide()
     yield
@@ -117,9 +117,9 @@ def batch_norm():
 
 
 def local_job(folder, make, every_n_steps=None, build=batch_norm, model=None):
-    """A run that always sees the same data in the same order, in two epochs of four batches.
+    """Runs two epochs of four batches, with the same data in the same order each time.
 
-    It is that of a new model, or of this one.
+    It trains a new model, or the given one.
     """
     if model is None:
         keras.utils.clear_session(free_memory=False)
@@ -143,9 +143,9 @@ SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 
 
 def check_resumes(wire, make, snapshots, label=""):
-    """Resumes a run from some of its steps, and compares bits with those of the whole run.
+    """Resumes a run from some of its steps, and compares bits with the uninterrupted run.
 
-    The first is resumed by a new model, and the others by that one, as `checkpoints.check_resumes`.
+    A new model resumes the first snapshot, and then the others, as in `checkpoints.check_resumes`.
 
     Args:
       wire: Collectives that join the ranks.
@@ -173,11 +173,11 @@ def check_resumes(wire, make, snapshots, label=""):
 
 
 class SpoilsStatistics(keras.callbacks.Callback):
-    """Makes moving means of the second rank infinite, as an overflow does in half precision."""
+    """Makes moving means of rank 1 infinite, as an overflow does in half precision."""
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 1 and tp.rank() == 1:
             statistic = self.model.layers[1].moving_mean
-            # Callbacks see the global ones.
+            # Callbacks see the global statistics.
             with hidden(self.model):
                 statistic.assign(np.full(statistic.shape, np.inf))

@@ -1,4 +1,4 @@
-"""In the lab, local updates send what their plan says in each round, and nothing between rounds."""
+"""In the lab, synchronizations send the bytes of the plan, and other steps send nothing."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 EVERY, ROUNDS, BETWEEN, LATE = 8, 2, 3, 5
 WIDTH = 1400
-"""Side of the kernel: its 8 MB are many beside Horovod's own messages, of 0.3 MB in a second."""
+"""Side of the kernel of 8 MB; Horovod's own messages take 0.3 MB in a second."""
 TALK = 200_000
 """Bytes of the messages in which ranks agree on what to exchange, in nodes at every step."""
 OPTIONS = {
@@ -39,7 +39,7 @@ def test_bytes_of_steps_are_those_of_their_rounds(wire):
             for _ in range(count):
                 model.train_on_batch(x, x)
 
-        # So that all is traced, and nothing is under way when counting begins and ends.
+        # Then all graphs are traced, and no exchange is pending when counting starts and ends.
         steps(2 * EVERY + LATE)
         node = [wire.topology.seen_from(rank) for rank in wire.topology.node.ranks]
         of_round = sum(

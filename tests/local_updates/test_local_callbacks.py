@@ -32,7 +32,7 @@ pytestmark = pytest.mark.ranks("2", job="local")
 
 
 class Looking(keras.callbacks.ModelCheckpoint):
-    """Saves in the middle of epochs, and notes the weights that are seen there and at their end.
+    """Saves within epochs, and records the weights that it sees there and at the end of epochs.
 
     It adds to a callback of Keras's that looks at the end of epochs only.
     """
@@ -50,7 +50,7 @@ class Looking(keras.callbacks.ModelCheckpoint):
         self.ends.append(self.model.get_weights())
 
 
-def test_what_is_saved_and_evaluated_is_the_center(wire):
+def test_global_weights_are_saved_and_evaluated(wire):
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     undisturbed = fitted(
         models.mlp,
@@ -71,20 +71,20 @@ def test_what_is_saved_and_evaluated_is_the_center(wire):
         same_on_all_ranks(weights, wire)
     own = exchange_objects(models.digest(own_weights(model)), wire, "own")
     assert len(set(own)) == wire.topology.size
-    # Nobody trains otherwise because of it.
+    # The callbacks do not change training.
     assert models.digest(model.get_weights()) == models.digest(undisturbed.get_weights())
     moved = [np.abs(a - b).max() for a, b in zip(looking.saved[0], looking.saved[-1], strict=True)]
     assert max(moved) > 0
 
 
-def test_assigned_weights_are_where_ranks_go_on(wire):
+def test_ranks_continue_from_assigned_weights(wire):
     data, start = models.mlp.data(6 * BATCH), models.mlp()
     model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     model.set_weights([np.zeros_like(w) for w in model.get_weights()])
     local = BATCH // wire.topology.size
     again = [part[:local] for part in models.share(data, BATCH, wire.topology)]
     model.fit(*again, batch_size=local, shuffle=False, verbose=0)
-    # After one step without a synchronization, the center has the assigned weights.
+    # After one step without a synchronization, the global weights are the assigned weights.
     assert not any(np.any(w) for w in model.get_weights())
 
 
@@ -104,7 +104,7 @@ class Stops(keras.callbacks.Callback):
 
 
 def test_a_rank_that_stops_within_an_epoch_stops_all_at_its_end(wire):
-    """Beside callbacks in whose batches ranks communicate."""
+    """Together with callbacks that communicate in batches."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     folder = shared_folder(wire)
     options = {"epochs": 4, "validation_data": data}
@@ -116,7 +116,7 @@ def test_a_rank_that_stops_within_an_epoch_stops_all_at_its_end(wire):
         callbacks = [Stops(), *callbacks]
         model = fitted(models.mlp, start, data, wire, optimizer, callbacks=callbacks, **options)
         assert model.history.epoch == [0, 1]
-        # Every step was taken on all ranks, and no round was added.
+        # All ranks executed every step, without an additional synchronization.
         assert int(optimizer.iterations) == 10
         assert int(optimizer.variables[0].numpy()) == 10 // EVERY
         same_on_all_ranks(model.get_weights(), wire)
@@ -144,12 +144,12 @@ class Assigns(keras.callbacks.Callback):
             self._assign()
 
 
-def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
-    """Nothing is mixed in of what ranks trained before, or what a scheme has kept of it."""
+def test_ranks_continue_from_weights_assigned_between_epochs(wire):
+    """Neither earlier training nor residuals affect them."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     share, assigned = models.share(data, BATCH, wire.topology), models.copy(models.mlp, start)
     assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
-    # Without velocities, inside and outside: these go on.
+    # Without inner and outer momentum, whose velocities would be retained.
     plain = keras.optimizers.SGD
     for make, begins in (
         (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
@@ -168,7 +168,7 @@ def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
         expected = trained(assigned)
         assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
         assert models.digest(own_weights(found)) == models.digest(own_weights(expected))
-    # At the end of the last epoch: the next fit goes on from them.
+    # Assigned at the end of the last epoch: the next `fit` continues from them.
     found = trained(start, callbacks=[Assigns(0.1)])
     found.fit(*share, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
     assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
@@ -177,7 +177,7 @@ def test_weights_assigned_between_epochs_are_where_ranks_go_on(wire):
 
 
 def test_assigned_weights_are_saved_as_such(wire):
-    """A run that is resumed behind them, or where they are assigned, goes on as the whole one."""
+    """A run that is resumed after or at the assignment ends as the uninterrupted run."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     for begins in (False, True):
         _check_resumes_as_assigned(wire, data, start, begins)
@@ -202,7 +202,7 @@ def _check_resumes_as_assigned(wire, data, start, begins):
 
 
 def test_assigned_weights_with_a_rank_out_of_data(wire):
-    """It has no batch in the epoch after them, and had weights that are not finite before."""
+    """One rank has no batch in the following epoch, and had non-finite weights before."""
     x, y = models.mlp.data(32)
     epochs = []
 
@@ -220,7 +220,7 @@ def test_assigned_weights_with_a_rank_out_of_data(wire):
                 with hidden(self.model):
                     self.model.set_weights([w * np.nan for w in self.model.get_weights()])
 
-    # Whose first op waits for data, or TensorFlow would begin the step that finds none.
+    # The first op waits for data; otherwise TensorFlow would start a step without data.
     model = batch_norm()
     model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
     model.fit(data, epochs=3, verbose=0, callbacks=[Breaks(), Assigns(0.1)])
@@ -228,7 +228,7 @@ def test_assigned_weights_with_a_rank_out_of_data(wire):
     assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
 
 
-def test_loaded_weights_in_a_loop_of_ones_own(wire):
+def test_loaded_weights_in_a_custom_loop(wire):
     data, start = models.mlp.data(2 * BATCH), models.mlp()
     folder = shared_folder(wire)
     path = os.path.join(folder, f"{wire.topology.rank}.weights.h5")
@@ -237,7 +237,7 @@ def test_loaded_weights_in_a_loop_of_ones_own(wire):
     for options in ({"sync_every": 4}, {"sync_every": 4, "overlap_steps": 2}):
         model = models.copy(models.mlp, start)
         model.compile(tp.LocalUpdates(sgd(), outer_optimizer="outer", **options), models.LOSS)
-        # Before the first step they are where all ranks begin.
+        # Before the first step, all ranks start from them.
         model.load_weights(path)
         for _ in range(7):
             model.train_on_batch(*share)
@@ -259,7 +259,7 @@ def test_loaded_weights_in_a_loop_of_ones_own(wire):
 
 
 def test_steps_between_two_fits(wire):
-    """They go on from each rank's own weights, and the next `fit` goes on from them."""
+    """They continue from each rank's local weights, and the next `fit` continues from them."""
     data, start = models.mlp.data(2 * 11 * BATCH), models.mlp()
     local = BATCH // wire.topology.size
     share = models.share(data, BATCH, wire.topology)
@@ -279,7 +279,7 @@ def test_steps_between_two_fits(wire):
     model.fit(*parts(12, 22), **fit)
     assert models.digest(model.get_weights()) == models.digest(whole.get_weights())
     assert models.digest(own_weights(model)) == models.digest(own_weights(whole))
-    # Weights that are loaded are where the next step goes on from, outside of `fit`, too.
+    # The next step continues from loaded weights, outside of `fit`, too.
     model.set_weights(start.get_weights())
     model.train_on_batch(*parts(0, 1))
     with model.optimizer.global_weights():
@@ -287,7 +287,7 @@ def test_steps_between_two_fits(wire):
 
 
 def test_a_first_fit_after_a_loop(wire):
-    """It goes on from each rank's own weights, which differ without a fault."""
+    """It continues from each rank's local weights, which may differ."""
     data, start = models.mlp.data(2 * EVERY * BATCH), models.mlp()
     local = BATCH // wire.topology.size
     x, y = models.share(data, BATCH, wire.topology)
@@ -384,7 +384,7 @@ class Twice(keras.Model):
         return {"loss": loss}
 
 
-def test_two_centers_of_one_variable_are_refused(wire):
+def test_two_global_weights_of_one_variable_are_refused(wire):
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
     for run_eagerly in (False, True):
         model = Twice()
@@ -394,7 +394,7 @@ def test_two_centers_of_one_variable_are_refused(wire):
             ValueError, "only one optimizer that synchronizes.*kernel.*'local_updates' and 'second'"
         ):
             model.fit(x, y, batch_size=4, verbose=0)
-    # An optimizer that trains no more has left the model.
+    # An optimizer that was replaced is no longer part of the model.
     again = models.mlp()
     for _ in range(2):
         again.compile(tp.LocalUpdates(sgd(), 2), models.LOSS)
@@ -402,8 +402,8 @@ def test_two_centers_of_one_variable_are_refused(wire):
     same_on_all_ranks(again.get_weights(), wire)
 
 
-def test_statistics_that_are_not_finite_go_on_from_the_center(wire):
-    """The weights of that rank count, and it keeps its slots."""
+def test_non_finite_statistics_are_replaced_by_the_global_ones(wire):
+    """The weights of that rank count, and it retains its optimizer state."""
     data, start = models.mlp.data(7 * BATCH), batch_norm()
     for options in (
         {"outer_optimizer": "average", "overlap_steps": 1},
@@ -419,14 +419,14 @@ def test_statistics_that_are_not_finite_go_on_from_the_center(wire):
             same_on_all_ranks([v.numpy() for v in model.variables], wire)
             assert all(np.isfinite(v.numpy()).all() for v in model.variables)
             assert all(np.isfinite(w).all() for w in own_weights(model))
-            # In training nothing depends on them.
+            # Training does not depend on them.
             trained = [v.numpy() for v in model.trainable_variables]
             found.append(models.digest(trained))
         assert found[0] == found[1], options
 
 
-def test_statistics_before_the_first_round(wire):
-    """The center shows those that ranks began with, however many steps they have taken."""
+def test_statistics_before_the_first_synchronization(wire):
+    """The global weights include the initial statistics, after any number of steps."""
     data, start = models.mlp.data(5 * BATCH), batch_norm()
     for compile_options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)

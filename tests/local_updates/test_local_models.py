@@ -1,4 +1,4 @@
-"""`LocalUpdates` with models and data as users have them."""
+"""`LocalUpdates` with the models and data of users."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ EVERY = 3
 
 
 def _check(model, start, wire):
-    """The center is equal on all ranks and has moved; ranks have trained on since their rounds."""
+    """Checks that global weights are equal and have changed, and local weights differ."""
     weights = model.get_weights()
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
     assert all(np.isfinite(w).all() for w in weights)
@@ -43,7 +43,7 @@ def test_keras_hub_on_tf_data(wire):
 
 
 def test_moving_statistics_and_augmentation(wire):
-    """Statistics travel along. MobileNet, whose trace takes longer, was tried by hand."""
+    """Statistics are synchronized. MobileNet, whose trace takes longer, was tested by hand."""
     model = models.normalized()
     start = model.get_weights()
     model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
@@ -68,7 +68,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
 
 
 def test_rows_of_embeddings_and_weights_in_use_twice(wire):
-    """Sparse gradients, with tokens that repeat, stay on their rank; only weights travel."""
+    """Sparse gradients with repeated tokens stay on their rank; only weights are sent."""
     keras.utils.set_random_seed(5)
     model = models.embedding()
     start = model.get_weights()

@@ -1,4 +1,4 @@
-"""Nodes that train by themselves: gradients are averaged in the node, and nodes meet in rounds."""
+"""Nodes as replicas: their ranks average gradients, and nodes synchronize weights."""
 
 import keras
 import numpy as np
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.ranks("2+1")
 
 
 def _nodes_in_one_process(start, data, wire, rule, delay=0):
-    """The center and the weights of each node: replicas train on the shares of all its ranks."""
+    """Returns global weights and the weights of each node, trained on its ranks' shares."""
     nodes, local = wire.topology.nodes, BATCH // wire.topology.size
     replicas = []
     for _ in nodes:
         replica = models.copy(models.mlp, start)
         replica.compile(sgd(), models.LOSS)
         replicas.append(replica)
-    # Elastic averaging weighs nodes alike, averaging weighs their samples.
+    # Elastic averaging weights nodes equally, averaging weights them by samples.
     sizes = None if rule == "elastic" else [len(node) for node in nodes]
     reference = Reference(rule, replicas, sizes)
     sent = None
@@ -47,24 +47,24 @@ def _nodes_in_one_process(start, data, wire, rule, delay=0):
         if step % EVERY == EVERY - 1:
             sent = reference.sent()
         if sent is not None and (step - (EVERY - 1)) % EVERY == delay:
-            reference.settle(sent)
+            reference.apply(sent)
             sent = None
-    return reference.center, [replica.get_weights() for replica in replicas]
+    return reference.global_weights, [replica.get_weights() for replica in replicas]
 
 
 @pytest.mark.ranks("2+1", "2x2")
 def test_nodes_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     sizes = {len(node) for node in wire.topology.nodes}
-    # Rules weigh nodes alike or by samples, which differs where nodes do.
+    # Weights of nodes are equal or by samples, which differ if the sizes of nodes do.
     for rule, delay in (("average", 2), ("elastic", 0))[: len(sizes)]:
-        center, nodes = on_one_rank(
+        global_weights, nodes = on_one_rank(
             lambda rule=rule, delay=delay: _nodes_in_one_process(start, data, wire, rule, delay)
         )
         options = {"hierarchical": True, "overlap_steps": delay, "bucket_bytes": 512}
         optimizer = tp.LocalUpdates(sgd(), EVERY, RULES[rule](), **options)
         model = fitted(models.mlp, start, data, wire, optimizer)
-        check_equal(model.get_weights(), center)
+        check_equal(model.get_weights(), global_weights)
         same_on_all_ranks(model.get_weights(), wire)
         own = own_weights(model)
         check_equal(own, nodes[wire.topology.node_index])
@@ -89,11 +89,11 @@ DELAY = 2
 
 
 def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
-    """The node's own exchange waits for one at most; all bits are as if all went at once."""
+    """The node's exchange waits for at most one; all bits are those of one exchange."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     digests = []
     for bucket_bytes in (0, 1 << 20):
-        # By a scheme whose sums do not depend on what Horovod fuses.
+        # The sums of this scheme do not depend on Horovod's fusion.
         options = {"hierarchical": True, "overlap_steps": DELAY, "scheme": "torus2d"}
         optimizer = tp.LocalUpdates(sgd(), EVERY, **options, bucket_bytes=bucket_bytes)
         model = fitted(models.mlp, start, data, wire, optimizer)
@@ -104,18 +104,18 @@ def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
 
 
 def test_nodes_are_resumed(wire):
-    """In the middle of a round, and while buckets are under way."""
+    """Between synchronizations, and during an exchange of buckets."""
 
     def make():
         options = {"hierarchical": True, "overlap_steps": DELAY, "bucket_bytes": 0}
         return tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, **options)
 
-    # Then after the step that begins a round, and the one after it.
+    # Before and after the step that starts a synchronization, and one step later.
     check_resumes(wire, make, slice(EVERY - 2, EVERY + 1))
 
 
 def test_a_rank_of_a_node_out_of_data(wire):
-    """All ranks end an epoch of unknown length together, and those of a node stay equal."""
+    """All ranks end an epoch of unknown length together; ranks of a node stay equal."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
     for options in (
@@ -150,8 +150,8 @@ def test_a_rank_without_counted_samples_moves_with_its_node(wire):
     assert np.isfinite(values).all()
 
 
-def test_statistics_that_are_not_finite_part_no_node(wire):
-    """One rank's, after an overflow: the ranks of its node keep the same weights."""
+def test_non_finite_statistics_keep_ranks_of_a_node_equal(wire):
+    """After an overflow on one rank, the ranks of its node keep equal weights."""
     data, start = models.mlp.data(STEPS * BATCH), batch_norm()
     optimizer = tp.LocalUpdates(sgd(), EVERY, "elastic", hierarchical=True, overlap_steps=2)
     callbacks = [SpoilsStatistics()]

@@ -1,4 +1,4 @@
-"""`LocalUpdates` and what looks at its state: files, checkpoints, callbacks, warnings."""
+"""State of `LocalUpdates` in files, checkpoints, callbacks and warnings."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from tests.helpers.training import BATCH, check_equal
 pytestmark = pytest.mark.ranks("2", job="local")
 
 
-def test_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
+def test_inner_and_outer_momentum_within_few_steps_logs_a_warning(wire):
     plain, adam = keras.optimizers.SGD, keras.optimizers.Adam
     expected = {
         "short": (lambda: tp.LocalUpdates(sgd(), 7, "outer"), True),
@@ -29,7 +29,7 @@ def test_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
         "long enough": (lambda: tp.LocalUpdates(sgd(), 8, "outer"), False),
         "none inside": (lambda: tp.LocalUpdates(plain(0.1), 2, "outer"), False),
         "none outside": (lambda: tp.LocalUpdates(sgd(), 2, "average"), False),
-        "none in the rule": (
+        "none in the outer optimizer": (
             lambda: tp.LocalUpdates(sgd(), 2, tp.local.Outer(plain(0.7))),
             False,
         ),
@@ -43,7 +43,7 @@ def test_momentum_inside_and_outside_of_short_rounds_is_warned_of(wire):
 
 
 def test_throughput_shows_bytes_of_a_step(wire):
-    """Where ranks exchange once in four steps, and where they average within the node as well."""
+    """With an exchange in each fourth step, and with averages within the node, too."""
     data, start = models.mlp.data(4 * BATCH), models.mlp()
     length = 4 * sum(w.size for w in start.get_weights())
     accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
@@ -55,12 +55,12 @@ def test_throughput_shows_bytes_of_a_step(wire):
         throughput = keras_callbacks.Throughput()
         model = fitted(models.mlp, start, data, wire, optimizer, callbacks=[throughput])
         shown = 1e6 * model.history.history["megabytes_sent"][-1]
-        # Of two ranks each sends half of the values twice.
+        # Each of two ranks sends half of the values twice.
         np.testing.assert_allclose(shown, copies * length, rtol=0.05)
 
 
-def test_files_hold_the_center_and_what_the_rule_keeps(wire):
-    """Saved by each rank after rounds, and loaded on all of them."""
+def test_files_hold_global_weights_and_state_of_the_outer_optimizer(wire):
+    """Each rank saves a model after synchronizations, and all of them load it."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     for rule in (tp.local.Outer(), tp.local.SlowMomentum(0.6)):
         model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY, rule))
@@ -72,9 +72,9 @@ def test_files_hold_the_center_and_what_the_rule_keeps(wire):
         assert models.digest(loaded.get_weights()) == models.digest(model.get_weights())
         velocity = [v.numpy() for v in rule.variables]
         assert any(np.abs(v).max() > 0 for v in velocity[2:])
-        assert models.digest(velocity) == models.digest([v.numpy() for v in found._rule.variables])
-        same_on_all_ranks([v.numpy() for v in found._rule.variables], wire)
-        # Slots are of the rank that has saved them.
+        assert models.digest(velocity) == models.digest([v.numpy() for v in found._outer.variables])
+        same_on_all_ranks([v.numpy() for v in found._outer.variables], wire)
+        # The optimizer state is that of the rank that saved it.
         slots = [v.numpy() for v in own.inner_optimizer.variables]
         assert models.digest(slots) == models.digest(
             [v.numpy() for v in found.inner_optimizer.variables]
@@ -87,7 +87,7 @@ def test_files_hold_the_center_and_what_the_rule_keeps(wire):
 
 
 class Late(keras.callbacks.Callback):
-    """Makes one rank late in some steps, as a slow link does to its exchange.
+    """Delays one rank in some steps, as a slow link would delay its exchange.
 
     Args:
       rank: The rank.
@@ -102,7 +102,7 @@ class Late(keras.callbacks.Callback):
             time.sleep(0.1)
 
 
-def test_how_fast_ranks_are_changes_no_bit(wire):
+def test_speed_of_ranks_changes_no_bit(wire):
     data, start = models.mlp.data(11 * BATCH), models.mlp()
     found = []
     for late in (0, 1):
@@ -113,7 +113,7 @@ def test_how_fast_ranks_are_changes_no_bit(wire):
 
 
 class Spoil(keras.callbacks.Callback):
-    """Changes the center on one rank alone, as a broken machine might."""
+    """Changes the global weights on one rank, as a faulty machine might."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 4 and tp.rank() == 1:
@@ -122,7 +122,7 @@ class Spoil(keras.callbacks.Callback):
                 copy.assign(copy + 1.0)
 
 
-def test_replica_check_looks_at_the_center(wire):
+def test_replica_check_compares_global_weights(wire):
     data, start = models.mlp.data(9 * BATCH), models.mlp()
 
     def run(*callbacks):
@@ -141,7 +141,7 @@ def test_replica_check_looks_at_the_center(wire):
 
 
 def test_rates_follow_callbacks(wire):
-    """Each rank's own optimizer has the rate, and averaged metrics keep ranks together."""
+    """Each rank's optimizer has the rate, and averaged metrics keep ranks equal."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: 1 / (1 + epoch))
     averaged = keras_callbacks.MetricAverage()
@@ -155,8 +155,8 @@ def test_rates_follow_callbacks(wire):
         same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_ranks_of_an_only_node_train_together(wire):
-    """The result is that of all-reduce, to which rounds have nothing to add."""
+def test_ranks_of_a_single_node_train_together(wire):
+    """The result is that of all-reduce, which synchronizations do not change."""
     data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
     together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
     optimizer = tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(1.0), hierarchical=True)
@@ -165,7 +165,7 @@ def test_ranks_of_an_only_node_train_together(wire):
     assert models.digest(own_weights(apart)) == models.digest(apart.get_weights())
 
 
-def test_training_that_ends_before_its_first_round_is_told_of(wire):
+def test_training_that_ends_before_its_first_synchronization_logs_a_warning(wire):
     data, start = models.mlp.data(3 * BATCH), models.mlp()
     for options, is_told in (
         ({"sync_every": 4}, True),
@@ -200,8 +200,8 @@ def test_weights_of_other_types(wire):
         assert any(np.any(w != before) for w, before in zip(weights, start, strict=True))
 
 
-def test_what_was_kept_is_sent_before_schemes_change(wire):
-    """Where gradients do not depend on weights, a sparse scheme then comes to the dense result."""
+def test_residuals_are_sent_before_schemes_change(wire):
+    """If gradients do not depend on weights, a sparse scheme then has the dense result."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(36, WIDTH)).astype("float32")
     schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 1: "torus2d"}, verbose=0)
     found = []

@@ -1,4 +1,4 @@
-"""Ranks that train by themselves and meet in rounds, against replicas in one process."""
+"""Ranks that train locally and synchronize, compared with replicas in one process."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ranks("2", job="local")
 
 
 def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
-    """Trains as many replicas as there are ranks; returns the reference at the end."""
+    """Trains one replica per rank; returns the reference at the end."""
     replicas = []
     for _ in range(wire.topology.size):
         replica = models.copy(build, start)
@@ -48,26 +48,26 @@ def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
             replica.train_on_batch(*(part[begin : begin + local] for part in data))
         since += 1
         if sent is not None and since == delay:
-            reference.settle(sent)
+            reference.apply(sent)
             sent = None
         if since == EVERY:
             sent, since = reference.sent(), 0
             if not delay:
-                reference.settle(sent)
+                reference.apply(sent)
                 sent = None
     return reference
 
 
 def ended(reference):
     """Returns the global weights, and the weights of each replica."""
-    return reference.center, [replica.get_weights() for replica in reference.replicas]
+    return reference.global_weights, [replica.get_weights() for replica in reference.replicas]
 
 
-def test_rules_equal_replicas_in_one_process(wire):
+def test_outer_optimizers_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     cases = [(rule, 2) for rule in RULES] + [("outer", 0)]
     for rule, delay in cases:
-        center, replicas = on_one_rank(
+        global_weights, replicas = on_one_rank(
             lambda rule=rule, delay=delay: ended(
                 in_one_process(models.mlp, start, data, wire, rule, delay)
             )
@@ -76,16 +76,16 @@ def test_rules_equal_replicas_in_one_process(wire):
             sgd(), EVERY, RULES[rule](), overlap_steps=delay, bucket_bytes=512
         )
         model = fitted(models.mlp, start, data, wire, optimizer)
-        # The center is what the end of `fit` shows.
-        check_equal(model.get_weights(), center)
+        # `fit` leaves the global weights in the variables.
+        check_equal(model.get_weights(), global_weights)
         same_on_all_ranks(model.get_weights(), wire)
         own = own_weights(model)
         check_equal(own, replicas[wire.topology.rank])
         apart = len({models.digest(own)} | set(exchange_objects(models.digest(own), wire, "own")))
-        assert apart > 1, "each rank has trained since the last round"
+        assert apart > 1, "each rank has trained since the last synchronization"
 
 
-def test_a_round_each_step_equals_all_reduce(wire):
+def test_a_synchronization_in_each_step_equals_all_reduce(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     plain = keras.optimizers.SGD(0.05)
     dense = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(plain, "allreduce"))
@@ -97,7 +97,7 @@ def test_a_round_each_step_equals_all_reduce(wire):
 
 
 def test_two_fits_are_one(wire):
-    """The center is shown at the end of `fit`, and each rank goes on from its own weights."""
+    """`fit` ends with the global weights, and each rank continues from its local weights."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
 
     def optimizer():
@@ -112,8 +112,8 @@ def test_two_fits_are_one(wire):
     assert models.digest(own_weights(one)) == models.digest(own_weights(two))
 
 
-def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
-    """A rank that is out of data brings in what it has, and takes the result."""
+def test_samples_weight_unequal_ranks_and_no_step_is_lost(wire):
+    """A rank that has exhausted its data contributes its steps, and receives the result."""
     rank, size = wire.topology.rank, wire.topology.size
     x, y = models.mlp.data(40)
     start = models.mlp()
@@ -127,14 +127,14 @@ def test_unequal_ranks_weigh_by_samples_and_lose_nothing(wire):
         data = tf.data.Dataset.from_tensor_slices((x[pieces[rank]], y[pieces[rank]])).batch(4)
         model.fit(data.filter(lambda *_: True), epochs=2, verbose=0)
         same_on_all_ranks(model.get_weights(), wire)
-        # How late ranks notice depends on the delay: centers agree, and nothing hangs.
+        # With overlap, ranks detect the end later: global weights agree, and no rank hangs.
         if not delay:
             mean = on_one_rank(lambda: _unequal_in_one_process(start, (x, y), pieces, batches))
             check_equal(model.get_weights(), mean)
 
 
 def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
-    """The other rank gives up beta / ranks of its difference; the global weights add as much."""
+    """The other rank subtracts beta / ranks of its difference; the global weights add it."""
     weight = keras.Variable([0.0, 0.0], name="weight")
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1, tp.local.Elastic(0.8))
     is_empty = wire.topology.rank == 1
@@ -146,7 +146,7 @@ def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
 
 
 def test_constraints_hold_for_the_global_weights(wire):
-    """A mean of weights of unit norm is shorter than they are."""
+    """The mean of weights of unit norm has a smaller norm."""
     weight = keras.Variable([1.0, 0.0], name="weight")
     weight.constraint = keras.constraints.UnitNorm()
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1)
@@ -156,14 +156,14 @@ def test_constraints_hold_for_the_global_weights(wire):
 
 
 def _unequal_in_one_process(start, data, pieces, batches):
-    """The mean after two rounds of replicas that have other numbers of batches of four."""
+    """Returns the mean after two synchronizations of replicas with unequal batches of four."""
     replicas = []
     for part in pieces:
         replica = models.copy(models.mlp, start)
         replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
         replicas.append((replica, part))
     for _ in range(2):
-        # Those with more than three batches have done a fourth when the round begins.
+        # Replicas with more than three batches have done a fourth before the synchronization.
         done = [min(n, 4) for n in batches]
         for (replica, part), n in zip(replicas, done, strict=True):
             for i in range(n):
@@ -176,7 +176,7 @@ def _unequal_in_one_process(start, data, pieces, batches):
     return mean
 
 
-def test_an_overflow_on_one_rank_parts_nobody(wire):
+def test_an_overflow_on_one_rank_keeps_ranks_equal(wire):
     keras.config.set_dtype_policy("mixed_float16")
     start = models.mlp()
     x, y = models.mlp.data(8 * BATCH)
@@ -193,11 +193,11 @@ def test_an_overflow_on_one_rank_parts_nobody(wire):
     assert updates[0] < updates[1] == 8, updates
 
 
-def test_what_is_not_finite_never_reaches_the_center(wire):
+def test_global_weights_stay_finite(wire):
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     x, y = data[0].copy(), data[1]
     local = BATCH // wire.topology.size
-    # In the share of rank 1, in the second batch.
+    # NaN in the share of rank 1 of the second batch.
     x[BATCH + local : BATCH + 2 * local] = np.nan
     for rule in ("average", "elastic"):
         with LogLines() as lines:
@@ -208,12 +208,12 @@ def test_what_is_not_finite_never_reaches_the_center(wire):
         assert len(said) == (1 if wire.topology.rank == 1 else 0), lines
 
 
-def test_moving_statistics_travel_along(wire):
+def test_moving_statistics_are_synchronized(wire):
     data, start = models.mlp.data(9 * BATCH), batch_norm()
     model = fitted(batch_norm, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
-    center, _ = on_one_rank(lambda: ended(in_one_process(batch_norm, start, data, wire)))
-    check_equal(model.get_weights(), center)
+    global_weights, _ = on_one_rank(lambda: ended(in_one_process(batch_norm, start, data, wire)))
+    check_equal(model.get_weights(), global_weights)
 
 
 RESUMED = {
@@ -225,16 +225,16 @@ RESUMED = {
 }
 
 
-def test_resumed_in_the_middle_of_a_round(wire):
-    """At every step, with the same bits as a run without an interruption."""
+def test_resumed_between_synchronizations(wire):
+    """Runs resume at every step with the same bits as a run without an interruption."""
     for name, make in RESUMED.items():
-        # A late exchange has the most state: that job resumes at each step of two rounds, and the
-        # others at one step within a round.
+        # An overlapped exchange has the most state: its run resumes at each step of two
+        # synchronizations, and the others resume at one step.
         check_resumes(wire, make, slice(0, 2 * EVERY) if "late" in name else slice(1, 2), name)
 
 
 def test_two_optimizers_in_one_model(wire):
-    """A GAN, whose optimizers have rounds of their own."""
+    """The optimizers of a GAN synchronize independently."""
     keras.utils.set_random_seed(11)
     model = Gan()
     adam = keras.optimizers.Adam
@@ -280,7 +280,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
         optimizer.restart_from_weights()
     with Raises(RuntimeError, "a call within a tf.function"):
         tf.function(optimizer.end_step)()
-    # The step is traced already.
+    # The step has been traced.
     model.set_weights(start.get_weights())
     optimizer.restart_from_weights()
     step(*(part[:local] for part in share))
@@ -290,7 +290,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
         with Raises(tf.errors.InvalidArgumentError, "while the variables hold the global weights"):
             step(*(part[:local] for part in share))
 
-    # Eleven steps in executions of three.
+    # Eleven steps run in executions of three.
     unrolled = models.copy(models.mlp, start)
     unrolled.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS, steps_per_execution=EVERY)
     unrolled.fit(*share, batch_size=local, shuffle=False, verbose=0)
@@ -322,7 +322,7 @@ def _gan(make, d_steps=1):
 
 
 def test_a_gan_is_resumed(wire):
-    """Its optimizers learn in the first step which variables they train."""
+    """Its optimizers receive their variables in the first step."""
 
     def make():
         return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", overlap_steps=1)
@@ -344,21 +344,21 @@ def test_a_gan_is_resumed(wire):
             source = os.path.join(folder, "whole", snapshot)
             shutil.copytree(source, os.path.join(target, snapshot))
         exchange_objects(None, wire, "copied")
-        # The second by what the first has trained on.
+        # The model of the first resumed run resumes the second one.
         model, resumed = run(target, model=model)
         for a, b in zip(resumed, whole, strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
 
 
 def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
-    """A round of the discriminator may be due in the first call of a step or in the second."""
+    """The discriminator may synchronize after the first or the second call of a step."""
     model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, overlap_steps=1), d_steps=2)
     pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]
     model.fit(gan_batches(pieces), epochs=2, verbose=0)
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
 
 
-def test_ranks_that_begin_apart_are_refused(wire):
+def test_ranks_with_other_settings_are_refused(wire):
     other = models.mlp()
     other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
     with Raises(

@@ -13,7 +13,7 @@ from tests.helpers import models
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
-from tfposeidon.local.showing import looks_after_batches
+from tfposeidon.local.showing import reads_after_batches
 from tfposeidon.training import one_writer
 
 pytestmark = pytest.mark.ranks("2")
@@ -112,7 +112,7 @@ def test_one_rank_saves_with_orbax(wire):
     callback.directory, callback.save_freq = "/nowhere", 2
     kept = one_writer.with_one_writer([callback])
     assert kept == ([callback] if wire.topology.rank == 0 else [])
-    assert looks_after_batches(callback)
+    assert reads_after_batches(callback)
 
 
 def test_what_adds_to_a_callback_is_kept(wire, folder):

@@ -1,12 +1,12 @@
-"""Choice of communication plans from the times of the first training steps.
+"""Choice of communication plans by the times of the first training steps.
 
-A few steps are timed on all ranks, and then retraced if the predicted gain repays it.
+All ranks time a few steps, and then retrace the step if the predicted gain repays it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.autotune.search import RACED_WITHIN
+from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.checks import require_equal
 from tfposeidon.communication import runtime
@@ -29,7 +29,7 @@ UNTIMED_STEPS, TIMED_STEPS = 2, 5
 LEAST_GAIN = 3.0
 """Least time to save in the remaining steps, as a multiple of the time for tracing a step."""
 CLOCKS_S = 1e-4
-"""Approximate seconds per step for the clock ops, from the small model of `benchmarks.wrapper`."""
+"""Approximate seconds of the clock ops per step; from the small model of `benchmarks.wrapper`."""
 LEAST_TRACE_S = 0.5
 """Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
 
@@ -40,8 +40,8 @@ Gradients = Sequence[Any]
 class Measured(NamedTuple):
     """Mean times and sizes of some steps, for one list of variables.
 
-    Times are in seconds from the end of one exchange, to the first and last gradient and the end of
-    the next. `sizes` has the size of each gradient's structure on a rank; 0 without one.
+    Times are seconds from the end of an exchange to the first gradient, the last gradient and the
+    end of the next exchange. `sizes` has the size of each gradient's structure on a rank, or 0.
     """
 
     first_s: float
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_all(cls, ranks: Sequence[Any]) -> Measured | None:
-        """Joins the measurements of all ranks, if they have any: maximum times and mean sizes."""
+        """Returns the maximum times and mean sizes of all ranks, if all of them have any."""
         if not all(ranks):
             return None
         first_s, compute_s, step_s, sizes = zip(*ranks, strict=True)
@@ -94,17 +94,16 @@ class StepTimes:
         # The gradient of the last variable is the first to be ready.
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
-        return lambda means: self._record(first_s, ready_s, time_after(means), sizes)
 
-    def _record(
-        self, first_s: tf.Tensor, ready_s: tf.Tensor, end_s: tf.Tensor, sizes: tf.Tensor
-    ) -> None:
-        begin_s = self._end_s.read_value()
-        times = [first_s - begin_s, ready_s - begin_s, end_s - begin_s, tf.ones_like(end_s)]
-        own = tf.concat([tf.stack(times), tf.cast(sizes, end_s.dtype)], 0)
-        # Exclude the first step, which would include the time before training.
-        self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
-        self._end_s.assign(end_s)
+        def record(means: Gradients) -> None:
+            begin_s, end_s = self._end_s.read_value(), time_after(means)
+            times = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, 1.0])
+            own = tf.concat([times, tf.cast(sizes, times.dtype)], 0)
+            # Exclude the first step, which would include the time before training.
+            self._sums.assign_add(tf.where(begin_s > 0.0, own, tf.zeros_like(own)))
+            self._end_s.assign(end_s)
+
+        return record
 
     def reset(self) -> None:
         """Discards all steps so far."""
@@ -117,19 +116,19 @@ class StepTimes:
     @property
     def measured(self) -> Measured | None:
         """Means over the steps since `reset`; `None` if there were none."""
-        first_s, compute_s, step_s, steps, *sizes = self._sums.numpy().tolist()
-        if not steps:
+        sums = self._sums.numpy()
+        if not sums[3]:
             return None
-        means = [size / steps for size in sizes]
-        return Measured(first_s / steps, compute_s / steps, step_s / steps, means)
+        first_s, compute_s, step_s, _, *sizes = (sums / sums[3]).tolist()
+        return Measured(first_s, compute_s, step_s, sizes)
 
 
 class ChoosePlan(keras.callbacks.Callback):
     """Keras callback that decides tunable plans once, from measured forward and backward times.
 
-    All ranks decide at the same batch. A step before the change sends residuals. Where epochs may
-    end early, plans change between them, after a flush in the last step of an epoch as long as the
-    previous one. On GPUs, ops are queued and cannot be timed, so the first plan stays.
+    All ranks decide at the same batch. A step before the change sends residuals. If epochs may end
+    early, plans change between them, and the last step of an epoch as long as the previous one
+    sends residuals. On GPUs, ops are queued and cannot be timed, so the first plan stays.
     """
 
     def __init__(self) -> None:
@@ -165,7 +164,7 @@ class ChoosePlan(keras.callbacks.Callback):
         # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
-        # A change of an earlier `fit` or run may still wait.
+        # A change of an earlier `fit` or run may be pending.
         self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
         untimed = any(not one.planner.is_watching for one in self._undecided)
@@ -209,7 +208,7 @@ class ChoosePlan(keras.callbacks.Callback):
     def _watch(self) -> None:
         """Starts to time steps if any plan is undecided."""
         undecided = self._undecided
-        # Where epochs may end early, plans are decided between them. A single epoch has its first
+        # If epochs may end early, plans are decided between them. A single epoch keeps its first
         # plan, for which exchanges are timed.
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
         if not undecided or is_last:
@@ -223,68 +222,65 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                # Before the first step, whose time is that of tracing. If only some ranks have a
-                # profile, the first step names the difference.
+                # Measure before the first step, whose duration counts as that of tracing. If only
+                # some ranks have a profile, the first step raises an error.
                 if all(measures):
                     plans.planner.measure_network()
                 plans.planner.is_watching = True
             # Adds the clock ops. In a first `fit`, the step has not been traced yet.
             self._session.retrace()
-        # With gradient accumulation, an exchange takes place once in several steps.
+        # With gradient accumulation, there is one exchange in several steps.
         self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
         self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
-    def _step_times(self) -> Iterator[StepTimes]:
-        for optimizer in self._optimizers:
-            for exchanger in optimizer.exchange.exchangers:
-                if isinstance(exchanger.observer, StepTimes):
-                    yield exchanger.observer
+    def _step_times(self) -> list[StepTimes]:
+        exchangers = [e for one in self._optimizers for e in one.exchange.exchangers]
+        return [e.observer for e in exchangers if isinstance(e.observer, StepTimes)]
 
     def _continue(self) -> None:
-        """Decides once steps are timed, and applies a decision once schemes have no residuals."""
+        """Decides once steps are timed, and applies the plans once schemes have no residuals."""
         if self._end:
             self._decide()
         if not self._is_changing:
             return
-        watches = self._session.watches_absence
+        watches, unsent = self._session.watches_absence, self._unsent
         left = self._batches_before - self._batches
-        # Where epochs end early, a rank that joins after its last batch knows only the traced
-        # exchange.
-        if not (watches and self._batches) and self._has_flushed:
+        # If epochs may end early, plans cannot change within them: a rank that joins after its last
+        # batch knows only the traced exchange.
+        if not (watches and self._batches) and not unsent:
             self._apply()
             self._session.retrace()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
-            for states in self._changing:
-                if not states.has_flushed:
-                    states.flush()
+            for states in unsent:
+                states.flush()
 
     def _decide(self) -> None:
         undecided = [one for one in self._undecided if one.planner.is_watching]
         if not undecided:
-            # A schedule has changed the policy meanwhile.
+            # A schedule has changed the policy in the meantime.
             self._end = 0
             return
         own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
         mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
-        # Ranks may have done different numbers of steps, and must decide alike.
+        # Ranks may have executed different numbers of steps, and must make the same decision.
         ranks, traces_s, lefts, lefts_later = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
         self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
-        # A difference of plans that are close must repay a trace, too.
-        shortest_s = least_s / RACED_WITHIN / max(1.0, min(lefts))
+        # Even the difference of close plans must repay a trace.
+        shortest_s = least_s / CLOSE_WITHIN / max(1.0, min(lefts))
         for plans, *found in zip(undecided, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
-        waits = self._session.watches_absence and not self._has_flushed
+        waits = self._session.watches_absence and self._unsent
         self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
         if not self._is_changing:
             for plans in self._plans:
                 plans.planner.proposed.clear()
             self._apply()
-        elif self._changing:
+        elif any(plans.planner.changing(plans) for plans in self._plans):
             runtime.say(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
@@ -297,13 +293,10 @@ class ChoosePlan(keras.callbacks.Callback):
             plans.planner.apply(plans)
 
     @property
-    def _changing(self) -> list[SchemeStates]:
-        """States of schemes whose plans change."""
-        return [one.states for plans in self._plans for one in plans.planner.changing(plans)]
-
-    @property
-    def _has_flushed(self) -> bool:
-        return all(states.has_flushed for states in self._changing)
+    def _unsent(self) -> list[SchemeStates]:
+        """States of schemes whose plans change, and which have not sent their residuals."""
+        changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
+        return [one.states for one in changing if not one.states.has_flushed]
 
     def _updates_left(self) -> list[float]:
         """Returns the remaining updates, and those after an epoch as long as the previous one."""

@@ -92,14 +92,9 @@ class Forecast:
             ],
         }
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """All fields as a dictionary for JSON, from which `from_fields` restores the forecast."""
-        return asdict(self) | {"links": self.links.to_json()}
-
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Forecast:
-        """Restores a forecast from its `fields`."""
+        """Restores a forecast from all of its fields, of which `links` is JSON text."""
         chosen, *others = (
             Prediction(**one | {"simulated": Simulated(**one["simulated"])})
             for one in (fields["chosen"], *fields["others"])
@@ -130,8 +125,8 @@ class Forecast:
             yield f"next best: {best}, {abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
             if self.is_kept:
                 yield "plan retained: the remaining steps would save less time than a trace takes"
-        raced = {one.name: one.slowdown for one in (self.chosen, *self.others)}
-        found = [f"{slowdown:.2f} ({name})" for name, slowdown in raced.items() if slowdown != 1.0]
+        timed = {one.name: one.slowdown for one in (self.chosen, *self.others)}
+        found = [f"{slowdown:.2f} ({name})" for name, slowdown in timed.items() if slowdown != 1.0]
         if found:
             yield f"timed exchanges, relative to the predicted ones: {', '.join(found)}"
         if why := self._why_not_validated():

@@ -1,8 +1,8 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
 Rounds of collectives and of local work run until a time budget is spent. Short probes determine
-latencies by least squares. Subtracting these from long probes yields bandwidths, and the speed of
-sums in float16.
+latencies by least squares. Long probes, less these latencies, determine bandwidths and the speed of
+float16 sums.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
-"""Number of rounds, of those that may enlarge vectors, and of those that tell a variation."""
+"""Maximum number of rounds, number of rounds that may enlarge vectors, and number of timings of a
+probe from which its variation is known."""
 BUDGET_S, LATEST_S = 1.2, 3.0
-"""Seconds after the first round beyond which no round starts; the second limit is for slow machines
-on which a probe was timed fewer than `FEWEST_ROUNDS` times by then."""
+"""Seconds after the first round after which no round starts; the second limit is for slow machines,
+on which the variation of a probe is still unknown after the first limit."""
 SHORT_ROUNDS = 4
-"""Number of times that short messages are sent per round: they vary more, and take less time."""
+"""Repetitions of short messages per round: their times vary more, and are shorter."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
-"""Length of vectors for latencies; initial and largest length of those for bandwidths, which grow
-until they take long enough."""
+"""Length of vectors for latencies; initial and maximum length of vectors for bandwidths."""
 LONG_ENOUGH_S = 0.03
 """Seconds above which the time of a vector determines a bandwidth."""
 ELEMENTS, PAIRS, SIDE, ROWS = 2**20, (2**13, 2**17), 2048, 128
 """Timed local work: elements, pairs of two selections, side of a product, rows of its factors."""
 QUANTILE = 25
 """Percentile that represents a probe: load of other processes only prolongs a round, but a single
-fast round may be a burst that the network lets through."""
+fast round may be a burst."""
 LEAST_S = 1e-7
 """Minimum of an estimate in seconds, for differences that noise makes negative."""
 FLOW_MARGIN = 0.8
@@ -56,9 +56,9 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Collective to time, of `length` elements per rank; "rate." begins names of long ones.
+    """Collective to time, of `length` elements per rank; names of long ones start with "rate.".
 
-    `groups` has the group of each rank, without ranks that do not take part.
+    `groups` has the group of each rank that takes part.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Probe:
 
     @property
     def transfers(self) -> dict[int, Transfer]:
-        """Transfer of each rank, by rank."""
+        """Transfer of each rank."""
         size, length = tf.as_dtype(self.dtype).size, self.length
         return {
             rank: Transfer.of_vector(self.operation, group, length, itemsize=size)
@@ -93,7 +93,7 @@ class Probe:
 
 
 def small_probes(topology: Topology) -> list[Probe]:
-    """Returns the latency probes, which are more than there are unknowns."""
+    """Returns probes for latencies, more of them than there are unknowns."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
     if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
@@ -102,7 +102,7 @@ def small_probes(topology: Topology) -> list[Probe]:
 
 
 def large_probes(topology: Topology) -> list[Probe]:
-    """Returns the probes for bandwidths, of a node and a connection, and for sums in float16."""
+    """Returns probes for the bandwidths of nodes and of a connection, and for float16 sums."""
     sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
     found = [replace(sums, dtype="float16")]
     if max(map(len, topology.nodes)) > 1:
@@ -120,8 +120,8 @@ def large_probes(topology: Topology) -> list[Probe]:
 def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
     """Returns a probe in which each rank uses its own group of a kind, if it has one."""
     groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
-    groups = {rank: group for rank, group in groups.items() if group is not None}
-    return Probe(name=name, operation=operation, groups=groups, length=length)
+    present = {rank: group for rank, group in groups.items() if group is not None}
+    return Probe(name=name, operation=operation, groups=present, length=length)
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def measure(wire: Wire) -> NetworkProfile:
     long = _Round(wire, large_probes(topology), WORK, "long")
     samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round traces and connects. It may change lengths, but its times do not count.
+        # The first round traces and connects. It may enlarge vectors, but its times do not count.
         if number < 2:
             begin_s = time.perf_counter()
         often = [short() for _ in range(SHORT_ROUNDS if number else 1)]
@@ -199,7 +199,7 @@ class _Round:
     ) -> None:
         self.probes = probes
         self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
-        # Disable AutoGraph, whose conversion takes longer than everything else.
+        # Disable AutoGraph, because its conversion takes longer than the rest.
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
 
@@ -218,18 +218,18 @@ class _Round:
     def enlarge(
         self, times: Sequence[float], latencies: Mapping[Operation, float], samples: Samples
     ) -> None:
-        """Enlarges probes that take too short a time; drops samples of other lengths."""
+        """Enlarges probes that take too short a time, and drops their samples so far."""
         for index, probe in enumerate(self.probes):
             bytes_s = max(LEAST_S, times[index] - latencies[probe.operation])
             if bytes_s < LONG_ENOUGH_S and probe.length < MOST_ELEMENTS:
-                # Do not jump to the length that this time predicts: short messages may be a burst.
+                # By a limited factor: the time of short messages may be that of a burst.
                 factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
                 length = min(MOST_ELEMENTS, round(factor * probe.length))
                 self.probes[index] = replace(probe, length=length)
                 samples.pop(probe.name, None)
 
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        # Return the results, because TensorFlow prunes ops that only control dependencies use.
+        # Return all results, because TensorFlow prunes ops that only control dependencies use.
         times: list[tf.Tensor] = []
         used: list[tf.Tensor] = []
         runs = [
@@ -238,20 +238,15 @@ class _Round:
         ]
         end_s = tf.timestamp()
         for number, run in enumerate(runs):
-            begin_s = self._time_of_all(end_s, number, used)
+            # All ranks start together, after a sum. TensorFlow could fold the sum of a constant.
+            here, world = tf.reshape(tf.cast(end_s, tf.float32), [1]), self._wire.topology.world
+            used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
+            begin_s = _time_after(used[-1])
             with tf.control_dependencies([begin_s]):
                 used.append(run())
             end_s = _time_after(used[-1])
             times.append(end_s - begin_s)
         return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
-
-    def _time_of_all(self, before_s: tf.Tensor, number: int, used: list[tf.Tensor]) -> tf.Tensor:
-        """Returns the time at which all ranks have reached this point, after `before_s`."""
-        # Sum a value that is not constant, because TensorFlow could fold a constant.
-        here = tf.reshape(tf.cast(before_s, tf.float32), [1])
-        world = self._wire.topology.world
-        used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
-        return _time_after(used[-1])
 
     def _collective(self, number: int, probe: Probe, lengths: tf.Tensor) -> tf.Tensor:
         name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
@@ -278,16 +273,16 @@ def _product(vector: tf.Tensor) -> tf.Tensor:
     return tf.matmul(matrix, matrix, transpose_a=True)
 
 
-def _selected(vector: tf.Tensor, pairs: int) -> tf.Tensor:
+def _selected(pairs: int, vector: tf.Tensor) -> tf.Tensor:
     return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
 
 
 WORK: dict[str, Work] = {
     # Four vectors, as in the sum of a shard owner.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
-    "encode": lambda vector: ops.encode(vector, "float16"),
-    "select": lambda vector: _selected(vector, PAIRS[0]),
-    "select_many": lambda vector: _selected(vector, PAIRS[1]),
+    "encode": functools.partial(ops.encode, wire_dtype="float16"),
+    "select": functools.partial(_selected, PAIRS[0]),
+    "select_many": functools.partial(_selected, PAIRS[1]),
     "multiply": _product,
 }
 """Local work to time, by kind."""
@@ -313,18 +308,16 @@ def estimate_links(
         bytes_s[name] = max(without_latency_s, times[name] / 10)
         found[name] = rounded(sent_bytes / bytes_s[name])
     across = node = None
-    # Probes whose uncertainty counts. Times within nodes vary more, and hardly matter compared with
-    # the network.
-    counts = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
+    # Times within nodes vary more, but hardly matter compared with those of the network.
+    uncertain = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
     if "rate.node" in found:
         node = Link(latency_s=latency_s[True], bytes_per_s=found["rate.node"])
     if "rate.across" in found:
         rate, flow = found["rate.across"], found.get("rate.flow")
         if flow is not None and flow > FLOW_MARGIN * rate:
-            # The network is at least as fast as one connection, also if many short messages
-            # interfere.
-            counts = [max(counts, key=found.__getitem__)]
-            rate, flow = found[counts[0]], None
+            # The network is at least as fast as one connection.
+            uncertain = [max(uncertain, key=found.__getitem__)]
+            rate, flow = found[uncertain[0]], None
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     if half := large.get("rate.half"):
         rate = found["rate.node"] if across is None else across.bytes_per_s
@@ -339,14 +332,14 @@ def estimate_links(
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         # Use the uncertainty of bandwidths: latencies vary more, but few choices depend on them.
-        uncertainty=rounded(max(_uncertainty(samples[name]) for name in counts)),
+        uncertainty=rounded(max(_uncertainty(samples[name]) for name in uncertain)),
     )
 
 
 def _latencies(
     probes: Sequence[Probe], times: Mapping[str, float], topology: Topology
 ) -> tuple[float, dict[bool, float]]:
-    """Returns the time of a cycle, and of a message step within nodes (`True`) and across."""
+    """Returns the seconds of a cycle, and of a message within nodes (`True`) and across them."""
     stays = [probe.bytes_on(topology)[1] for probe in probes]
     kinds = sorted(set(stays))
     rows = [
@@ -390,7 +383,7 @@ def rates_of(
 
 
 def quantile(values: Sequence[float]) -> float:
-    """Returns the quantile of a probe's seconds that represents it."""
+    """Returns the quantile of a probe's seconds that represents the probe."""
     return float(np.percentile(values, QUANTILE))
 
 
@@ -398,12 +391,11 @@ def _uncertainty(values: Sequence[float]) -> float:
     """Returns the approximate standard error of the quartile over the median; 1 if unknown."""
     if len(values) < FEWEST_ROUNDS:
         return 1.0
-    # The slower half may include a packet that was lost and sent again after a fifth of a second,
-    # which does not affect the quartile.
+    # The slower half may include a lost packet, which TCP sends again after a fifth of a second.
     low, middle = np.percentile(values, [QUANTILE, 50])
     return float(2.0 * (middle - low) / middle / len(values) ** 0.5)
 
 
 def rounded(value: float) -> float:
-    """Returns a number rounded to three digits: further digits of a measurement are noise."""
+    """Returns a number rounded to three digits, because further digits are noise."""
     return float(f"{value:.3g}")

@@ -1,16 +1,16 @@
 """The policy `auto`, and the planner that predicts and measures its steps.
 
-The planner serves any policy whose costs are known, over a known network. The first plan of a
-tunable policy depends on the network profile alone, which is measured, given, or from a snapshot.
-Once steps have been timed, the planner decides by their computation times.
+The planner predicts the steps of any policy whose costs are known, on a known network. The first
+plan of `auto` depends on the network profile alone, which is measured, passed by the user, or from
+a snapshot. Once steps have been timed, the planner decides by their computation times.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -43,61 +43,13 @@ predicted exchanges is 24 % (docs/results/planning.md)."""
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
-
 Paths = frozenset[str]
 """Paths of a list of variables, which identify it in snapshots."""
 
 
-class PredictingPlanner(Planner):
-    """Predicts the step of each plan, and shows beside it the time of steps that are observed."""
-
-    callback: ClassVar[type[keras.callbacks.Callback]] = ChoosePlan
-
-    @property
-    def is_tunable(self) -> bool:
-        """True if predictions choose plans, and may choose others once steps have run."""
-        return False
-
-    @override
-    def plan(self, descriptions: Sequence[Description]) -> Plan:
-        return self._choose(descriptions)
-
-    def _choose(
-        self,
-        descriptions: Sequence[Description],
-        timeline: Timeline | None = None,
-        races: bool = False,
-    ) -> Plan:
-        """Makes a plan; all ranks call it together if it `races`, that is, may time exchanges."""
-        return choose_plan(
-            descriptions,
-            self.policy,
-            self._wire().topology,
-            runtime.links(),
-            bucket_bytes=self.bucket_bytes,
-            timeline=timeline,
-            notes=self._notes(),
-            race=functools.partial(timed_exchanges, wire=self._wire()) if races else None,
-        )
-
-    @override
-    def observer(self, descriptions: Sequence[Description]) -> StepTimes:
-        return StepTimes(len(descriptions), self.policy.reader if self.is_tunable else None)
-
-    @override
-    def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
-        measured = observer.measured if isinstance(observer, StepTimes) else None
-        step_s = None if measured is None else measured.step_s
-        found = tuple(replace(one, measured_s=step_s) for one in forecasts_of(plan))
-        return replace(plan, forecasts=found)
-
-
 @dataclass(frozen=True)
 class Decision(Policy):
-    """Schemes of a plan by the path of each variable, with the forecast that the plan was made by.
-
-    Snapshots store it. Bucket sizes, costs and remarks follow from it.
-    """
+    """Scheme of each variable of a plan, by path, with the predictions; snapshots store it."""
 
     choices: Mapping[str, Choice]
     bucket_bytes: int | None
@@ -128,7 +80,7 @@ class Decision(Policy):
         """Returns a dictionary for JSON."""
         serialize = keras.saving.serialize_keras_object
         choices = {path: (serialize(one.scheme), one.reason) for path, one in self.choices.items()}
-        forecasts = [one.fields for one in self.forecasts]
+        forecasts = [asdict(one) | {"links": one.links.to_json()} for one in self.forecasts]
         return {"choices": choices, "bucket_bytes": self.bucket_bytes, "forecasts": forecasts}
 
     @classmethod
@@ -140,13 +92,15 @@ class Decision(Policy):
         return cls(choices, saved["bucket_bytes"], forecasts)
 
 
-class AutoPlanner(PredictingPlanner):
+class AutoPlanner(Planner):
     """Makes the plans of one optimizer by predicted steps.
 
     While `is_watching` is true, traced steps record the times that plans depend on. `has_decided`
-    is true once plans were chosen by them, or retained. `proposed` are decisions that apply once
-    the schemes in use have sent their residuals.
+    is true once plans were chosen by these times, or retained. `proposed` has decisions that apply
+    once the schemes in use have sent their residuals.
     """
+
+    callback = ChoosePlan
 
     def __init__(
         self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire] = runtime.wire
@@ -157,11 +111,11 @@ class AutoPlanner(PredictingPlanner):
         self.is_watching = self.has_decided = False
 
     @property
-    @override
     def is_tunable(self) -> bool:
+        """True if predictions choose plans, and may choose others once steps have run."""
         # A plan that depends on measured times would differ in the next run.
         knows_links = runtime.links() is not None or runtime.measures_links()
-        return knows_links and not is_deterministic()
+        return not self.policy.is_fixed and knows_links and not is_deterministic()
 
     @property
     @override
@@ -190,14 +144,43 @@ class AutoPlanner(PredictingPlanner):
         self.measure_network()
         if paths_of(descriptions) in self._decisions:
             return self.plan(descriptions)
-        # While steps are timed, they decide whether exchanges are.
-        return self._choose(descriptions, races=self.is_tunable and not self.is_watching)
+        # While steps are timed, they decide whether exchanges are timed too.
+        return self._choose(descriptions, timed=self.is_tunable and not self.is_watching)
+
+    def _choose(
+        self,
+        descriptions: Sequence[Description],
+        timeline: Timeline | None = None,
+        timed: bool = False,
+    ) -> Plan:
+        """Makes a plan; with `timed`, all ranks call it together, and may time exchanges."""
+        return choose_plan(
+            descriptions,
+            self.policy,
+            self._wire().topology,
+            runtime.links(),
+            bucket_bytes=self.bucket_bytes,
+            timeline=timeline,
+            notes=self._notes(),
+            trial=functools.partial(timed_exchanges, wire=self._wire()) if timed else None,
+        )
 
     @override
     def _notes(self) -> list[str]:
-        if self._wire().topology.size > 1 and is_deterministic():
+        if self._wire().topology.size > 1 and not self.policy.is_fixed and is_deterministic():
             return ["deterministic ops: the plan does not depend on measured times"]
         return super()._notes()
+
+    @override
+    def observer(self, descriptions: Sequence[Description]) -> StepTimes:
+        return StepTimes(len(descriptions), self.policy.reader if self.is_tunable else None)
+
+    @override
+    def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
+        measured = observer.measured if isinstance(observer, StepTimes) else None
+        step_s = measured and measured.step_s
+        found = tuple(replace(one, measured_s=step_s) for one in forecasts_of(plan))
+        return replace(plan, forecasts=found)
 
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
@@ -210,11 +193,13 @@ class AutoPlanner(PredictingPlanner):
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
         for exchanger, one in ((e, measured) for e, measured in pairs if measured):
-            plan, races = exchanger.plan, one.step_s > shortest_s
-            best = self._choose(one.sized(plan.descriptions), one.timeline, races)
+            plan, timed = exchanger.plan, one.step_s > shortest_s
+            best = self._choose(one.sized(plan.descriptions), one.timeline, timed)
             for forecast in forecasts_of(best):
                 before = forecast.of_plan(plan)
-                _log_if_wrong(before.step_s, one.step_s)
+                if abs(one.step_s - before.step_s) > WRONG_BY * before.step_s:
+                    wrong = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
+                    runtime.say(wrong, 1e3 * one.step_s, 1e3 * before.step_s)
                 if best.buckets == plan.buckets:
                     exchanger.plan = best
                     continue
@@ -228,9 +213,7 @@ class AutoPlanner(PredictingPlanner):
 
     def changing(self, plans: AgreedPlans) -> list[Exchanger]:
         """Returns the exchangers whose plans change."""
-        return [
-            one for one in plans.agreed_exchangers if frozenset(one.plan.paths) in self.proposed
-        ]
+        return [e for e in plans.agreed_exchangers if frozenset(e.plan.paths) in self.proposed]
 
     def apply(self, plans: AgreedPlans) -> None:
         """Applies the proposed plans. The others stay, with the state of their schemes."""
@@ -247,6 +230,8 @@ class AutoPlanner(PredictingPlanner):
 
     @override
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
+        if self.policy.is_fixed:
+            return {}
         links = runtime.links()
         return {
             "policy": repr(self.policy),
@@ -289,12 +274,6 @@ class AutoPlanner(PredictingPlanner):
         self._decisions, self.proposed = decisions, proposed
         self.has_decided = not differs and saved["has_decided"]
         return bool(decisions)
-
-
-def _log_if_wrong(predicted_s: float, step_s: float) -> None:
-    if abs(step_s - predicted_s) > WRONG_BY * predicted_s:
-        took = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
-        runtime.say(took, 1e3 * step_s, 1e3 * predicted_s)
 
 
 def is_deterministic() -> bool:
@@ -373,11 +352,20 @@ class Auto(Tunable):
 
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
+        # On one node, or with nodes of one rank, the torus equals `AllToAll`.
+        has_levels = len(topology.nodes) > 1 and topology.positions > 1
+        schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
+        wire_dtype = "float16" if "fp16" in self.compression else None
+        if wire_dtype:
+            schemes += [replace(scheme, wire_dtype=wire_dtype) for scheme in schemes]  # type: ignore
+        if "topk" in self.compression:
+            sparse = (HiTopK, TopK)
+            schemes += [kind(density=self.density, wire_dtype=wire_dtype) for kind in sparse]
         by_rows = _by_rows()
         found = [
             Considered(scheme, structured)
             for structured in ([None, by_rows] if by_rows else [None])
-            for scheme in self._schemes(topology)
+            for scheme in schemes
         ]
         return {str(one): one for one in found}
 
@@ -385,30 +373,12 @@ class Auto(Tunable):
     @override
     def reader(self) -> GradientReader | None:
         by_rows = _by_rows()
-        return None if by_rows is None else by_rows.reader
+        return by_rows.reader if by_rows else None
 
     @property
     @override
     def planner(self) -> type[AutoPlanner]:
         return AutoPlanner
-
-    @property
-    @override
-    def races(self) -> bool:
-        return self.race
-
-    def _schemes(self, topology: Topology) -> list[Scheme]:
-        # On one node, or with nodes of one rank, the torus equals `AllToAll`.
-        has_levels = len(topology.nodes) > 1 and topology.positions > 1
-        schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
-        if "fp16" in self.compression:
-            schemes += [replace(scheme, wire_dtype="float16") for scheme in schemes]  # type: ignore
-        if "topk" in self.compression:
-            wire_dtype = "float16" if "fp16" in self.compression else None
-            schemes += [
-                kind(density=self.density, wire_dtype=wire_dtype) for kind in (HiTopK, TopK)
-            ]
-        return schemes
 
 
 def _by_rows() -> Policy | None:
@@ -418,9 +388,9 @@ def _by_rows() -> Policy | None:
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """One scheme for all variables, or factors for gradients that have few batch rows.
+    """Candidate of `Auto`: one scheme, or sufficient factors for gradients of few batch rows.
 
-    It is a candidate of `Auto`. `structured` chooses a scheme by the batch rows of each step.
+    `structured` chooses a scheme by the batch rows of each step.
     """
 
     scheme: Scheme
@@ -434,7 +404,7 @@ class Considered(Policy):
         scheme = self.scheme
         if self.structured is not None and description.structure is not None:
             by_rows: Any = self.structured.choose(description.sized(None), topology).scheme
-            # Products have no state from step to step.
+            # A scheme that chooses by rows has no state, so it cannot contain one with state.
             dense = AllReduce() if scheme.slots(description.length, topology) else scheme
             scheme = replace(by_rows, many=dense).fitted(description.structure, topology)
         return Choice(scheme, "auto: shortest predicted step")

@@ -1,7 +1,7 @@
 """Searches for the plan with the shortest predicted step.
 
 The search tries each candidate of a policy with several bucket sizes. If predictions are close, it
-times the exchanges of the best candidates alone, on artificial gradients.
+times the exchanges of the best candidates alone, on artificial gradients, in a timed trial.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import statistics
 import time
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,17 +35,17 @@ from tfposeidon.gradients import Description
 from tfposeidon.policies import Policy, Rules
 
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
-"""Bucket sizes to try, as multiples of the default; of equally good sizes, the first is used."""
-RACED_WITHIN, RUNNERS = 0.10, 3
+"""Bucket sizes to try, as multiples of the default; the first of equally good sizes is used."""
+CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
 """Relative difference of predicted steps within which plans are timed, larger if the uncertainty of
-the network profile is, and most plans to time beside the default. Predicted exchanges have a median
-error of 7 % (docs/results/planning.md)."""
-RACE_S = 6.0
-"""Predicted seconds of three exchanges of each plan above which plans are not timed."""
+the network profile is, and maximum number of such plans. Predicted exchanges have a median error of
+7 % (docs/results/planning.md)."""
+LONGEST_TRIAL_S = 6.0
+"""Predicted seconds of three exchanges of each plan above which there is no trial."""
 ROUNDS, BUDGET_S = 7, 2.0
-"""Timed rounds after the first, and seconds after which none of them starts."""
+"""Timed rounds after the first, and seconds after which no round starts."""
 
-Race = Callable[[Sequence[Plan]], Sequence[float]]
+Trial = Callable[[Sequence[Plan]], Sequence[float]]
 """Times the exchanges of plans. Returns the seconds of each, the same on every rank."""
 
 _numbers = itertools.count()
@@ -55,15 +54,12 @@ _numbers = itertools.count()
 class Tunable(Policy):
     """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
 
-    A step must be faster than with the first candidate by the share `margin`.
+    A step must be faster than with the first candidate by the share `margin`. With `race`, the best
+    candidates are timed if their predictions are close.
     """
 
     margin: float = 0.0
-
-    @property
-    def races(self) -> bool:
-        """True if the best of `candidates` are timed where predictions are close."""
-        return False
+    race: bool = False
 
     @abstractmethod
     def candidates(self, topology: Topology) -> dict[str, Policy]:
@@ -81,7 +77,7 @@ def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
 
     def rules(name: str) -> Rules:
         pairs = zip(policy.rules, found, strict=True)
-        # A part without this candidate uses its first.
+        # A part without this candidate uses its first one.
         return Rules([(p, own.get(name, [*own.values(), part][0])) for (p, part), own in pairs])
 
     return {name: rules(name) for name in names}
@@ -102,30 +98,30 @@ def choose_plan(
     bucket_bytes: int | None = None,
     timeline: Timeline | None = None,
     notes: Sequence[str] = (),
-    race: Race | None = None,
+    trial: Trial | None = None,
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known; without the latter,
+    Bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known; without a timeline,
     exchanges are compared alone. The result is the same on every rank but for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
-    open_to = candidates_of(policy, topology)
-    candidates = open_to or {"as configured": policy}
+    tunable = candidates_of(policy, topology)
+    candidates = tunable or {"as configured": policy}
     search = _Search(descriptions, topology, links, timeline)
-    options = search.known(candidates)
-    if not options:
+    known = search.known(candidates)
+    if not known:
         # The cost of structures without a size is unknown.
         first = next(iter(candidates.values()))
         return make_plan(descriptions, first, topology, bucket_bytes, notes)
     sizes = [DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes]
-    if open_to and timeline is not None and bucket_bytes is None:
+    if tunable and timeline is not None and bucket_bytes is None:
         sizes = [round(factor * DEFAULT_BUCKET_BYTES) for factor in BUCKET_FACTORS]
-    attempts = search.attempts(options, sizes)
+    attempts = search.attempts(known, sizes)
     parts = _tunable_parts(policy)
-    if race is not None and any(part.races for part in parts):
-        attempts = search.raced(attempts, race)
+    if trial is not None and any(part.race for part in parts):
+        attempts = search.corrected(attempts, trial)
     forecast, chosen = search.decided(attempts, max((part.margin for part in parts), default=0.0))
     # Each step chooses by its actual sizes, so the plan has none.
     unsized = [d.sized(None) for d in descriptions]
@@ -153,22 +149,27 @@ class _Search:
     links: NetworkProfile
     timeline: Timeline | None
 
-    def known(self, options: Mapping[str, Policy]) -> dict[str, Policy]:
+    def known(self, candidates: Mapping[str, Policy]) -> dict[str, Policy]:
         """Returns the candidates with known costs: those of structures require their size."""
         unsized = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
-        rows = [[one.choose(d, self.topology).scheme for d in unsized] for one in options.values()]
+        rows = {
+            name: [policy.choose(d, self.topology).scheme for d in unsized]
+            for name, policy in candidates.items()
+        }
         # Structures of unknown size that all candidates send alike do not matter.
-        differ = [len(rows) == 1 or len(set(column)) > 1 for column in zip(*rows, strict=True)]
+        differ = [
+            len(rows) == 1 or len({*column}) > 1 for column in zip(*rows.values(), strict=True)
+        ]
         return {
             name: policy
-            for (name, policy), row in zip(options.items(), rows, strict=True)
-            if not any(one.reader and matters for one, matters in zip(row, differ, strict=True))
+            for name, policy in candidates.items()
+            if not any(scheme.reader for scheme in itertools.compress(rows[name], differ))
         }
 
-    def attempts(self, options: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
+    def attempts(self, candidates: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
         """Returns an attempt for each distinct plan."""
         found: dict[Any, _Attempt] = {}
-        for size, (name, policy) in itertools.product(sizes, options.items()):
+        for size, (name, policy) in itertools.product(sizes, candidates.items()):
             plan = make_plan(self.descriptions, policy, self.topology, size)
             key = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
             if key not in found:
@@ -177,33 +178,31 @@ class _Search:
                 found[key] = _Attempt(policy, plan, prediction)
         return list(found.values())
 
-    def raced(self, attempts: list[_Attempt], race: Race) -> list[_Attempt]:
+    def corrected(self, attempts: list[_Attempt], trial: Trial) -> list[_Attempt]:
         """Returns attempts corrected by timed trials of the best schemes, if some are close."""
         best: dict[str, _Attempt] = {}
         for attempt in sorted(attempts, key=_step_s):
             best.setdefault(attempt.prediction.name, attempt)
-        limit_s = (1 + max(RACED_WITHIN, self.links.uncertainty)) * min(map(_step_s, attempts))
-        close = [name for name, one in best.items() if _step_s(one) <= limit_s][:RUNNERS]
-        runners = {name: best[name] for name in (*close, attempts[0].prediction.name)}
-        alone = [predict(one.plan, self.links).step_s for one in runners.values()]
+        limit_s = (1 + max(CLOSE_WITHIN, self.links.uncertainty)) * min(map(_step_s, attempts))
+        close = [name for name, one in best.items() if _step_s(one) <= limit_s][:MOST_CLOSE]
+        timed = {name: best[name].plan for name in (*close, attempts[0].prediction.name)}
+        alone = [predict(plan, self.links).step_s for plan in timed.values()]
         # Long exchanges are bandwidth-bound, where predictions are accurate.
-        if len(close) == 1 or 3 * sum(alone) > RACE_S:
+        if len(close) == 1 or 3 * sum(alone) > LONGEST_TRIAL_S:
             return attempts
-        pairs = zip(race([one.plan for one in runners.values()]), alone, strict=True)
+        pairs = zip(trial([*timed.values()]), alone, strict=True)
         ratios = [took_s / alone_s if alone_s else 1.0 for took_s, alone_s in pairs]
         # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must
         # not win by a more optimistic prediction.
-        slowdowns = defaultdict(lambda: max(1.0, *ratios), zip(runners, ratios, strict=True))
-        return [self._slowed(one, slowdowns, one.prediction.name in runners) for one in attempts]
-
-    def _slowed(
-        self, attempt: _Attempt, slowdowns: Mapping[str, float], is_timed: bool
-    ) -> _Attempt:
-        slowdown = slowdowns[attempt.prediction.name]
-        simulated = predict(attempt.plan, self.links, self.timeline, slowdown)
-        shown = slowdown if is_timed else 1.0
-        prediction = replace(attempt.prediction, simulated=simulated, slowdown=shown)
-        return replace(attempt, prediction=prediction)
+        slowdowns, of_others = dict(zip(timed, ratios, strict=True)), max(1.0, *ratios)
+        corrected = []
+        for one in attempts:
+            old = one.prediction
+            factor = slowdowns.get(old.name, of_others)
+            simulated = predict(one.plan, self.links, self.timeline, factor)
+            new = replace(old, simulated=simulated, slowdown=slowdowns.get(old.name, 1.0))
+            corrected.append(replace(one, prediction=new))
+        return corrected
 
     def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:
         """Returns the predictions of all attempts, and the policy of the chosen one."""
@@ -248,7 +247,7 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
     Returns the median over rounds of the slowest rank's seconds, the same on every rank.
     """
     with tf.init_scope():
-        prefix, zeros = f"tp.race_{next(_numbers)}", Zeros()
+        prefix, zeros = f"tp.trial_{next(_numbers)}", Zeros()
         runs = [_exchange_of(plan, wire, zeros, f"{prefix}.{i}") for i, plan in enumerate(plans)]
         values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
         rounds = []

@@ -1,7 +1,10 @@
 """Predicts one training step: the time of each stage of its exchanges, and how they overlap.
 
 Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
-processor. Each bucket passes its stages, which are collectives or local work, in turn.
+processor. Each bucket passes through its stages, which are collectives or local work. The thread
+negotiates once per cycle for all ready collectives, fuses compatible all-reduces, and executes
+collectives sequentially. Local work of all buckets shares the processor. Nothing overlaps with the
+next step.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,20 +28,20 @@ from tfposeidon.schemes.stages import Operation, Transfer, Work
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""
 EXPOSED = 0.24
-"""Share that is not hidden of the shorter of two: bytes on the network, and the CPU's work on them;
-from a study of 94 exchanges. `benchmarks.predict --constants` evaluates both constants."""
+"""Share of the shorter of two times that adds to the longer: transfer of bytes, and work of the CPU
+on them. Fitted to 94 exchanges; `benchmarks.predict --constants` evaluates both constants."""
 SUMS_PER_PAIR = 2.0
-"""Elements of a vector that are added in the time of one of the pairs of index and value, sorted by
+"""Elements of a vector that are summed in the time of one pair of index and value, sorted by
 index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Time of one stage of an exchange, on the rank or connection that takes longest.
+    """Time of one stage of an exchange, on the slowest rank or connection.
 
     `operation` is `None` for local work. Horovod fuses collectives with equal `fuses_with`, unless
     it is `None`, up to a sum of `size_bytes`, the payload on one rank. A fused collective has the
-    latency of one, and the sum of the loads.
+    latency of one collective, and the sum of the loads.
     """
 
     operation: Operation | None
@@ -69,13 +73,13 @@ def stage_times(
     topology: Topology,
     links: NetworkProfile,
 ) -> tuple[StageTime, ...]:
-    """Predicts the time of each stage of an exchange that takes any, the same on all ranks.
+    """Predicts the time of each stage of an exchange, the same on all ranks.
 
     Source: latency and bytes (Hockney 1994), with concurrent CPU work of all ranks at once.
     """
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
-        for rank in _ranks_that_tell(scheme, topology)
+        for rank in _representative_ranks(scheme, topology)
     }
     times = []
     # Ranks that skip some stages have fewer, in the order of the complete list.
@@ -93,15 +97,16 @@ def stage_times(
     return tuple(times)
 
 
-def _ranks_that_tell(scheme: Scheme, topology: Topology) -> Sequence[int]:
-    """Returns ranks that include the busiest node: those of one node if all nodes are alike."""
-    regular = Topology.regular(0, topology.size, len(topology.nodes[0])).nodes
-    is_even = len({len(node) for node in topology.nodes}) == 1 and topology.nodes == regular
-    return topology.nodes[0] if is_even and scheme.loads_evenly else range(topology.size)
+def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
+    """Returns the ranks of the first node if all nodes have the same load, else all ranks."""
+    first, size = topology.nodes[0], topology.size
+    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
+    is_even = is_regular and size % len(first) == 0 and scheme.loads_evenly
+    return first if is_even else range(size)
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
-    """Returns the load of a collective; groups that run it at once share their nodes' network."""
+    """Returns the load of a collective, in which the groups of ranks share their nodes' network."""
     node_of = _node_by_rank(topology.nodes)
     across: dict[Any, float] = defaultdict(float)
     within: dict[Any, float] = defaultdict(float)
@@ -110,7 +115,7 @@ def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
         for peer, size_bytes in transfer.messages(rank).items():
             ends = node_of[rank], node_of[peer]
             crosses = ends[0] != ends[1]
-            # Each direction counts by itself.
+            # Count each direction separately.
             for end in enumerate(ends if crosses else (rank, peer)):
                 (across if crosses else within)[end] += size_bytes
             flow_bytes = max(flow_bytes, size_bytes if crosses else 0.0)
@@ -127,7 +132,7 @@ def _transfer_time(
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
-    # Use the ranks, not the bytes, which are 0 for structures without a size.
+    # Compare ranks and not bytes, which are 0 for structures without a size.
     node_of = _node_by_rank(topology.nodes)
     groups = [transfer.group.ranks for transfer in transfers.values()]
     crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
@@ -157,7 +162,7 @@ def float16_sums(transfer: Transfer) -> float:
 
 def work_seconds(work: Work, rates: Rates) -> float:
     """Returns the seconds of local work on one rank, while all ranks of its node work."""
-    # Zeros, and the elements of a product, are written as fast as values are converted.
+    # Writing zeros or the elements of a product takes as long as converting values.
     per_element_s = {"sum": rates.sum_s, "select": rates.select_s}.get(work.kind, rates.encode_s)
     per_pair_s = rates.pair_s if work.kind == "select" else SUMS_PER_PAIR * rates.sum_s
     operations_s = rates.operation_s * work.operations if work.kind == "multiply" else 0.0
@@ -177,10 +182,10 @@ class Timeline:
 
     @classmethod
     def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
-        """Spreads gradients evenly, from the last variable's; only the two times matter much."""
+        """Returns evenly spaced times of gradients, the last variable's first."""
         between_s = (compute_s - first_s) / max(1, variables - 1)
         ready_s = [first_s + between_s * index for index in reversed(range(variables))]
-        # Rounding must not move the last gradient past the end.
+        # Rounding must not move a gradient past the end of the computation.
         return cls(ready_s=tuple(min(s, compute_s) for s in ready_s), compute_s=compute_s)
 
 
@@ -217,6 +222,10 @@ def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
     return int(text)
 
 
+_Event = tuple[float, int, Sequence[StageTime]]
+"""Seconds at which a bucket reaches the first of its remaining stages; a number breaks ties."""
+
+
 def simulate(
     chains: Sequence[Sequence[StageTime]],
     ready_s: Sequence[float],
@@ -224,83 +233,43 @@ def simulate(
     collective_s: float,
     fusion_bytes: int = FUSION_BYTES,
 ) -> Simulated:
-    """Predicts one step from the stages of its buckets, which are ready after `ready_s`.
-
-    Horovod's thread negotiates once per cycle for all ready collectives, which takes
-    `collective_s`. It fuses compatible all-reduces, and executes collectives sequentially. Local
-    work of all buckets shares a rank's processor. Nothing overlaps with the next step.
-    """
-    run = _Run(chains, ready_s, fusion_bytes)
-    while run.has_run_cycle(collective_s):
-        pass
-    return Simulated(step_s=max(run.finish_s, compute_s), compute_s=compute_s, busy_s=run.busy_s)
-
-
-_Event = tuple[float, int, int, int]
-"""Seconds at which a bucket reaches a stage, number that breaks ties, bucket, stage."""
-
-
-class _Run:
-    """State of a simulation."""
-
-    def __init__(
-        self, chains: Sequence[Sequence[StageTime]], ready_s: Sequence[float], fusion_bytes: int
-    ) -> None:
-        self._chains, self._fusion_bytes = chains, fusion_bytes
-        self.finish_s = self.busy_s = self._thread_free_s = self._processor_free_s = 0.0
-        self._numbers = itertools.count()
-        self._events: list[_Event] = []
-        self._waiting: list[_Event] = []
-        for bucket, time_s in enumerate(ready_s):
-            self._reach(time_s, bucket, 0)
-
-    def _reach(self, time_s: float, bucket: int, stage: int) -> None:
-        heapq.heappush(self._events, (time_s, next(self._numbers), bucket, stage))
-
-    def has_run_cycle(self, collective_s: float) -> bool:
-        """Executes the collectives that are ready when the thread is idle, if any are left."""
-        self._advance(self._thread_free_s)
-        while self._events and not self._waiting:
-            self._advance(self._events[0][0])
-        if not self._waiting:
-            return False
-        begin_s = max(self._thread_free_s, min(self._waiting)[0])
-        self._advance(begin_s)
-        ready = sorted(event for event in self._waiting if event[0] <= begin_s)
-        self._waiting = [event for event in self._waiting if event[0] > begin_s]
-        self._thread_free_s = begin_s + collective_s
-        while ready:
-            fused = self._fused_with_first(ready)
-            ready = [event for event in ready if event not in fused]
-            stages = [self._chains[bucket][stage] for _, _, bucket, stage in fused]
-            took_s = max(s.latency_s for s in stages) + sum(s.load_s for s in stages)
-            self._thread_free_s += took_s
-            self.busy_s += took_s
-            for _, _, bucket, stage in fused:
-                self._reach(self._thread_free_s, bucket, stage + 1)
-        return True
-
-    def _advance(self, until_s: float) -> None:
-        """Executes local work that starts by a time, and collects collectives ready by then."""
-        while self._events and self._events[0][0] <= until_s:
-            event = heapq.heappop(self._events)
-            time_s, _, bucket, index = event
-            if index >= len(self._chains[bucket]):
-                self.finish_s = max(self.finish_s, time_s)
-            elif self._chains[bucket][index].operation is None:
-                begin_s = max(time_s, self._processor_free_s)
-                self._processor_free_s = begin_s + self._chains[bucket][index].load_s
-                self._reach(self._processor_free_s, bucket, index + 1)
+    """Predicts one step from the stages of its buckets, which are ready after `ready_s`."""
+    numbers = itertools.count()
+    events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))  # A valid heap.
+    waiting: list[_Event] = []
+    finish_s = busy_s = thread_s = processor_s = 0.0
+    while events or waiting:
+        begin_s = max(thread_s, waiting[0][0]) if waiting else math.inf
+        if events and events[0][0] <= begin_s:
+            time_s, _, stages = event = heapq.heappop(events)
+            if not stages:
+                finish_s = max(finish_s, time_s)
+            elif stages[0].operation is None:
+                processor_s = max(time_s, processor_s) + stages[0].load_s
+                heapq.heappush(events, (processor_s, next(numbers), stages[1:]))
             else:
-                self._waiting.append(event)
+                waiting.append(event)
+            continue
+        thread_s, ready, waiting = begin_s + collective_s, waiting, []
+        for took_s, fused in _executions(ready, fusion_bytes):
+            thread_s, busy_s = thread_s + took_s, busy_s + took_s
+            for _, _, stages in fused:
+                heapq.heappush(events, (thread_s, next(numbers), stages[1:]))
+    return Simulated(step_s=max(finish_s, compute_s), compute_s=compute_s, busy_s=busy_s)
 
-    def _fused_with_first(self, ready: list[_Event]) -> list[_Event]:
-        """Returns the first collective, and those that Horovod fuses with it."""
-        leading, *others = [self._chains[bucket][stage] for _, _, bucket, stage in ready]
-        fused, size_bytes = ready[:1], leading.size_bytes
-        for event, stage in zip(ready[1:], others, strict=True):
-            fits = size_bytes + stage.size_bytes <= self._fusion_bytes
+
+def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:
+    """Yields the seconds of each execution in a cycle, and the collectives that it fuses."""
+    while ready:
+        leading = ready[0][2][0]
+        fused, others, size_bytes = [ready[0]], [], leading.size_bytes
+        for event in ready[1:]:
+            stage = event[2][0]
+            fits = size_bytes + stage.size_bytes <= fusion_bytes
             if fits and stage.fuses_with == leading.fuses_with is not None:
                 fused.append(event)
                 size_bytes += stage.size_bytes
-        return fused
+            else:
+                others.append(event)
+        stages, ready = [event[2][0] for event in fused], others
+        yield max(s.latency_s for s in stages) + sum(s.load_s for s in stages), fused

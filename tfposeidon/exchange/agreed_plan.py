@@ -102,7 +102,7 @@ def planner_for(policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wir
     """Returns the policy's planner, or one that predicts steps if the network is known."""
     make = policy.planner or Planner
     if policy.is_fixed and runtime.links() is not None and names.PLANNERS:
-        make = names.resolve(names.PLANNERS, __name__, "PredictingPlanner")
+        make = names.resolve(names.PLANNERS, __name__, "AutoPlanner")
     planner: Planner = make(policy, bucket_bytes, wire)
     return planner
 

@@ -1,7 +1,7 @@
 """Global weights: equal on all ranks, and stored in addition to each rank's local weights.
 
-Think of two sets of values for the same variables. One of them is in the variables, the other one
-in copies, and `show` and `hide` swap the two.
+Think of two sets of values for the same variables. One set is in the variables, the other one in
+copies, and `show` and `hide` swap the two.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class GlobalWeights:
                 )
                 self.variables.append(variable)
                 self.copies.append(copy)
-        # A partial: TensorFlow counts traces of a method over all its objects, and would warn.
+        # A partial: TensorFlow counts traces of a method over all objects, and would warn.
         swap = functools.partial(self._swap_values)
         self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
-    def carry(self, statistics: Sequence[Any]) -> None:
+    def add_statistics(self, statistics: Sequence[Any]) -> None:
         """Adds averaged state of layers; skips known variables."""
         known = {id(variable) for variable in self.variables}
         if new := [variable for variable in statistics if id(variable) not in known]:
@@ -106,7 +106,7 @@ class GlobalWeights:
     @property
     def is_shown(self) -> bool:
         """True while the variables hold the global weights, and the copies the local weights."""
-        # A Python flag avoids reading the variable in each step: it is mostly False.
+        # The Python flag, which is mostly False, avoids reading the variable in each step.
         return self._may_be_shown and bool(self._is_shown.numpy())
 
     @property
@@ -129,9 +129,9 @@ class GlobalWeights:
         if not self.is_shown:
             return False
         now = self._values()
-        if all(_lie_together(*pair) for pair in zip(self._shown, now, strict=True)):
+        if all(_share_memory(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
-        # Values moved in host memory, or are on a GPU, where the addresses are not available.
+        # Values were moved in host memory, or are on a GPU, where addresses are not available.
         one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
         return one != other
 
@@ -143,8 +143,7 @@ class GlobalWeights:
 
     def note_assigned(self) -> None:
         """Accepts the current values as the shown global weights, including assigned values."""
-        # References, not copies: TensorFlow allocates a new buffer if another reference holds the
-        # tensor.
+        # References suffice: TensorFlow does not reuse a buffer that has another reference.
         self._shown = self._values()
 
     def restart(self) -> None:
@@ -161,7 +160,7 @@ class GlobalWeights:
             "all ranks before a loop that continues from them."
         )
         with tf.device("/CPU:0"):
-            # The raw op: `tf.debugging.Assert` adds a branch to each step.
+            # Use the raw op, because `tf.debugging.Assert` adds a branch to each step.
             is_hidden = tf.logical_not(self._is_shown.read_value())
             return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
@@ -185,16 +184,14 @@ class GlobalWeights:
             own, other = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             variable.assign(other)
             copy.assign(own)
-        # In the same graph, so that an interruption leaves all or none of the changes.
+        # In the same graph, so that an interruption preserves all or none of the changes.
         self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
     def differences(self) -> list[tf.Tensor]:
         """This rank's trained weights minus the global weights."""
-        pairs = zip(self.variables[: self.trained], self.copies, strict=False)
-        return [
-            tf.convert_to_tensor(variable) - tf.convert_to_tensor(copy) for variable, copy in pairs
-        ]
+        pairs = zip(self._values(), self.copies, strict=False)
+        return [value - tf.convert_to_tensor(copy) for value, copy in pairs]
 
     @property
     def own_statistics(self) -> list[tf.Tensor]:
@@ -216,10 +213,9 @@ def check_equal(variables: Sequence[Any]) -> None:
     )
 
 
-def _lie_together(then: tf.Tensor, now: tf.Tensor) -> bool:
-    """Returns whether two tensors share the same host memory."""
-    is_on_host = "CPU" in then.device and "CPU" in now.device
-    return is_on_host and bool(np.asarray(then).ctypes.data == np.asarray(now).ctypes.data)
+def _share_memory(one: tf.Tensor, other: tf.Tensor) -> bool:
+    is_on_host = "CPU" in one.device and "CPU" in other.device
+    return is_on_host and bool(np.asarray(one).ctypes.data == np.asarray(other).ctypes.data)
 
 
 def is_finite(values: Any) -> tf.Tensor:

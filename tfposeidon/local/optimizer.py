@@ -24,7 +24,7 @@ from tfposeidon.exchange.means import JoinHook
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import with_merged_rows
-from tfposeidon.local import exchanges, rules
+from tfposeidon.local import exchanges, outer_optimizers
 from tfposeidon.local.global_weights import GlobalWeights, check_equal
 from tfposeidon.local.schedule import Schedule, notes_of_plan
 from tfposeidon.local.showing import Showing
@@ -120,20 +120,15 @@ class LocalUpdates(CommunicatingOptimizer):
         )
         arguments.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
-        self._rule = rules.parse(outer_optimizer)
-        # Read now: a rule's own optimizer cannot evaluate its learning rate while a step is traced.
-        self._rule_settings = settings(self._rule, "outer_optimizer")
-        # Differences are added, so their plans do not depend on the inner optimizer.
-        self._exchange = Step(
-            exchanges.Adding(), policy, bucket_bytes, sample_count, settings=self.agreed_settings
-        )
-        self._node = (
-            exchanges.Node(self, self._exchange, bucket_bytes, sample_count)
-            if hierarchical
-            else None
-        )
+        self._outer = outer_optimizers.parse(outer_optimizer)
+        # Read now: an outer optimizer cannot evaluate its learning rate while a step is traced.
+        self._outer_settings = settings(self._outer, "outer_optimizer")
+        self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
+        self._node: Step | None = None
+        if hierarchical:
+            self._node = exchanges.of_gradients_in_node(self, bucket_bytes, sample_count)
         self._synchronization: Synchronization | None = None
-        self._showing = Showing(lambda: self._synchronization, self._carry_statistics)
+        self._showing = Showing(lambda: self._synchronization, self._add_statistics)
         self._model: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ state
@@ -158,29 +153,26 @@ class LocalUpdates(CommunicatingOptimizer):
         if runtime.size() > 1:
             self._build_synchronization(variables)
         else:
-            # Keras names the state after its variables, so they must be copies, as on several
-            # ranks.
-            self._rule.build(GlobalWeights(variables).copies)
+            # Copies, as on several ranks, because Keras names the state after its variables.
+            self._outer.build(GlobalWeights(variables).copies)
         if self._node is not None:
-            self._node.exchange.build()
+            self._node.build()
         self._exchange.build()
         self._adopt(variables)
 
     def _build_synchronization(self, variables: Sequence[Any]) -> None:
-        rules.warn_of_momentum(self._rule, self.inner_optimizer, self._schedule.sync_every)
-        topology = runtime.wire().topology
-        in_node = self._node is not None
-        keeps = self._exchange.exchanger(variables).states.exist
-        rules.check_nothing_counts_twice(self._rule, self.policy, keeps)
+        every = self._schedule.sync_every
+        outer_optimizers.warn_of_momentum(self._outer, self.inner_optimizer, every)
+        has_state = self._exchange.exchanger(variables).states.exist
+        outer_optimizers.check_nothing_counts_twice(self._outer, self.policy, has_state)
         self._synchronization = Synchronization(
             self._exchange,
             lambda: self.inner_optimizer,
-            self._rule,
+            self._outer,
             variables,
             self._schedule,
             self._number,
-            replicas=len(topology.nodes) if in_node else topology.size,
-            share=1.0 / topology.node.size if in_node else 1.0,
+            hierarchical=self._node is not None,
         )
 
     @property
@@ -190,7 +182,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
         One rank has them, too, so that several ranks can resume from its checkpoint.
         """
-        return [self._number, *self._rule.variables] if self.built else []
+        return [self._number, *self._outer.variables] if self.built else []
 
     @property
     @override
@@ -217,20 +209,20 @@ class LocalUpdates(CommunicatingOptimizer):
         plan = super().plan
         if self._synchronization is None:
             return plan
-        in_node = None if self._node is None else self._plan_of_node()
-        own = notes_of_plan(plan, self._schedule, self._rule, in_node)
+        own = notes_of_plan(plan, self._schedule, self._outer, self._plan_in_node())
         return dataclasses.replace(plan, occasion="synchronization", notes=(*own, *plan.notes))
 
     @property
     @override
     def bytes_per_step(self) -> float:
-        in_rounds = super().bytes_per_step / self._schedule.sync_every
-        return in_rounds + (0.0 if self._node is None else self._plan_of_node().cost.bytes)
+        in_node = self._plan_in_node()
+        of_node = 0.0 if in_node is None else in_node.cost.bytes
+        return super().bytes_per_step / self._schedule.sync_every + of_node
 
-    def _plan_of_node(self) -> Plan:
-        assert self._node is not None
-        plans = self._node.exchange.plans
-        return plans.plan(self._trainable_variables, self.inner_optimizer)
+    def _plan_in_node(self) -> Plan | None:
+        if self._node is None:
+            return None
+        return self._node.plans.plan(self._trainable_variables, self.inner_optimizer)
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -240,7 +232,7 @@ class LocalUpdates(CommunicatingOptimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **dataclasses.asdict(self._schedule),
             "hierarchical": self._node is not None,
-            "outer_optimizer": keras.saving.serialize_keras_object(self._rule),
+            "outer_optimizer": keras.saving.serialize_keras_object(self._outer),
             "scheme": keras.saving.serialize_keras_object(self.policy),
             "bucket_bytes": self._exchange.plans.bucket_bytes,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
@@ -248,19 +240,19 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        """Saves the rule's state; Keras saves the inner optimizer. Raises for local weights."""
+        """Saves the outer optimizer's state; Keras saves the inner one. Refuses local weights."""
         super().save_own_variables(store)
         if self._synchronization is not None:
             self._synchronization.weights.check_may_be_saved()
-        for index, variable in enumerate(self._rule.variables):
+        for index, variable in enumerate(self._outer.variables):
             store[str(index)] = variable.numpy()
         if self.built:
             store["synchronizations"] = self._number.numpy()
 
     @override
     def load_own_variables(self, store: Any) -> None:
-        """Loads the rule's state, if it was saved on several ranks."""
-        for index, variable in enumerate(self._rule.variables):
+        """Loads the outer optimizer's state, if it was saved on several ranks."""
+        for index, variable in enumerate(self._outer.variables):
             if str(index) in store:
                 variable.assign(store[str(index)])
         if self.built and "synchronizations" in store:
@@ -271,10 +263,10 @@ class LocalUpdates(CommunicatingOptimizer):
     def _prepare(self, variables: Sequence[Any]) -> None:
         self._exchange.exchanger(variables)
         if self._node is not None:
-            self._node.exchange.exchanger(variables)
-        self._carry_statistics()
+            self._node.exchanger(variables)
+        self._add_statistics()
 
-    def _carry_statistics(self) -> None:
+    def _add_statistics(self) -> None:
         """Adds averaged state of the model's layers to the synchronization."""
         if self._synchronization is not None:
             model = self._model()
@@ -333,23 +325,26 @@ class LocalUpdates(CommunicatingOptimizer):
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
         """Updates this rank's weights; returns the number of samples that count."""
         if self._node is not None:
-            return self._node.update(grads, variables, count)
+            self._node.is_timed = self._exchange.is_timed
+            return exchanges.update_in_node(self._node, self.updater, grads, variables, count)
         self.updater.apply(with_merged_rows(grads), variables)
         return count
 
     def agreed_settings(self) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks, for both exchanges."""
-        schedule, is_hierarchical = dataclasses.asdict(self._schedule), self._node is not None
-        inner = settings(self.inner_optimizer, "inner optimizer")
-        return {**inner, **schedule, "hierarchical": is_hierarchical, **self._rule_settings}
+        return {
+            **settings(self.inner_optimizer, "inner optimizer"),
+            **dataclasses.asdict(self._schedule),
+            "hierarchical": self._node is not None,
+            **self._outer_settings,
+        }
 
     @property
     @override
     def exposed_s(self) -> float:
         """Communication that did not overlap computation, in seconds over all steps so far."""
         own = 0.0 if self._synchronization is None else self._synchronization.exposed_s
-        node = self._node
-        return own + (node.exchange.exposed_s if node and node.exchange.is_timed else 0.0)
+        return own + (self._node.exposed_s if self._node and self._node.is_timed else 0.0)
 
     @override
     def change_scheme(self, scheme: Any) -> None:
@@ -369,7 +364,7 @@ class LocalUpdates(CommunicatingOptimizer):
     @override
     def check_change(self, policy: policies.Policy) -> None:
         exchanges.check_policy(policy)
-        rules.check_nothing_counts_twice(self._rule, policy, policy.keeps_state)
+        outer_optimizers.check_nothing_counts_twice(self._outer, policy, policy.keeps_state)
         if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
                 "`overlap_steps` does not allow a change of the scheme. Received: a change from "
@@ -438,13 +433,13 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # Here, since a step that is already traced does not call it.
+            # A step that is already traced does not call it.
             self._synchronization.begin_step()
 
     def _join_hooks(self) -> list[JoinHook]:
         if self._synchronization is None or not self._exchange.exchangers:
             return []
         synchronization = self._synchronization
-        in_node = [] if self._node is None else self._node.exchange.join_hooks()
-        # Always a graph, whose collectives have names.
+        in_node = [] if self._node is None else self._node.join_hooks()
+        # It runs as a graph in eager steps, too, and its collectives match by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

@@ -1,7 +1,4 @@
-"""Steps at which ranks with local weights synchronize, and exchanges between these steps.
-
-Think of a `Flight` as a future: the training thread starts it and reads the result steps later.
-"""
+"""Steps at which ranks with local weights synchronize, and exchanges that overlap these steps."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import tensorflow as tf
 
 from tfposeidon import checks
 from tfposeidon.exchange.plan import Plan
-from tfposeidon.local.rules import Rule
+from tfposeidon.local.outer_optimizers import Rule
 from tfposeidon.text import readable_size
 
 
@@ -23,9 +20,9 @@ from tfposeidon.text import readable_size
 class Schedule:
     """Steps at which ranks with local weights synchronize.
 
-    An exchange starts every `sync_every` steps, and its result is applied `overlap_steps` later,
-    where 0 waits for it. The first `warmup_steps` synchronizations follow one step each, without
-    overlap.
+    An exchange starts every `sync_every` steps. Its result is applied `overlap_steps` later; if
+    that is 0, the step waits for it. The first `warmup_steps` synchronizations follow one step
+    each, without overlap.
     """
 
     sync_every: int
@@ -60,32 +57,29 @@ class Schedule:
                 )
 
 
-def notes_of_plan(plan: Plan, schedule: Schedule, rule: Rule, in_node: Plan | None) -> list[str]:
+def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | None) -> list[str]:
     """Returns remarks on bytes per step, memory and exactness; `in_node` is the gradients' plan."""
-    every, is_late = schedule.sync_every, bool(schedule.overlap_steps)
+    every, overlaps = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
-    is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
-    return [
+    notes = [
         f"pseudo-gradients, once in {every} steps: {readable_size(plan.cost.bytes / every)} per "
-        f"step; outer optimizer {rule}",
-        f"{3 if is_late else 1} x {length} of memory for the global weights"
-        + (" and an exchange in progress" if is_late else "")
+        f"step; outer optimizer {outer}",
+        f"{3 if overlaps else 1} x {length} of memory for the global weights"
+        + (" and an exchange in progress" if overlaps else "")
         + ", and the state of the outer optimizer",
-        *_of_node(in_node, schedule.overlap_steps),
-        "replicas are equal only in their global weights"
-        + ("" if is_exact else "; the scheme rounds or selects"),
     ]
-
-
-def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
-    if plan is None:
-        return []
-    note = f"gradients: all-reduce within the node at every step, {readable_size(plan.cost.bytes)}"
-    if overlap_steps:
-        note += (
-            "; during an exchange of weights, the all-reduce waits for at most one of its buckets"
+    if in_node is not None:
+        size = readable_size(in_node.cost.bytes)
+        during = (
+            "during an exchange of weights, the all-reduce waits for at most one of its buckets"
         )
-    return [note]
+        notes.append(
+            f"gradients: all-reduce within the node at every step, {size}"
+            + (f"; {during}" if overlaps else "")
+        )
+    is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
+    rounding = "" if is_exact else "; the scheme rounds or selects"
+    return [*notes, f"replicas are equal only in their global weights{rounding}"]
 
 
 # ------------------------------------------------------------------ exchange
@@ -94,8 +88,8 @@ def _of_node(plan: Plan | None, overlap_steps: int) -> list[str]:
 class Contribution(NamedTuple):
     """Contribution of this rank: trained weights minus global weights, and averaged statistics.
 
-    `count` is the rank's weight, a float32 scalar: 0 without samples or with values that are not
-    finite. `finite` is a bool scalar for the differences, equal on all ranks of a replica.
+    `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite values.
+    `finite` is a bool scalar for the differences, equal on all ranks of a replica.
     """
 
     differences: list[tf.Tensor]
@@ -120,35 +114,16 @@ class ExchangeResult(NamedTuple):
     absent: tf.Tensor
 
 
-class Flight:
-    """Exchange in a thread, with the contribution of this rank."""
+def in_background(exchange: Callable[[], ExchangeResult]) -> Future[ExchangeResult]:
+    """Runs an exchange in a thread; returns its result as a future."""
+    future: Future[ExchangeResult] = Future()
 
-    def __init__(self, sent: Contribution, exchange: Callable[[], ExchangeResult]) -> None:
-        self.sent = sent
-        self._future: Future[ExchangeResult] = Future()
-        # A daemon: a failing job must not wait for ranks that have exited.
-        thread = threading.Thread(
-            target=_run, args=(exchange, self._future), daemon=True, name="tfposeidon-exchange"
-        )
-        thread.start()
-        self._thread = thread
+    def run() -> None:
+        try:
+            future.set_result(exchange())
+        except BaseException as error:  # noqa: BLE001 (the reader of the result raises it)
+            future.set_exception(error)
 
-    @property
-    def has_failed(self) -> bool:
-        """True once the exchange has ended with an error."""
-        return self._future.done() and self._future.exception() is not None
-
-    def found(self) -> ExchangeResult:
-        """Waits for the exchange, and returns its result or raises its error."""
-        return self._future.result()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until the exchange has ended, with or without an error."""
-        self._thread.join(timeout_s)
-
-
-def _run(exchange: Callable[[], ExchangeResult], future: Future[ExchangeResult]) -> None:
-    try:
-        future.set_result(exchange())
-    except BaseException as error:  # noqa: BLE001 (it is raised where the result is asked for)
-        future.set_exception(error)
+    # A daemon: a failing job must not wait for ranks that have exited.
+    threading.Thread(target=run, daemon=True, name="tfposeidon-exchange").start()
+    return future

@@ -31,11 +31,11 @@ class Showing:
     def __init__(
         self, find: Callable[[], Synchronization | None], prepare: Callable[[], None]
     ) -> None:
-        # The synchronization is `None` before the optimizer is built. `prepare` runs before the
-        # first step, and adds averaged state of layers.
+        # `find` returns `None` before the optimizer is built. `prepare` runs before the first step,
+        # and adds averaged state of layers.
         self._find, self._prepare = find, prepare
         # After `fit`, all ranks take the first step together, so it may communicate.
-        self._looks_once = False
+        self._checks_next_step = False
         self._shows_after_steps = True
 
     def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
@@ -78,8 +78,8 @@ class Showing:
         synchronization = self._find()
         if synchronization is None:
             return
-        if self._looks_once:
-            self._looks_once = False
+        if self._checks_next_step:
+            self._checks_next_step = False
             self.restart_if_assigned()
         elif synchronization.weights.was_assigned:
             raise RuntimeError(
@@ -103,8 +103,8 @@ class Showing:
 
     @contextlib.contextmanager
     def _around(self, callbacks: Sequence[Any]) -> Iterator[None]:
-        self._looks_once = False
-        self._shows_after_steps = any(map(looks_after_batches, callbacks))
+        self._checks_next_step = False
+        self._shows_after_steps = any(map(reads_after_batches, callbacks))
         try:
             yield
         finally:
@@ -114,7 +114,7 @@ class Showing:
     def end_fit(self) -> None:
         """Ends a `fit`: the first step after it checks for assigned weights."""
         self.restart_if_assigned()
-        self._looks_once = True
+        self._checks_next_step = True
         if (synchronization := self._find()) is not None:
             synchronization.warn_if_none_has_completed()
 
@@ -141,12 +141,12 @@ class Showing:
             synchronization.restart()
 
 
-def looks_after_batches(callback: Any) -> bool:
+def reads_after_batches(callback: Any) -> bool:
     """Returns whether a callback may read or save weights after batches."""
-    # Exact types only: a subclass may override more hooks.
+    # Compare exact types, because a subclass may override more hooks.
     if type(callback) in SAVING:
         return bool(callback.save_freq != "epoch")
-    # Other Keras callbacks read weights at the end of epochs only; those of `keras_callbacks`
+    # Other callbacks of Keras read weights only at the end of epochs. Those of `keras_callbacks`
     # handle global weights.
     is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")
     if is_known and not isinstance(callback, keras.callbacks.LambdaCallback):

@@ -1,9 +1,9 @@
 """Synchronization: once in several steps, ranks exchange their differences from the global weights.
 
 It runs in Python, between the executions of train functions. Think of three graphs: `contribute`
-computes the differences, `exchange` averages them over the ranks, and `settle` updates the global
+computes the differences, `exchange` averages them over the ranks, and `apply` updates the global
 weights with the mean, and then this rank's weights. With `overlap_steps` a thread runs `exchange`
-during the next steps, and all ranks run `settle` after that number of steps.
+during the next steps, and all ranks run `apply` after that number of steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
 from tfposeidon.local.global_weights import GlobalWeights, either, is_finite
-from tfposeidon.local.rules import Rule
-from tfposeidon.local.schedule import Contribution, ExchangeResult, Flight, Schedule
+from tfposeidon.local.outer_optimizers import Rule
+from tfposeidon.local.schedule import Contribution, ExchangeResult, Schedule, in_background
 from tfposeidon.optimizers.wrapper import reset_slots
 from tfposeidon.state.placement import Placement, StateDescription
 
@@ -40,46 +41,47 @@ EXIT_PATIENCE_S = 3.0
 class Synchronization:
     """Counts steps, and synchronizes after `sync_every` of them.
 
-    A replica is a group of ranks with equal weights: one rank, or the ranks of one node. `share` is
-    this rank's part of its replica: 1, or one over the ranks of its node.
+    A replica is a group of ranks with equal weights: one rank, or the ranks of one node if the job
+    is `hierarchical`. `_share` is this rank's part of its replica.
     """
 
     def __init__(
         self,
         exchange: Step,
         inner: Callable[[], Any],
-        rule: Rule,
+        outer: Rule,
         variables: Sequence[Any],
         schedule: Schedule,
         number: Any,
-        replicas: int,
-        share: float,
+        hierarchical: bool,
     ) -> None:
         # A function, since `fit` may replace the inner optimizer.
-        self._exchange_of, self._inner, self._rule = exchange, inner, rule
+        self._exchange, self._inner, self._outer = exchange, inner, outer
         self._variables, self._schedule, self._number = list(variables), schedule, number
-        self._replicas, self._share = replicas, share
+        topology = runtime.wire().topology
+        self._replicas = len(topology.nodes) if hierarchical else topology.size
+        self._share = 1.0 / topology.node.size if hierarchical else 1.0
         self.weights = GlobalWeights(variables)
-        rule.build(self.weights.copies)
+        outer.build(self.weights.copies)
         with tf.init_scope(), tf.device("/CPU:0"):
             self._samples = tf.Variable(0.0, trainable=False, name="samples")
             self._count = tf.Variable(0.0, trainable=False, name="sent_count")
             self._finite = tf.Variable(True, trainable=False, name="sent_finite")
         self._steps = 0
-        self._has_counted = self._have_agreed = self._is_under_way = False
-        self._flight: Flight | None = None
+        self._has_counted = self._have_agreed = self._is_pending = False
+        self._pending: tuple[Contribution, Future[ExchangeResult]] | None = None
         # A checkpoint includes them, so that a resumed run can repeat the exchange.
         self._sent: list[tf.Variable] = []
         self._graphs: dict[str, Any] = {}
         self._traced_for: tuple[Exchanger, int] | None = None
         # Seconds that steps have waited for an exchange.
         self.exposed_s = 0.0
-        # Must run before Horovod shuts down and aborts a pending exchange.
+        # It must run before Horovod shuts down, which aborts a pending exchange.
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self, statistics: Sequence[Any]) -> None:
         """Creates missing variables; `statistics` are synchronized together with the weights."""
-        self.weights.carry(statistics)
+        self.weights.add_statistics(statistics)
         if self._schedule.overlap_steps:
             with tf.init_scope():
                 for variable in self.weights.variables[len(self._sent) :]:
@@ -95,8 +97,7 @@ class Synchronization:
     def begin_step(self) -> None:
         """Assigns this rank's own weights to the variables; the first step initializes them."""
         if not self.weights.has_begun:
-            # Assigned weights are the new start of all ranks, so earlier error-feedback state is
-            # invalid.
+            # All ranks start from the assigned weights, so earlier error-feedback state is invalid.
             self._restart_count()
             if self.exchanger.states.exist:
                 self.exchanger.states.drop()
@@ -111,25 +112,26 @@ class Synchronization:
             if not self._have_agreed:
                 return
         self._steps += steps
-        if self._is_under_way:
-            has_failed = self._present_flight().has_failed
+        if self._is_pending:
+            _, future = self._pending_exchange()
+            has_failed = future.done() and future.exception() is not None
             if has_failed or self._steps >= self._schedule.overlap_steps:
-                self._arrive()
-        starts = self._schedule.warmup_steps
-        is_warming_up = starts > 0 and int(self._number.numpy()) < starts
+                self._finish()
+        warmup = self._schedule.warmup_steps
+        is_warming_up = warmup > 0 and int(self._number.numpy()) < warmup
         if self._steps < (1 if is_warming_up else self._schedule.sync_every):
             return
         if self._schedule.overlap_steps and not is_warming_up:
-            self._send()
+            self._start()
         else:
             self._synchronize(has_data=True)
 
     def join(self) -> bool:
         """Joins the next synchronization without data; returns True if no rank has data."""
-        # Evaluation may have assigned the global weights before the end of the epoch.
+        # Evaluation may have shown the global weights before the end of the epoch.
         was_shown = self.weights.is_shown
         self.begin_step()
-        self._arrive()
+        self._finish()
         absent = self._synchronize(has_data=False)
         if was_shown:
             self.weights.show()
@@ -142,8 +144,8 @@ class Synchronization:
 
     def warn_if_none_has_completed(self) -> None:
         """Warns if training ended before the first synchronization."""
-        has_none = int(self._number.numpy()) <= self._is_under_way
-        if has_none and (self._is_under_way or self._steps > 0):
+        has_none = int(self._number.numpy()) <= self._is_pending
+        if has_none and (self._is_pending or self._steps > 0):
             runtime.say(
                 "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
                 "synchronization, so the model holds its initial weights. Use a smaller "
@@ -166,48 +168,49 @@ class Synchronization:
         sent = self._contribute()
         begin = time.perf_counter()
         found = self._graph("exchange" if has_data else "join")(sent)
-        absent = self._settle(sent, found, is_late=False)
+        absent = self._apply(sent, found, is_late=False)
         self.exposed_s += time.perf_counter() - begin
         return absent
 
-    def _send(self) -> None:
+    def _start(self) -> None:
         sent = self._contribute()
-        kept = [*sent.differences, *sent.statistics, sent.count, sent.finite]
-        for variable, value in zip([*self._sent, self._count, self._finite], kept, strict=True):
+        values = [*sent.differences, *sent.statistics, sent.count, sent.finite]
+        for variable, value in zip([*self._sent, self._count, self._finite], values, strict=True):
             variable.assign(value)
-        self._is_under_way = True
-        self._flight = self._launched(sent)
+        self._is_pending = True
+        self._pending = self._in_background(sent)
 
-    def _arrive(self) -> None:
+    def _finish(self) -> None:
         """Waits for the pending exchange, if any, and applies its result."""
-        if not self._is_under_way:
+        if not self._is_pending:
             return
-        flight = self._present_flight()
-        self._is_under_way, self._flight = False, None
+        sent, future = self._pending_exchange()
+        self._is_pending, self._pending = False, None
         begin = time.perf_counter()
-        self._settle(flight.sent, flight.found(), is_late=True)
+        self._apply(sent, future.result(), is_late=True)
         self.exposed_s += time.perf_counter() - begin
 
     def discard(self, timeout_s: float | None = None) -> None:
         """Discards the pending exchange after it has completed or the timeout has expired."""
-        flight, self._flight, self._is_under_way = self._flight, None, False
-        if flight is not None:
-            flight.wait(timeout_s)
+        pending, self._pending, self._is_pending = self._pending, None, False
+        if pending is not None:
+            _, future = pending
+            wait([future], timeout_s)
             if timeout_s is None:
                 # Raises the error of a failed exchange.
-                flight.found()
+                future.result()
 
-    def _present_flight(self) -> Flight:
+    def _pending_exchange(self) -> tuple[Contribution, Future[ExchangeResult]]:
         """Returns the pending exchange; a resumed run starts it again."""
-        if self._flight is None:
-            self._flight = self._launched(self._sent_before())
-        return self._flight
+        if self._pending is None:
+            self._pending = self._in_background(self._sent_before())
+        return self._pending
 
-    def _launched(self, sent: Contribution) -> Flight:
+    def _in_background(self, sent: Contribution) -> tuple[Contribution, Future[ExchangeResult]]:
         graph = self._graph("exchange")
         # Traced in this thread, since tracing in several threads can interfere.
         graph.get_concrete_function(sent)
-        return Flight(sent, lambda: graph(sent))
+        return sent, in_background(lambda: graph(sent))
 
     def _sent_before(self) -> Contribution:
         values, trained = [v.read_value() for v in self._sent], self.weights.trained
@@ -224,11 +227,10 @@ class Synchronization:
         self._steps = 0
         self._samples.assign(0.0)
 
-    def _settle(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> int:
-        graph = self._graph("settle late" if is_late else "settle")
-        are_finite = bool(graph(sent, found).numpy())
+    def _apply(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> int:
+        are_finite = bool(self._graph("apply late" if is_late else "apply")(sent, found).numpy())
         absent = int(found.absent.numpy())
-        self._exchange_of.absence.note(absent)
+        self._exchange.absence.note(absent)
         if not sent.finite.numpy():
             reset_slots(self._inner())
             _log_recovery("weights")
@@ -241,19 +243,19 @@ class Synchronization:
     @property
     def exchanger(self) -> Exchanger:
         """Exchanger of the differences, with the current scheme."""
-        return self._exchange_of.exchanger(self._variables)
+        return self._exchange.exchanger(self._variables)
 
     def _graph(self, name: str) -> Any:
         """Returns a graph, traced again after a change of the scheme or of the statistics."""
         now = self.exchanger, len(self.weights.variables)
         if self._traced_for != now:
-            partial = functools.partial
+            # Partials: TensorFlow counts traces of a method over all objects, and would warn.
             functions = {
-                "contribute": partial(self._contribution),
-                "exchange": partial(self._exchanged, has_data=True),
-                "join": partial(self._exchanged, has_data=False),
-                "settle": partial(self._settled, is_late=False),
-                "settle late": partial(self._settled, is_late=True),
+                "contribute": functools.partial(self._contribution),
+                "exchange": functools.partial(self._exchanged, has_data=True),
+                "join": functools.partial(self._exchanged, has_data=False),
+                "apply": functools.partial(self._applied, is_late=False),
+                "apply late": functools.partial(self._applied, is_late=True),
             }
             self._graphs = {key: tf.function(f, autograph=False) for key, f in functions.items()}
             self._traced_for = now
@@ -262,9 +264,10 @@ class Synchronization:
     def _contribution(self) -> Contribution:
         differences, statistics = self.weights.differences, self.weights.own_statistics
         samples, finite = self._samples.read_value(), _all_finite(differences)
-        # Samples, not steps: the ranks of a node drop an update if one of them is absent.
+        # Count samples and not steps, because the ranks of a node drop an update if one of them is
+        # absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
-        count = samples if self._rule.weighs_samples else worked
+        count = samples if self._outer.weighs_samples else worked
         return Contribution(differences, statistics, tf.where(finite, count, 0.0), finite)
 
     def _exchanged(self, sent: Contribution, has_data: bool) -> ExchangeResult:
@@ -285,10 +288,10 @@ class Synchronization:
             means, states = exchanger.exchange(differences, weight)
             return means, list(itertools.chain(*states))
         found: dict[int, tf.Tensor] = {}
-        kept: list[tf.Tensor] = []
+        new_states: list[tf.Tensor] = []
         last = weight
         for index, bucket in enumerate(exchanger.plan.buckets):
-            # In sequence, so that a collective of a step waits for at most one bucket.
+            # Exchange buckets in sequence: a collective of a step then waits for at most one.
             with tf.control_dependencies([last]):
                 own = [
                     tf.identity(difference) if member in bucket.members else None
@@ -296,9 +299,9 @@ class Synchronization:
                 ]
                 means, states = exchanger.exchange(own, weight, buckets=[index])
             found |= {member: means[member] for member in bucket.members}
-            kept += itertools.chain(*states)
+            new_states += itertools.chain(*states)
             last = means[bucket.members[0]]
-        return [found[index] for index in range(len(differences))], kept
+        return [found[index] for index in range(len(differences))], new_states
 
     def _mean_statistics(
         self, exchanger: Exchanger, statistics: list[tf.Tensor], weight: tf.Tensor
@@ -315,7 +318,7 @@ class Synchronization:
         )
         return parted(mean, statistics)
 
-    def _settled(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
+    def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
         """Updates global weights and this rank; returns whether its statistics were finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
@@ -329,22 +332,22 @@ class Synchronization:
         states = itertools.chain(*self.exchanger.states.variables)
         for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
-        if not self._rule.weighs_samples:
-            # Divided by all replicas: a replica without samples contributes a zero difference.
+        if not self._outer.weighs_samples:
+            # Divide by all replicas: a replica without samples contributes a zero difference.
             share = found.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
-        self._rule.move(weights.copies[: weights.trained], means)
+        self._outer.move(weights.copies[: weights.trained], means)
         for variable, copy in zip(self._variables, weights.copies, strict=False):
             constraint = getattr(variable, "constraint", None)
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(weights.copies[weights.trained :], found.statistics, strict=True):
-            # Statistics that were not finite at the start of a rank make the mean not finite.
+            # Statistics that were not finite when a rank started make the mean non-finite.
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
-        """Updates this rank's weights; `before` has the global ones before a delayed update."""
-        weights, pull = self.weights, self._rule.pull(self._replicas)
+        """Updates this rank's weights; `before` has the global weights before a late update."""
+        weights, pull = self.weights, self._outer.pull(self._replicas)
         # A replica that processed no samples keeps its weights.
         share = tf.where(tf.logical_and(counts, sent.count > 0.0), pull, 0.0)
         pairs = zip(weights.variables, weights.copies, strict=True)
@@ -371,53 +374,46 @@ class Synchronization:
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
         """State of this rank with descriptions."""
-        variables = [Counters(self), self._samples, *self.weights.copies]
+        counters = Counters(self._counters, self._restore)
+        variables = [counters, self._samples, *self.weights.copies]
         if self._schedule.overlap_steps:
             variables += [self._count, self._finite, *self._sent]
-        descriptions = [
-            StateDescription(name=f"local {index}", placement=Placement.LOCAL)
-            for index, _ in enumerate(variables)
+        return [
+            (variable, StateDescription(name=f"local {index}", placement=Placement.LOCAL))
+            for index, variable in enumerate(variables)
         ]
-        return list(zip(variables, descriptions, strict=True))
 
-    @property
-    def counters(self) -> list[int]:
-        """Python counters that a checkpoint saves."""
+    def _counters(self) -> list[int]:
         if self.weights.was_assigned:
             # A resumed run restarts from the assigned weights, as this run is about to.
             return [0, 0, 0]
-        return [int(self.weights.has_begun), self._steps, int(self._is_under_way)]
+        return [int(self.weights.has_begun), self._steps, int(self._is_pending)]
 
-    @counters.setter
-    def counters(self, values: Sequence[int]) -> None:
+    def _restore(self, counters: Any) -> None:
         self.discard()
-        has_begun, self._steps, is_under_way = map(int, values)
-        self._is_under_way = bool(is_under_way)
+        has_begun, self._steps, is_pending = np.asarray(counters).tolist()
+        self._is_pending = bool(is_pending)
         self.weights.restore(bool(has_begun))
 
 
 class Counters:
-    """Counters of a `Synchronization` that a checkpoint reads and assigns like a variable."""
+    """Python counters that a checkpoint reads and assigns like a variable, `[3]` int64."""
 
     name, shape, dtype = "local_counters", (3,), tf.int64
 
-    def __init__(self, synchronization: Synchronization) -> None:
-        self._synchronization = synchronization
+    def __init__(self, read: Callable[[], list[int]], assign: Callable[[Any], None]) -> None:
+        self._read, self.assign = read, assign
 
     def numpy(self) -> np.ndarray:
-        """Returns the counters, `[3]` int64."""
-        return np.asarray(self._synchronization.counters, "int64")
+        """Returns the counters."""
+        return np.asarray(self._read(), "int64")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return self.numpy()
 
-    def assign(self, values: Any) -> None:
-        """Sets the counters."""
-        self._synchronization.counters = np.asarray(values).tolist()
-
 
 def _wait_at_exit(reference: weakref.ref[Synchronization]) -> None:
-    # With a timeout: the other ranks may have exited.
+    # Wait for a limited time, because the other ranks may have exited.
     if (synchronization := reference()) is not None:
         synchronization.discard(EXIT_PATIENCE_S)
 

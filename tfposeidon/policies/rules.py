@@ -25,8 +25,8 @@ class Rules(Policy):
       rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
 
     Raises:
-      ValueError: If a pattern is not a regular expression, a scheme is unknown, or policies have
-        different planners or readers, of which a plan has one.
+      ValueError: If `rules` are not pairs, a pattern is not a regular expression, a scheme is
+        unknown, or policies have different planners or readers, of which a plan has one.
 
     Example:
       >>> from tfposeidon.communication.topology import Topology
@@ -42,7 +42,12 @@ class Rules(Policy):
     rules: tuple[tuple[str, Policy], ...]
 
     def __init__(self, rules: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        pairs = rules.items() if isinstance(rules, Mapping) else rules
+        pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError(
+                f"Rules must be pairs of a pattern and a scheme. Received: {rules!r}. "
+                'Write for example [("embedding", "alltoall"), (".*", "torus2d")].'
+            )
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
         # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "rules", parsed)
@@ -54,17 +59,15 @@ class Rules(Policy):
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
-                # The reasons of these two add nothing to the rule.
-                asked_for = isinstance(policy, Uniform | Rules)
-                return replace(
-                    choice, reason=f"rule {pattern!r}" + ("" if asked_for else f": {choice.reason}")
-                )
+                # The reasons of these two policies add nothing to the rule.
+                why = "" if isinstance(policy, Uniform | Rules) else f": {choice.reason}"
+                return replace(choice, reason=f"rule {pattern!r}{why}")
         return Choice(AllReduce(), "no rule matches")
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
-        # Keras numbers layers across all models of a process, so a rebuilt or loaded model may have
-        # different names.
+        # Keras numbers layers across all models of a process, so the names in a rebuilt or loaded
+        # model may differ.
         paths = [description.path for description in descriptions]
         return [
             f"rule {pattern!r} matches no variable path, such as {paths[0]!r}"
@@ -98,7 +101,7 @@ def _check_same(kind: str, found: list[Any]) -> None:
         raise ValueError(
             f"Rules must not contain policies with different {kind}s, because one {kind} makes the "
             f"whole plan. Received: {', '.join(one.__name__ for one in found)}. Use policies with "
-            "the same one."
+            f"the same {kind}."
         )
 
 
@@ -145,23 +148,13 @@ def parse(scheme: Any) -> Policy:
     if isinstance(scheme, str) and scheme in REGISTRY:
         return Uniform(REGISTRY[scheme]())
     if isinstance(scheme, Mapping | list | tuple):
-        return _parse_rules(scheme)
+        return Rules(scheme)
     known = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
         f"`scheme` must be one of {known}, an object of a class of tfposeidon.schemes or "
         "tfposeidon.policies, an object of a custom subclass of one of their base classes "
         f"(Scheme, ...), or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
     )
-
-
-def _parse_rules(rules: Any) -> Rules:
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            f"Rules must be pairs of a pattern and a scheme. Received: scheme={rules!r}. "
-            'Write for example [("embedding", "alltoall"), (".*", "torus2d")].'
-        )
-    return Rules(pairs)
 
 
 def _checked_pattern(pattern: Any) -> str:

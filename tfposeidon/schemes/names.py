@@ -38,7 +38,7 @@ POLICIES = _installed(
 )
 """Modules of the names in `tfposeidon.policies`."""
 
-PLANNERS = _installed({"PredictingPlanner": "tfposeidon.autotune.planner"})
+PLANNERS = _installed({"AutoPlanner": "tfposeidon.autotune.planner"})
 """Modules of the planner that predicts steps, where the network is known."""
 
 _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}

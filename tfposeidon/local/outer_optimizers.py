@@ -1,7 +1,7 @@
 """Outer optimizers: how a synchronization updates the global weights and the ranks' own weights.
 
-Think of a rule as an optimizer of the global weights, with the mean difference of the ranks'
-weights as its (negative) gradient. Named rules and Keras optimizers are parsed into `Rule` objects.
+Think of an outer optimizer as an optimizer of the global weights, whose gradient is the negative
+mean difference of the ranks' weights. `parse` makes `Rule` objects of names and Keras optimizers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Rule(ABC):
     """Base class of outer optimizers, which apply the mean difference from the global weights.
 
     Between synchronizations each rank trains local weights. A synchronization exchanges their
-    differences from the global weights, which are equal on all ranks. A rule updates the global
-    weights and determines the weights from which each rank continues. Like a Keras optimizer, a
-    rule belongs to one optimizer once it is built.
+    differences from the global weights, which are equal on all ranks. An outer optimizer updates
+    the global weights and determines the weights from which each rank continues. Like a Keras
+    optimizer, it belongs to one `LocalUpdates` once it is built.
     """
 
     weighs_samples: bool = True
@@ -40,7 +40,7 @@ class Rule(ABC):
         return []
 
     def build(self, global_weights: Sequence[Any]) -> None:  # noqa: B027
-        """Creates the rule's variables.
+        """Creates the outer optimizer's variables.
 
         Args:
           global_weights: Keras variables that hold the global weights.
@@ -73,8 +73,9 @@ class Rule(ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Rule:
-        """Creates a rule from a result of `get_config`."""
-        return cls(**config)
+        """Creates an outer optimizer from a result of `get_config`."""
+        deserialize = keras.saving.deserialize_keras_object
+        return cls(**{name: deserialize(value) for name, value in config.items()})
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
@@ -209,11 +210,6 @@ class Outer(Rule):
         return {"optimizer": keras.saving.serialize_keras_object(self.optimizer)}
 
     @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Rule:
-        return cls(keras.saving.deserialize_keras_object(config["optimizer"]))
-
-    @override
     def __repr__(self) -> str:
         return f"Outer({type(self.optimizer).__name__}, {self.optimizer.get_config()})"
 
@@ -254,16 +250,11 @@ class SlowMomentum(Outer):
     def get_config(self) -> dict[str, Any]:
         return {"momentum": self.optimizer.momentum, "rate": self.rate}
 
-    @override
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Rule:
-        return cls(**config)
-
     __repr__ = __str__ = Rule.__repr__
 
 
 FEWEST_WITH_MOMENTUM = 8
-"""Steps per synchronization below which inner and outer momentum together do harm."""
+"""Steps per synchronization below which inner and outer momentum together are harmful."""
 
 NAMES = {
     "average": Average,
@@ -271,46 +262,43 @@ NAMES = {
     "outer": Outer,
     "slow_momentum": SlowMomentum,
 }
-"""Rules by the names that users may pass."""
+"""Outer optimizers by the names that users may pass."""
 
 
-def check_nothing_counts_twice(rule: Rule, policy: Any, keeps: bool) -> None:
+def check_nothing_counts_twice(outer: Rule, policy: Any, has_state: bool) -> None:
     """Refuses error feedback if replicas keep differences that the next exchange sends again."""
-    if keeps and rule.pull(2) < 1.0:
+    if has_state and outer.pull(2) < 1.0:
         raise ValueError(
             "A scheme with error feedback requires an outer optimizer that assigns the global "
             "weights to all ranks, because the residual would otherwise count twice. Received: "
-            f"outer_optimizer={rule}, scheme={policy}. Use a scheme without a residual "
+            f"outer_optimizer={outer}, scheme={policy}. Use a scheme without a residual "
             '("torus2d", "allreduce", tp.schemes.AllToAll(wire_dtype="float16")), or '
             'outer_optimizer="average".'
         )
 
 
-def warn_of_momentum(rule: Rule, inner: Any, every: int) -> None:
+def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
     """Warns if inner and outer momentum add up within few steps."""
-    if rule.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
+    if outer.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
         runtime.say(
             "tfposeidon: LocalUpdates(sync_every=%d): with inner momentum (%g) and outer "
             "momentum (%g), fewer than %d steps between synchronizations are known to be "
             "harmful. Use a larger `sync_every`, or an inner optimizer without momentum.",
-            every,
-            momentum_of(inner),
-            rule.momentum,
-            FEWEST_WITH_MOMENTUM,
+            *(every, momentum_of(inner), outer.momentum, FEWEST_WITH_MOMENTUM),
         )
 
 
-def parse(rule: Any) -> Rule:
-    """Returns the rule for a rule, a name, or a Keras optimizer, which becomes `Outer`."""
-    if isinstance(rule, Rule):
-        return rule
-    if isinstance(rule, keras.optimizers.Optimizer):
-        return Outer(rule)
-    if isinstance(rule, str) and rule in NAMES:
-        return NAMES[rule]()
+def parse(outer: Any) -> Rule:
+    """Returns the outer optimizer of an object, a name, or a Keras optimizer."""
+    if isinstance(outer, Rule):
+        return outer
+    if isinstance(outer, keras.optimizers.Optimizer):
+        return Outer(outer)
+    if isinstance(outer, str) and outer in NAMES:
+        return NAMES[outer]()
     raise ValueError(
         f"`outer_optimizer` must be one of {', '.join(NAMES)}, an outer optimizer of "
-        f"tfposeidon.local, or a Keras optimizer. Received: outer_optimizer={rule!r}"
+        f"tfposeidon.local, or a Keras optimizer. Received: outer_optimizer={outer!r}"
     )
 
 
