@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfposeidon import checks
@@ -41,7 +42,7 @@ class Cluster:
     rtt: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
-    slow: tuple[tuple[int, float], ...] = ()
+    slow: Sequence[tuple[int, float]] = ()
     flow: float | None = None
 
     def __post_init__(self) -> None:

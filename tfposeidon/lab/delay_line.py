@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tfposeidon.lab.sandbox import UnavailableError, python
+from tfposeidon.lab.command import UnavailableError, python
 
 TUN_DEVICE = "/dev/net/tun"
 # From linux/if_tun.h.

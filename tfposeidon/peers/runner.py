@@ -62,7 +62,7 @@ class Rank:
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start:
     """Command of one rank, with its environment."""
 
