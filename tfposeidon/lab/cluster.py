@@ -80,10 +80,8 @@ class Cluster:
             )
 
     def __str__(self) -> str:
-        parts = [
-            f"{self.nodes} x {self.per_node} ranks",
-            f"{readable_rate(self.inter)} between nodes",
-        ]
+        parts = [f"{self.nodes} x {self.per_node} ranks"]
+        parts += [f"{readable_rate(self.inter)} between nodes"]
         parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
         parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
         parts += [f"{readable_rate(self.flow)} per connection"] if self.flow else []

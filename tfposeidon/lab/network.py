@@ -314,15 +314,9 @@ def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
 
 def _queues(*tc: str) -> dict[str, dict[str, int]]:
     """Returns the counters of every root queue, by interface."""
-    return {
-        queue["dev"]: queue
-        for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))
-        if "root" in queue
-    }
+    queues = json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))
+    return {queue["dev"]: queue for queue in queues if "root" in queue}
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-    return done.stdout
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

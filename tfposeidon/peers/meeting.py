@@ -348,15 +348,10 @@ def _missing(client: Client, scope: str, job: Job) -> str:
 
 def _this_node() -> str:
     """Returns text that is equal for processes that share a machine and its shared memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    memory = Path("/dev/shm")
-    return " ".join(
-        (
-            boot.read_text().strip() if boot.exists() else "",
-            socket.gethostname(),
-            str(memory.stat().st_dev if memory.exists() else ""),
-        )
-    )
+    boot, memory = Path("/proc/sys/kernel/random/boot_id"), Path("/dev/shm")
+    start = boot.read_text().strip() if boot.exists() else ""
+    device = memory.stat().st_dev if memory.exists() else ""
+    return f"{start} {socket.gethostname()} {device}"
 
 
 def nodes_of(names: Sequence[str]) -> Nodes:
@@ -374,7 +369,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
     local_rank = nodes[node].index(rank)
     # Nodes that have this local rank form a group.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
-    numbers = {
+    found = {
         "RANK": rank,
         "SIZE": len(entries),
         "LOCAL_RANK": local_rank,
@@ -382,15 +377,13 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
         "CROSS_RANK": across.index(node),
         "CROSS_SIZE": len(across),
         # Horovod uses the text after the address as a prefix of each path.
+        "GLOO_RENDEZVOUS_ADDR": f"{client.host}:{client.port}/{client.prefix}",
         "GLOO_RENDEZVOUS_PORT": 0,
+        "HOSTNAME": f"node-{node}",
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
     }
-    return {
-        **{f"HOROVOD_{name}": str(value) for name, value in numbers.items()},
-        STORE_ADDRESS: f"{client.host}:{client.port}/{client.prefix}",
-        "HOROVOD_HOSTNAME": f"node-{node}",
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
+    return {f"HOROVOD_{name}": str(value) for name, value in found.items()}
 
 
 def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
@@ -419,11 +412,7 @@ def _interface_of(address: str) -> str | None:
     # Horovod requires psutil; the emulated nodes of tests need not.
     import psutil
 
-    return next(
-        (
-            name
-            for name, found in psutil.net_if_addrs().items()
-            if any(one.address == address for one in found)
-        ),
-        None,
-    )
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address == address for one in found):
+            return name
+    return None

@@ -22,12 +22,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import meeting, sources, store
 from tfposeidon.peers.meeting import Client, connect, running_store_or
-from tfposeidon.peers.runner import GRACE_S, Background, Rank, Runner, Start
+from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
@@ -88,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
         with job_store(job, token, options.start_timeout) as client:
             environments = _environments(job, token, client, count, gpus, options.start_timeout)
             starts = [
-                Start(number=number, node=job.rank, command=command, environment=environment)
+                Start(number, job.rank, command, environment)
                 for number, environment in environments.items()
             ]
             return asyncio.run(run_ranks(starts, client, options.output_folder))
@@ -242,7 +242,8 @@ class _Ranks(Runner):
         cause = None
         while cause is None:
             try:
-                cause = await asyncio.to_thread(self._cause)
+                place = (store.FAILURES, store.FIRST_FAILURE)
+                cause = await asyncio.to_thread(self._client.get, *place, FOLLOW_S)
             except ConnectionRefusedError:
                 # Node 0 has ended. Ranks notice it themselves, or have ended too.
                 return
@@ -257,23 +258,13 @@ class _Ranks(Runner):
             self._ended = True
             await self.end(0.0)
 
-    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
-        try:
-            await super().run(starts, background)
-        except OSError as error:
-            self.leave_cause(f"run of node {starts[0].node} failed: {error}.")
-            raise
-
-    def _cause(self) -> object:
-        return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
-
     def _fail(self, rank: Rank) -> None:
-        word = None
+        status = None
         with contextlib.suppress(OSError):
-            word = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
-        # A rank that raised an exception has written its cause, unless it was before
-        # tfposeidon.init(); sys.exit(3) leaves the word of a normal end.
-        if word in (None, "ended"):
+            status = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
+        # A rank that raised an exception after tfposeidon.init() has written its cause. After
+        # sys.exit(3), its exit status is that of a normal end.
+        if status in (None, "ended"):
             self.leave_cause(f"{rank}.")
         super()._fail(rank)
 
@@ -286,16 +277,15 @@ class _Ranks(Runner):
 
 async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
-    ranks = _Ranks(client, folder)
+    ranks, here = _Ranks(client, folder), f"run of node {starts[0].node}"
     signals: list[int] = []
 
     def end(number: int) -> None:
         if signals:
-            for rank in ranks.ranks:
-                rank.signal(signal.SIGKILL)
+            ranks.signal(signal.SIGKILL)
         else:
-            cause = f"run of node {starts[0].node} received {signal.Signals(number).name}."
-            # Not in this thread, because the store of a lost node 0 is silent for seconds.
+            cause = f"{here} received {signal.Signals(number).name}."
+            # Not in this thread, because the store of a lost node 0 does not answer for seconds.
             loop.run_in_executor(None, ranks.leave_cause, cause)
             ranks.cancel()
         signals.append(number)
@@ -307,9 +297,12 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
             loop.add_signal_handler(number, end, number)
     try:
         await ranks.run(starts, [ranks.follow])
+    except OSError as error:
+        ranks.leave_cause(f"{here} failed: {error}.")
+        raise
     except asyncio.CancelledError:
         if signals:
             return 128 + signals[0]
-        ranks.leave_cause(f"run of node {starts[0].node} could not write its output.")
+        ranks.leave_cause(f"{here} could not write its output.")
         return 128 + signal.SIGPIPE
     return ranks.status or int(ranks.failed_elsewhere)

@@ -32,7 +32,7 @@ CHUNK_BYTES = 65536
 LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Rank:
     """Process of a job, which leads a session of its own.
 
@@ -127,7 +127,16 @@ class Runner:
         beside: set[asyncio.Task[None]] = set()
         try:
             for start in starts:
-                self.ranks.append(await self._start(start))
+                process = await asyncio.create_subprocess_exec(
+                    *start.command,
+                    env=start.environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    # A process group of its own, so that signals reach the rank's child processes.
+                    start_new_session=True,
+                )
+                self.ranks.append(Rank(start.number, start.node, process))
             beside = {asyncio.create_task(one()) for one in background}
             watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
             await _wait_for(watchers, beside)
@@ -145,26 +154,13 @@ class Runner:
             self._task.cancel()
             self._task = None
 
-    async def _start(self, start: Start) -> Rank:
-        process = await asyncio.create_subprocess_exec(
-            *start.command,
-            env=start.environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            # A process group of its own, so that signals reach the rank's child processes.
-            start_new_session=True,
-        )
-        return Rank(number=start.number, node=start.node, process=process)
-
     async def _watch(self, rank: Rank) -> None:
-        path = self._folder and self._folder / f"rank-{rank.number}.log"
-        log = path.open("w", encoding="utf-8", errors="replace") if path else None
+        log = None
+        if self._folder:
+            path = self._folder / f"rank-{rank.number}.log"
+            log = path.open("w", encoding="utf-8", errors="replace")
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
-        output = [
-            asyncio.create_task(self._pass_on(rank, source, log or sink))
-            for source, sink in streams
-        ]
+        output = [asyncio.create_task(self._pass_on(rank, s, log or sink)) for s, sink in streams]
         # Process.wait() would also wait for the pipes, which children of the rank may hold open.
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -199,9 +195,9 @@ class Runner:
         if is_startup_message(text):
             return
         rank.last_lines.append(text)
-        if not self._shows(rank) and not self._folder:
-            return
         if not self._folder:
+            if not self._shows(rank):
+                return
             # The terminal's encoding may lack characters of the ranks.
             encoding = sink.encoding or "utf-8"
             text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
@@ -230,25 +226,24 @@ class Runner:
         try:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
         except OSError:
-            # Ranks must be ended also where nobody can be told.
+            # A closed standard error must not keep the runner from ending its ranks.
             _discard(sys.stderr)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all ranks and their child processes."""
+        for rank in self.ranks:
+            rank.signal(number)
 
     async def end(self, grace_s: float) -> None:
         """Ends the running ranks: after a grace period by SIGTERM, then by SIGKILL."""
-        # A stopped rank does not react to SIGTERM, but SIGKILL ends it.
-        for number, wait_s in (
-            (None, grace_s),
-            (signal.SIGTERM, self._termination_s),
-            (signal.SIGKILL, 0.0),
-        ):
-            for rank in self.ranks:
-                if number is not None:
-                    rank.signal(number)
+        # A stopped rank does not react to SIGTERM, but SIGKILL ends it. Signal 0 has no effect.
+        steps = ((0, grace_s), (signal.SIGTERM, self._termination_s), (signal.SIGKILL, 0.0))
+        for number, wait_s in steps:
+            self.signal(number)
             deadline = time.monotonic() + wait_s
-            while (
-                any(rank.process.returncode is None for rank in self.ranks)
-                and time.monotonic() < deadline
-            ):
+            while any(rank.process.returncode is None for rank in self.ranks):
+                if time.monotonic() >= deadline:
+                    break
                 await asyncio.sleep(0.05)
 
 

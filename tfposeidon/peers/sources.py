@@ -7,6 +7,7 @@ starts anything: `find` takes a mapping, and the first complete source of severa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +15,6 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 Variables = Mapping[str, str]
 
@@ -229,17 +229,9 @@ def _of_run(variables: Variables) -> Job:
     return Job("tfposeidon run", rank, size, host, (port,), job, node=node, has_store=True)
 
 
-def _tf_config(variables: Variables) -> Job | None:
-    return _cluster("TF_CONFIG", variables["TF_CONFIG"], ("chief", "master", "worker"))
-
-
-def _cluster_spec(variables: Variables) -> Job | None:
-    return _cluster("CLUSTER_SPEC", variables["CLUSTER_SPEC"], ("workerpool0", "workerpool1"))
-
-
-def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
+def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
     """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
-    cluster, kind, index = _parsed(source, text)
+    cluster, kind, index = _parsed(source, variables[source])
     if not cluster:
         return None
     if others := sorted({*cluster, kind} - {*roles}):
@@ -266,7 +258,10 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
         if not (cluster := found.get("cluster")):
             return {}, "", 0
         # Sparse clusters, which map indices to addresses, are of parameter servers.
-        if all(map(_is_list_of_text, cluster.values())):
+        if all(
+            isinstance(one, list) and all(isinstance(address, str) for address in one)
+            for one in cluster.values()
+        ):
             return cluster, str(found["task"]["type"]), int(found["task"].get("index") or 0)
         problem = "addresses in another form"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -276,10 +271,6 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
         f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to a form "
         'such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
     )
-
-
-def _is_list_of_text(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
@@ -398,8 +389,13 @@ def _names(prefix: str, names: str) -> tuple[str, ...]:
 
 SOURCES = (
     Source("tfposeidon run", OF_RUN, _of_run),
-    Source("TF_CONFIG", ("TF_CONFIG",), _tf_config),
-    Source("CLUSTER_SPEC", ("CLUSTER_SPEC",), _cluster_spec),
+    *(
+        Source(name, (name,), functools.partial(_cluster, name, roles))
+        for name, roles in (
+            ("TF_CONFIG", ("chief", "master", "worker")),
+            ("CLUSTER_SPEC", ("workerpool0", "workerpool1")),
+        )
+    ),
     Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
     Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
     Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
