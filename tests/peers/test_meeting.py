@@ -47,7 +47,7 @@ THERE = {"host": "there", "process": 7, "start": "first"}
 def meet(server, rank, size=2, limit_s=5.0):
     mine = job(server, rank, size)
     reached = meeting.connect(mine, "secret", limit_s)
-    return meeting.meet(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
+    return meeting.register(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
 
 
 def test_all_ranks_get_the_entries_of_all(server):
@@ -59,7 +59,7 @@ def test_all_ranks_get_the_entries_of_all(server):
 
 
 def test_a_missing_rank_is_named(server):
-    message = r"Received: rank 1 \(host1:1\) did not come to 127\.0\.0\.1:\d+"
+    message = r"Received: rank 1 \(host1:1\) did not register at 127\.0\.0\.1:\d+"
     with pytest.raises(TimeoutError, match=message):
         meet(server, 0, limit_s=0.2)
 
@@ -70,7 +70,7 @@ def test_timeouts_of_slurm_name_srun(server):
     reached = meeting.connect(mine, "secret", 5.0)
     message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
     with pytest.raises(TimeoutError, match=message):
-        meeting.meet(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
+        meeting.register(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
     with pytest.raises(TimeoutError, match=message):
         meeting.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
 
@@ -132,7 +132,7 @@ def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkey
     reached = meeting.connect(job(server), "secret", 5.0)
     monkeypatch.setattr(meeting.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
     with pytest.raises(RuntimeError, match=r"must answer until.*Received: silent at 127"):
-        meeting.meet(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
+        meeting.register(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
 
 
 def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
@@ -141,13 +141,13 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
     message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
     with pytest.raises(RuntimeError, match=message):
-        meeting.meet_ranks(job(server), "secret", 5.0)
+        meeting.register_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
     answers = [None, meeting.running_store(job(server), "secret")]
     monkeypatch.setattr(meeting, "running_store", lambda *_: answers.pop(0))
     monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
     with pytest.raises(RuntimeError, match=message):
-        meeting.meet_ranks(job(server), "secret", 5.0)
+        meeting.register_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):
@@ -155,7 +155,7 @@ def test_a_job_without_a_store_finds_none(server):
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
-    server.wait_for_last_words(2, limit_s=0.0)
+    server.wait_for_exit_statuses(2, limit_s=0.0)
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
     # A new start has drawn another token.
@@ -166,8 +166,8 @@ def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
     with ThreadPoolExecutor() as ranks:
         waiting = ranks.submit(meet, server, 1, limit_s=60)
         published(server, 1)
-        server.wait_for_last_words(2, limit_s=0.0)
-        message = r"must answer until all ranks have come.*rank 0 \(host0:1\) show why"
+        server.wait_for_exit_statuses(2, limit_s=0.0)
+        message = r"must answer until all ranks have registered.*rank 0 \(host0:1\) show why"
         with pytest.raises(RuntimeError, match=message):
             waiting.result(10)
 
@@ -220,7 +220,7 @@ def test_a_store_answers_at_any_loopback_address(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(store, "start_process", starting)
-    entries, reached = meeting.meet_ranks(own, "secret", 5.0)
+    entries, reached = meeting.register_ranks(own, "secret", 5.0)
     for process, _ in started:
         process.kill()
         process.wait()
@@ -269,20 +269,20 @@ def test_requests_without_the_prefix_are_refused(server, prefix):
 
 def test_failures_are_written_through_the_same_store(server):
     reached = launcher.Store(f"127.0.0.1:{server.server_address[1]}/{PREFIX}", 0)
-    reached.put("fate-of-rank-1", "ended")
-    assert reached.get("fate-of-rank-1") == "ended"
-    server.report_death(1, "not said, because the rank has written its status")
-    server.report_death(0, "rank 0 was killed")
+    reached.put("exit-status-of-rank-1", "ended")
+    assert reached.get("exit-status-of-rank-1") == "ended"
+    server.report_end(1, "not said, because the rank has written its status")
+    server.report_end(0, "rank 0 was killed")
     assert reached.get("first-failure") == "rank 0 was killed"
 
 
-def test_a_store_waits_for_last_words_within_its_limit(server):
+def test_a_store_waits_for_exit_statuses_within_its_limit(server):
     begin = time.monotonic()
-    server.wait_for_last_words(2, limit_s=0.2)
+    server.wait_for_exit_statuses(2, limit_s=0.2)
     assert 0.2 <= time.monotonic() - begin < 5
     for rank in range(2):
         server.put(store.FAILURES, store.EXIT_STATUS.format(rank), b'"ended"')
-    server.wait_for_last_words(2, limit_s=600)
+    server.wait_for_exit_statuses(2, limit_s=600)
 
 
 def entries(*nodes, addresses=None):
@@ -346,7 +346,9 @@ def test_a_child_of_a_rank_is_refused(monkeypatch):
     monkeypatch.setenv(meeting.LAUNCHER, "3")
     monkeypatch.setenv(meeting.STORE_ADDRESS, "a:1/x")
     monkeypatch.setenv(meeting.MEMBER, "1 a:1/x")
-    with pytest.raises(RuntimeError, match=rf"of rank 3, process {os.getpid()} beside process 1\."):
+    with pytest.raises(
+        RuntimeError, match=rf"of rank 3, process {os.getpid()} in addition to process 1\."
+    ):
         meeting.join(1.0, has_mpi=False)
     # A job that the rank has started with a launcher.
     monkeypatch.setenv(meeting.STORE_ADDRESS, "a:2")

@@ -116,9 +116,9 @@ def peer_rows() -> list[tuple[str, str]]:
     if not (found := sources.describe(variables)):
         return []
     secret = (
-        f"requests bear a key from {sources.TOKEN}"
+        f"requests carry a key from {sources.TOKEN}"
         if sources.token(variables)
-        else "requests bear the job's identity, which keeps jobs apart but is not secret"
+        else "requests carry the job's identity, which separates jobs but is not secret"
     )
     return [("peers by", "; ".join(found)), ("rendezvous", secret)]
 

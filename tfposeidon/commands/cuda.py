@@ -138,8 +138,8 @@ def _homes_of_nvcc() -> list[Path]:
         return []
     # nvcc may be a script that calls another one; Debian's calls one with libraries in /usr.
     dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull]
-    said = subprocess.run(dry_run, capture_output=True, text=True).stderr
-    match = re.search(r"^#\$ _HERE_=(.+)$", said, re.MULTILINE)
+    output = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ _HERE_=(.+)$", output, re.MULTILINE)
     called = [Path(match[1]).parent] if match else []
     return [*called, Path(nvcc).resolve().parents[1], Path(nvcc).parents[1]]
 
@@ -181,11 +181,11 @@ def _how_to_get_nvcc() -> str:
 
 
 def _version_of(nvcc: Path) -> Version:
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    match = re.search(r"release (\d+)\.(\d+)", said)
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
     if match is None:
         raise CudaError(
-            f"nvcc must run and print its release. Received from {nvcc} --version: {said!r}. "
+            f"nvcc must run and print its release. Received from {nvcc} --version: {output!r}. "
             "Reinstall it, or set HOROVOD_CUDA_HOME to another toolkit."
         )
     return int(match[1]), int(match[2])

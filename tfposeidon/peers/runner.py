@@ -25,7 +25,7 @@ GRACE_S = 10.0
 TERMINATION_S = 3.0
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
-"""Time to read on after a rank has ended: its child processes may keep the pipe open."""
+"""Time for reading output after a rank has ended: its child processes may hold the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 # Progress bars end in "\r". One at the end of a chunk does not count: "\n" may follow.
@@ -73,7 +73,7 @@ class Start:
 
 
 Background = Sequence[Callable[[], Coroutine[None, None, None]]]
-"""Functions that run beside the ranks."""
+"""Functions that run concurrently with the ranks."""
 
 
 class Runner:
@@ -116,7 +116,7 @@ class Runner:
         return status if status >= 0 else 128 - status
 
     async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
-        """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
+        """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, and the error
         of a background task, in each case after ending all ranks.
@@ -124,7 +124,7 @@ class Runner:
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
         watchers: list[asyncio.Task[None]] = []
-        beside: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
         try:
             for start in starts:
                 process = await asyncio.create_subprocess_exec(
@@ -137,13 +137,13 @@ class Runner:
                     start_new_session=True,
                 )
                 self.ranks.append(Rank(start.number, start.node, process))
-            beside = {asyncio.create_task(one()) for one in background}
+            tasks = {asyncio.create_task(one()) for one in background}
             watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
-            await _wait_for(watchers, beside)
+            await _wait_for(watchers, tasks)
         finally:
             # Ranks that are terminated from here on have not failed. Nothing interrupts the end.
             self._ended, self._task = True, None
-            for task in beside:
+            for task in tasks:
                 task.cancel()
             await self.end(0.0)
             await asyncio.gather(*watchers)
@@ -165,8 +165,8 @@ class Runner:
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decide now and report later: the pipe may still hold the last lines, which are shown, and
-        # another rank may fail in the meantime.
+        # Decide now, because another rank may fail in the meantime. Report later, because the pipe
+        # may still contain the last lines, which the report shows.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
