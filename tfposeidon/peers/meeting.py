@@ -7,6 +7,7 @@ registered. A `Client` sends the requests of a rank to the store.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import json
@@ -81,12 +82,11 @@ class Client:
 
     def put_first(self, scope: str, key: str, value: Any) -> Any:
         """Stores a value unless the key has one; returns the key's value."""
-        body = json.dumps(value).encode()
-        return self.request("PUT", f"{scope}/{key}", body, {"If-None-Match": "*"}).value()
+        return self.request(f"{scope}/{key}", json.dumps(value).encode()).value()
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> Any:
         """Returns a value as soon as it exists, or `None` after `wait_s`, at most 30 s."""
-        answer = self.request("GET", f"{scope}/{key}", wait_s=wait_s)
+        answer = self.request(f"{scope}/{key}", wait_s=wait_s)
         return answer.value() if answer.status == HTTPStatus.OK else None
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
@@ -94,36 +94,31 @@ class Client:
         found = self.get(scope, f"?count={count}", wait_s)
         return found and {int(rank): json.loads(value) for rank, value in found.items()}
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
-        wait_s: float = 0.0,
-    ) -> Answer:
-        """Returns the answer to a request; raises `OSError` if there is none, or the job ends."""
+    def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> Answer:
+        """Returns the answer to a GET, or to a PUT that keeps an existing value.
+
+        Raises `OSError` if there is no answer, or if the job is ending.
+        """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
-        headers = {"Prefer": f"wait={wait_s:.3f}", **(headers or {})}
         # Not urllib, which would send requests to the proxy of `http_proxy`.
         connection = http.client.HTTPConnection(
             self.host, self.port, timeout=wait_s + ANSWER_TIMEOUT_S
         )
+        method, headers = "GET", {"Prefer": f"wait={wait_s:.3f}"}
+        if body is not None:
+            method, headers = "PUT", {"If-None-Match": "*"}
         try:
-            connection.connect()
-            own = connection.sock.getsockname()[0]
-            connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
-            answer = connection.getresponse()
-            # Read in any case, which closes the connection.
-            body = answer.read()
-            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                raise EndingError("its job is ending")
-            job = unquote(answer.getheader(JOB_HEADER) or "")
-            return Answer(answer.status, body, job, own)
+            with contextlib.closing(connection):
+                connection.connect()
+                own = connection.sock.getsockname()[0]
+                connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
+                answer = connection.getresponse()
+                content = answer.read()
         except http.client.HTTPException as error:
             raise ConnectionError(f"no answer of HTTP: {error!r}") from error
-        finally:
-            connection.close()
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise EndingError("its job is ending")
+        return Answer(answer.status, content, unquote(answer.getheader(JOB_HEADER) or ""), own)
 
 
 def connect(job: Job, token: str | None, timeout_s: float) -> Client:
@@ -175,7 +170,7 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
         try:
             # Only IPv4, as Horovod; the address is the same in all later connections.
             client = Client(socket.gethostbyname(job.host), port, prefix)
-            answer = client.request("GET", "ranks/?count=0")
+            answer = client.request("ranks/?count=0")
         except OSError as error:
             yield f"no answer at {where} ({error})"
             continue
