@@ -20,7 +20,7 @@ from typing import Any
 
 from tfposeidon.commands import cuda, install, versions
 from tfposeidon.commands.corrections import CORRECTED_MARK
-from tfposeidon.peers import meeting, sources
+from tfposeidon.peers import rendezvous, sources
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
 
@@ -109,8 +109,8 @@ def peer_rows() -> list[tuple[str, str]]:
     import_tensorflow()
     from tfposeidon.communication import launcher
 
-    variables = meeting.variables()
-    if meeting.has_launcher(variables, launcher.has_mpi()):
+    variables = rendezvous.variables()
+    if rendezvous.has_launcher(variables, launcher.has_mpi()):
         name = next(name for name in launcher.RANK if variables.get(name))
         return [("peers by", f"a launcher, which has set {name}")]
     if not (found := sources.describe(variables)):

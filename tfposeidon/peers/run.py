@@ -25,8 +25,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.meeting import Client, connect, running_store_or
+from tfposeidon.peers import rendezvous, sources, store
+from tfposeidon.peers.rendezvous import Client, connect, running_store_or
 from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--start-timeout",
         type=float,
-        default=meeting.START_TIMEOUT_S,
+        default=rendezvous.START_TIMEOUT_S,
         metavar="SECONDS",
         help="time within which all nodes must register (default: %(default)g)",
     )
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the job's exit status, or 2 if nothing was started."""
     try:
         command = read_command(options.command_line)
-        variables = meeting.variables()
+        variables = rendezvous.variables()
         job = read_job(options, variables)
         token = read_token(options, variables, job)
         gpus = visible_gpus(variables)
@@ -187,7 +187,7 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         place = (job.host, job.ports, job.identity, token)
         server = running_store_or(job, token, lambda: store.listen(*place))
     if isinstance(server, Client):
-        # If this is node 0, two processes are node 0, which `meeting.register` reports.
+        # If this is node 0, two processes are node 0, which `rendezvous.register` reports.
         yield server
         return
     with server.serving():
@@ -195,7 +195,7 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         yield Client(here, server.server_address[1], server.prefix, here)
         if job.size > 1:
             # The ranks of this node have ended; those of other nodes may still read the cause.
-            server.wait_for_exit_statuses(len(server.all(meeting.RANKS, 0) or ()))
+            server.wait_for_exit_statuses(len(server.all(rendezvous.RANKS, 0) or ()))
 
 
 def _environments(
@@ -203,7 +203,7 @@ def _environments(
 ) -> dict[int, dict[str, str]]:
     """Returns the environment of each rank of this node once all nodes have registered."""
     deadline = time.monotonic() + timeout_s
-    nodes = meeting.register(client, "nodes", job, {"ranks": count}, deadline)
+    nodes = rendezvous.register(client, "nodes", job, {"ranks": count}, deadline)
     first = sum(node["ranks"] for node in nodes[: job.rank])
     common = {
         **os.environ,
@@ -214,7 +214,7 @@ def _environments(
         # Ranks do not buffer lines.
         "PYTHONUNBUFFERED": "1",
     }
-    for name in (sources.TOKEN_FILE, meeting.MEMBER):
+    for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
         common.pop(name, None)
     if token:
         common[sources.TOKEN] = token

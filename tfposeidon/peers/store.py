@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Returns scope, key and count of the path, or refuses the request."""
         path = urlsplit(self.path)
         prefix, _, rest = path.path.removeprefix("/").partition("/")
-        # Horovod appends its port to the prefix, which follows the address (see `meeting`).
+        # Horovod appends its port to the prefix, which follows the address (see `rendezvous`).
         if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
             # The token of a new start may differ.
             if not self._refuses_start():
