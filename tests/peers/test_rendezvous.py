@@ -47,7 +47,9 @@ THERE = {"host": "there", "process": 7, "start": "first"}
 def meet(server, rank, size=2, limit_s=5.0):
     mine = job(server, rank, size)
     reached = rendezvous.connect(mine, "secret", limit_s)
-    return rendezvous.register(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
+    return rendezvous.register_process(
+        reached, "ranks", mine, own(rank), time.monotonic() + limit_s
+    )
 
 
 def test_all_ranks_get_the_entries_of_all(server):
@@ -70,7 +72,7 @@ def test_timeouts_of_slurm_name_srun(server):
     reached = rendezvous.connect(mine, "secret", 5.0)
     message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
     with pytest.raises(TimeoutError, match=message):
-        rendezvous.register(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
+        rendezvous.register_process(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
     with pytest.raises(TimeoutError, match=message):
         rendezvous.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
 
@@ -132,7 +134,7 @@ def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkey
     reached = rendezvous.connect(job(server), "secret", 5.0)
     monkeypatch.setattr(rendezvous.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
     with pytest.raises(RuntimeError, match=r"must answer until.*Received: silent at 127"):
-        rendezvous.register(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
+        rendezvous.register_process(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
 
 
 def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):

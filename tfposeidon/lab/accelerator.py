@@ -188,13 +188,7 @@ def emulated_model(
     ((16, 1), 103490)
     """
     checks.check_number("dilation", dilation, checks.POSITIVE, "Use 1 for the papers' times.")
-    lengths = (
-        model.batch * layer.rows * max(layer.kernel)
-        if layer.kind == "dense"
-        else math.prod(layer.kernel)
-        for layer in model.layers
-    )
-    accelerator = Accelerator(max(lengths), stream or Stream(), seed)
+    accelerator = Accelerator(model.largest, stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
     for layer, times in zip(model.layers, model.times(), strict=True):
         forward_s, backward_s = (dilation * seconds for seconds in times)

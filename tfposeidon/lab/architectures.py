@@ -262,6 +262,14 @@ class Model:
         return sum(layer.flops for layer in self.layers)
 
     @property
+    def largest(self) -> int:
+        """Number of values of the largest gradient or sufficient factor."""
+        dense = (layer for layer in self.layers if layer.kind == "dense")
+        factors = (self.batch * layer.rows * max(layer.kernel) for layer in dense)
+        others = (math.prod(layer.kernel) for layer in self.layers if layer.kind != "dense")
+        return max((*factors, *others))
+
+    @property
     def step_s(self) -> float:
         """Seconds of computation per step on one device, forward and backward."""
         return self.batch / self.throughput

@@ -217,11 +217,7 @@ def python(module: str) -> list[str]:
 
 
 def run_inside(arguments: list[str]) -> int:
-    """Runs `inside` in new namespaces, which the kernel removes with the last process in them.
-
-    Returns the exit status, 128 + number for a signal. However the lab ends, no process, interface
-    or file of it remains.
-    """
+    """Runs `inside` in new namespaces; returns its exit status, 128 + number for a signal."""
     # If this process is killed, setpriv makes the kernel kill the processes inside.
     command = ["setpriv", "--pdeathsig", "KILL", *namespaces(), *python("tfposeidon.lab.inside")]
     # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe, so that the

@@ -211,9 +211,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     """Sets Horovod's variables from those of a platform, once all ranks have registered.
 
     Returns the ranks of each node, or `None` if a launcher has started this process, or if the job
-    has no other. Raises `ValueError` for incomplete or contradictory variables, `TimeoutError` for
-    missing peers, `PermissionError` for a wrong token, and `RuntimeError` for a second process
-    with the same rank.
+    has no other.
     """
     global _nodes
     if _nodes is not None:
@@ -269,13 +267,11 @@ def register_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[
             job = replace(job, host=store.loopback_address(job.host), ports=(port,))
     client = found if isinstance(found, Client) else connect(job, token, timeout_s)
     own = {"node": job.node or _this_node(), "address": client.local_address}
-    entries = register(client, RANKS, job, own, deadline)
+    entries = register_process(client, RANKS, job, own, deadline)
     return [Entry(entry["node"], entry["address"]) for entry in entries], client
 
 
-def register(
-    client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float
-) -> list[Any]:
+def register_process(client: Client, scope: str, job: Job, own: Any, deadline: float) -> list[Any]:
     """Publishes `own` and returns the values of all processes of the job, in their order."""
     own = {**own, **this_process(), "size": job.size}
     found = None

@@ -187,7 +187,7 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         place = (job.host, job.ports, job.identity, token)
         server = running_store_or(job, token, lambda: store.listen(*place))
     if isinstance(server, Client):
-        # If this is node 0, two processes are node 0, which `rendezvous.register` reports.
+        # If this is node 0, two processes are node 0, which `rendezvous.register_process` reports.
         yield server
         return
     with server.serving():
@@ -203,7 +203,7 @@ def _environments(
 ) -> dict[int, dict[str, str]]:
     """Returns the environment of each rank of this node once all nodes have registered."""
     deadline = time.monotonic() + timeout_s
-    nodes = rendezvous.register(client, "nodes", job, {"ranks": count}, deadline)
+    nodes = rendezvous.register_process(client, "nodes", job, {"ranks": count}, deadline)
     first = sum(node["ranks"] for node in nodes[: job.rank])
     common = {
         **os.environ,
