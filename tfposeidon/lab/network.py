@@ -120,9 +120,12 @@ class Network:
         ports, found = _queues("tc"), []
         for node in range(self.cluster.nodes):
             sent, received = _queues(*self.entering(node), "tc")[INTERFACE], ports[port(node)]
-            there, back = (sent["bytes"], sent["packets"]), (received["bytes"], received["packets"])
             dropped = sent["drops"] + received["drops"] + self._unread_packets(node)
-            found.append(Traffic(*there, *back, dropped))
+            found.append(
+                Traffic(
+                    sent["bytes"], sent["packets"], received["bytes"], received["packets"], dropped
+                )
+            )
         return found
 
     def _unread_packets(self, node: int) -> int:
