@@ -49,7 +49,9 @@ def available_memory(proc: Path = PROC) -> int:
     """Returns the bytes that can be allocated before the kernel would kill processes."""
     # The minimum of the machine's available memory and the remainder of each container's limit,
     # less a reserve. The page cache of files counts as free, because the kernel reclaims it.
-    limits = (_machine(proc), *_containers(proc))
+    found = _first_numbers(proc / "meminfo")
+    machine = (1024 * found["MemTotal:"], 1024 * found["MemAvailable:"])
+    limits = (machine, *_containers(proc))
     return max(0, min(left - total // SPARE_SHARE for total, left in limits))
 
 
@@ -59,12 +61,6 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
     return any(
         mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
     )
-
-
-def _machine(proc: Path) -> tuple[int, int]:
-    """Returns the machine's total and available memory, in bytes."""
-    found = _first_numbers(proc / "meminfo")
-    return 1024 * found["MemTotal:"], 1024 * found["MemAvailable:"]
 
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:

@@ -224,19 +224,19 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
     with log.open("w") as stream:
         result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if result.returncode:
+        text = log.read_text(errors="replace")
+        # Horovod's setup.py and pip end with long messages that do not contain the cause.
+        for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
+            text = text.partition(closing)[0]
         raise InstallError(
-            f"{_compilers_last_lines(log)}\n\nHorovod could not be built; the full log is {log}. "
+            f"{_last_lines(text)}\n\nHorovod could not be built; the full log is {log}. "
             "The build requires a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev "
             "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
 
 
-def _compilers_last_lines(log: Path) -> str:
-    # Horovod's setup.py and pip end with long messages of their own that do not contain the cause.
-    text = log.read_text(errors="replace")
-    for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
-        text, _, _ = text.partition(closing)
+def _last_lines(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
@@ -311,9 +311,9 @@ def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        tail = "\n".join(result.stderr.splitlines()[-TAIL_LINES:])
         raise InstallError(
-            f"{tail}\n\n`pip {' '.join(arguments)}` failed; its last lines are above."
+            f"{_last_lines(result.stderr)}\n\n`pip {' '.join(arguments)}` failed; its last lines "
+            "are above."
         )
 
 

@@ -34,17 +34,14 @@ LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 @dataclass
 class Rank:
-    """Process of a job, which leads a session of its own.
-
-    `status` is negative for a signal and `None` while the rank runs. `wall_s` counts from the start
-    of the job to the end of the rank.
-    """
+    """Process of a job; `status` is negative for a signal, and `None` while the rank runs."""
 
     number: int
     node: int
     process: asyncio.subprocess.Process
     status: int | None = None
     wall_s: float = 0.0
+    """Seconds from the start of the job to the end of the rank."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def signal(self, number: int) -> None:

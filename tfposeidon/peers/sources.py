@@ -46,12 +46,9 @@ class IncompleteError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """Job that a source describes, from the perspective of one process.
+    """Job of `size` processes that a source describes to the process with number `rank`.
 
     Attributes:
-      source: Name of the source.
-      rank: Number of this process.
-      size: Number of processes.
       host: Host on which process 0 keeps the store: an IPv4 address, or a name that has one.
       ports: Ports of the store, in the order in which they are tried.
       identity: Text that all processes of the job have, and no other job at the same time.
@@ -119,14 +116,14 @@ def find(variables: Variables) -> Job | None:
     """
     alone, lacks = None, []
     for found in _all(variables):
-        if isinstance(found, Job):
-            if found.size > 1 or found.has_store:
-                return found if found.has_store else _with_settings(found, variables)
-            alone = alone or found
-        elif not isinstance(found, IncompleteError):
-            raise found
-        else:
+        if isinstance(found, IncompleteError):
             lacks.append(str(found))
+        elif isinstance(found, ValueError):
+            raise found
+        elif found.size > 1 or found.has_store:
+            return found if found.has_store else _with_settings(found, variables)
+        else:
+            alone = alone or found
     if lacks and alone is None:
         raise IncompleteError(
             "The variables that describe a job must be complete. Received: "
