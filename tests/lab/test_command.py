@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfposeidon.lab import command, demo
-from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab.command import Cluster
 from tfposeidon.lab.delay_line import DelayLine
 from tfposeidon.lab.inside import Report
 

@@ -1,6 +1,6 @@
 """The lab: a cluster that is emulated on one machine by network namespaces and shaped links.
 
-`command` reads and checks the options, and starts Python again inside private namespaces. There,
+`command` reads and checks the options, and restarts Python inside private namespaces. There,
 `inside` builds the `network`, starts the ranks and writes the report. When the last process ends,
 the kernel removes everything.
 

@@ -1,9 +1,8 @@
-"""Emulated accelerator for scaling studies: Keras models whose layers take time, but no CPU.
+"""Emulated accelerator for scaling studies: Keras models whose layers wait instead of computing.
 
-Parameters have their real shapes and are really exchanged, while forward and backward passes only
-wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
-layers multiply real factors, as those of Keras do, so that the optimizer can find sufficient
-factors.
+Parameters have their real shapes and gradients are exchanged, while forward and backward passes
+only wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
+layers multiply factors, as those of Keras do, so that the optimizer can find sufficient factors.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from typing import Any
 
 from tfposeidon import checks
 from tfposeidon.lab import architectures
-from tfposeidon.lab.cluster import Cluster
-from tfposeidon.lab.command import UnavailableError, check_machine, namespaces, python
+from tfposeidon.lab.command import Cluster, UnavailableError, check_machine, namespaces, python
 from tfposeidon.text import table
 
 LABELS = {

@@ -24,8 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon import quiet
-from tfposeidon.lab.cluster import Cluster, Fault
-from tfposeidon.lab.command import ENDED, UnavailableError, add_arguments, read_request
+from tfposeidon.lab.command import (
+    ENDED,
+    Cluster,
+    Fault,
+    UnavailableError,
+    add_arguments,
+    read_request,
+)
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
 from tfposeidon.peers.runner import Runner, Start
 from tfposeidon.text import readable_size, sparkline, table

@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Literal
 
 from tfposeidon.lab import delay_line
-from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
-from tfposeidon.lab.command import UnavailableError
+from tfposeidon.lab.command import Cluster, UnavailableError
 from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
 # Headers of a packet as the interface counts them: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
+BURST_S = 0.001
+# Two Ethernet frames. A token bucket smaller than one frame would block all packets.
+SMALLEST_BURST_BYTES = 3200
+QUEUE_S = 0.05
+SMALLEST_QUEUE_BYTES = 2**24
 FLOW_CLASSES = 1024
 """Number of classes of limited connections. Two connections in one class share its rate: with 8
 busy connections per node, this happens in 3 of 100 networks. Creating 4096 classes takes 3 s per
@@ -269,6 +273,20 @@ def _connect(built: Network, node: int) -> None:
 
 def _shape(commands: Iterator[str], *entering: str) -> None:
     _call(*entering, "tc", "-batch", "-", text="\n".join(commands))
+
+
+def burst_bytes(rate: float) -> int:
+    """Returns the largest burst of a link, in bytes: those of one millisecond."""
+    # On the development machines, smaller bursts lost throughput under load, and larger ones made
+    # short exchanges faster than the link.
+    return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
+
+
+def queue_bytes(rate: float) -> int:
+    """Returns the capacity of a link's queue in bytes: 50 ms, at least 16 MiB."""
+    # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
+    # kernel's TCP recovers from losses.
+    return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
 
 
 def _shaped_link(device: str, rate: float | None) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Jobs described by environment variables of platforms.
 
 Think of each source as a function from variables to a `Job`. Nothing here reads the environment or
-starts anything: `find` takes a mapping, and the first complete source of several processes counts.
+starts anything: `find` takes a mapping, and returns the job of the first complete source with
+several processes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FULL_NAME = "HOSTNAME"
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
 """Ports that are derived from a job's identity: below those of outgoing connections."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM's steps from here on are batch scripts and interactive shells, which are one process."""
+"""First of the step numbers that SLURM gives to batch scripts and shells, which are one process."""
 
 
 class IncompleteError(ValueError):
@@ -51,12 +52,12 @@ class Job:
     Attributes:
       host: Host on which process 0 keeps the store: an IPv4 address, or a name that has one.
       ports: Ports of the store, in the order in which they are tried.
-      identity: Text that all processes of the job have, and no other job at the same time.
+      identity: Text that identifies the job among all jobs that run at the same time.
       node: Name of this process's node, or empty if the source does not give it.
       members: Name or address of each process for messages, or empty.
       one_per_node: Whether the source starts one process per node, which may start one per GPU.
       has_store: Whether the store runs already, in the process that set the variables.
-      unit: What the processes are in messages: ranks, or nodes.
+      unit: Noun for a process in messages: "rank" or "node".
       hint: Sentence after a message that processes are missing, or empty.
     """
 
@@ -82,7 +83,7 @@ class Job:
             )
 
     def name_of(self, rank: int) -> str:
-        """Returns how messages name a process: with its address, if the source gives it."""
+        """Returns the name of a process in messages, with its address if the source gives it."""
         address = f" ({self.members[rank]})" if rank < len(self.members) else ""
         return f"{self.unit} {rank}{address}"
 
@@ -293,7 +294,7 @@ def _torchrun(variables: Variables) -> Job:
         size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
-    # Agents of several nodes may count differently.
+    # Agents of several nodes may count restarts differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Without the address, which is "localhost" on the master of some operators.
@@ -362,7 +363,7 @@ def first_host(nodes: str) -> str:
 def _indexed_job(variables: Variables) -> Job | None:
     rank, size = _integer(variables, "JOB_COMPLETION_INDEX"), _integer(variables, NODES)
     if size == 1:
-        # The index of a pod that trains alone is no rank.
+        # The index of a pod that trains alone is not a rank.
         return None
     pod, dot, domain = variables[FULL_NAME].partition(".")
     name = pod.removesuffix(f"-{rank}")
