@@ -27,7 +27,7 @@ import statistics
 import numpy as np
 
 from benchmarks import figures, harness
-from tfposeidon.lab.cluster import burst_bytes
+from tfposeidon.lab.network import burst_bytes
 from tfposeidon.text import parse_rate, readable_size
 
 SYSTEMS = (

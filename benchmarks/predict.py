@@ -31,7 +31,7 @@ from benchmarks.baselines import one_bit
 from benchmarks.exchanges import factors_named, scheme_named
 from tfposeidon.autotune import simulation
 from tfposeidon.autotune.search import CLOSE_WITHIN
-from tfposeidon.lab.cluster import BURST_S
+from tfposeidon.lab.network import BURST_S
 from tfposeidon.policies import Auto
 
 GRID = harness.RESULTS / "exchange_grid.json"

@@ -9,7 +9,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, checks
+from tfposeidon import checks
+from tfposeidon.communicating import check_no_more_arguments
 from tfposeidon.optimizer import DistributedOptimizer
 from tfposeidon.optimizers.wrapper import innermost, leaves
 from tfposeidon.state.placement import Placement
@@ -18,6 +19,12 @@ from tfposeidon.training.entries import optimizers
 
 SAME_RATE = 1e-7
 """Relative difference up to which two learning rates are equal: optimizers store float32."""
+
+HOROVODS = {
+    "initial_lr": "use initial_learning_rate",
+    "verbose": "leave it out; read the rate from optimizer.learning_rate",
+}
+"""Arguments of Horovod's learning rate callbacks, and their replacements."""
 
 
 class LearningRateSchedule(keras.callbacks.Callback):
@@ -72,7 +79,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
     ) -> None:
         # Must precede the check of the rate: Horovod calls it `initial_lr`, and this error names
         # the replacement.
-        arguments.check_no_more_arguments(type(self).__name__, others, arguments.CALLBACKS)
+        check_no_more_arguments(type(self).__name__, others, HOROVODS)
         if multiplier is None:
             raise TypeError(
                 "`multiplier` must be a number or a function of the epoch. Received: none. Pass "

@@ -20,18 +20,9 @@ from tfposeidon.lab import demo
 from tfposeidon.peers import run
 
 COMMANDS = {
-    "check": (
-        check,
-        "report versions and topology, and run a small collective; also under horovodrun",
-    ),
-    "demo": (
-        demo,
-        "compare schemes on a model in the lab, with a slow network between emulated nodes",
-    ),
-    "install": (
-        install,
-        "install TensorFlow if it is missing, and Horovod with the corrections it needs",
-    ),
+    "check": (check, "report versions and topology, and run a collective; also under horovodrun"),
+    "demo": (demo, "compare schemes in the lab, with a slow network between emulated nodes"),
+    "install": (install, "install TensorFlow if it is missing, and a patched Horovod"),
     "lab": (lab, "run a training script on emulated nodes with slow links between them"),
     "run": (run, "start the ranks of this machine, one per GPU"),
 }

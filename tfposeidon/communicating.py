@@ -8,23 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, checks, policies, sample_counts
+from tfposeidon import checks, policies, sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import describe
-from tfposeidon.optimizers.wrapper import OptimizerWrapper
+from tfposeidon.optimizers.wrapper import OptimizerWrapper, innermost, leaves
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
 from tfposeidon.training import keras_patches, one_writer, session
 from tfposeidon.training.hooks import FitHooks
+
+HOROVODS = {
+    "compression": "the scheme defines the compression: "
+    'scheme=tp.schemes.AllToAll(wire_dtype="float16") halves the bytes, "hitopk" sends only '
+    "the largest elements",
+    "backward_passes_per_step": "use gradient_accumulation_steps for 2 or more, and leave it out "
+    "for 1; gradients of the calls are averaged, so multiply the learning rate by it for sums",
+    "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums, "
+    "multiply the learning rate by gradient_accumulation_steps",
+    "op": "leave it out: gradients are averaged over ranks",
+    "gradient_predivide_factor": "leave it out: gradients are averaged over ranks, and 16-bit "
+    "schemes scale gradients before the cast",
+    "sparse_as_dense": "leave it out: embedding gradients are summed by row and sent as a dense "
+    'tensor, or as rows with scheme="hybcomm"',
+    "num_groups": "use bucket_bytes, the size up to which gradients are fused",
+    "groups": "use bucket_bytes, the size up to which gradients are fused",
+    "process_set": "leave it out: all ranks of the job take part",
+    "device_dense": "leave it out: gradients are exchanged on the device that holds them",
+    "device_sparse": "leave it out: gradients are exchanged on the device that holds them",
+    "scale_local_gradients": "leave it out: all gradients are averaged over ranks",
+}
+"""Arguments of Horovod's `DistributedOptimizer` for Keras, and their replacements."""
 
 
 class CommunicatingOptimizer(OptimizerWrapper):
@@ -53,10 +75,15 @@ class CommunicatingOptimizer(OptimizerWrapper):
         name: str,
     ) -> None:
         runtime.check_environment()
-        arguments.check_inner(type(self).__name__, inner_optimizer, CommunicatingOptimizer)
+        _check_inner(type(self).__name__, inner_optimizer)
         if bucket_bytes is not None:
             bucket_bytes = checks.check_integer("bucket_bytes", bucket_bytes, 0)
-        arguments.check_sample_count(sample_count)
+        if sample_count is not None and not callable(sample_count):
+            raise TypeError(
+                "`sample_count` must be a function that maps a batch to a number. Received: "
+                f"sample_count={sample_count!r}. In a custom training loop, pass the number to "
+                "apply."
+            )
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
@@ -295,3 +322,75 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
             f"{type(optimizer).__name__}. Pass `model.optimizer` of a model compiled with one."
         )
     return found
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def check_no_more_arguments(
+    owner: str, others: Mapping[str, Any], horovods: Mapping[str, str] = HOROVODS
+) -> None:
+    """Refuses all unknown arguments in one error, with the replacement for those of Horovod."""
+    if not others:
+        return
+    lines = [
+        f"{name}={value!r}: {horovods.get(name, f'{owner} has no argument `{name}`, leave it out')}"
+        for name, value in others.items()
+    ]
+    than = "" if horovods.keys().isdisjoint(others) else " (its arguments differ from Horovod's)"
+    raise TypeError(
+        f"{owner} does not support these arguments{than}. Received: {'; '.join(lines)}."
+    )
+
+
+def _check_inner(owner: str, inner: Any) -> None:
+    """Refuses inner optimizers that are not Keras optimizers, or already wrapped or scaled."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
+            f"{type(inner).__name__}. Pass for example keras.optimizers.SGD(0.1)."
+        )
+    if any(isinstance(one, CommunicatingOptimizer) for one in (inner, innermost(inner))):
+        raise ValueError(
+            "An optimizer must be wrapped only once, in DistributedOptimizer, LocalUpdates or "
+            "ElasticAveraging. Received: an optimizer that is already wrapped. Use it unchanged, "
+            "or wrap its inner_optimizer."
+        )
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "LossScaleOptimizer must wrap the communicating optimizer: it must check the "
+            f"averaged gradients for infinities and NaN. Received: {type(inner).__name__} as the "
+            f"inner optimizer. Write LossScaleOptimizer({owner}(optimizer)), or compile the model "
+            "under mixed_float16, which adds the loss scale."
+        )
+
+
+def check_no_averages(optimizer: str, inner: Any) -> None:
+    """Refuses averages over steps of weights that differ between ranks."""
+    if any(leaf.use_ema for leaf in leaves(inner)):
+        raise ValueError(
+            f"{optimizer} does not support use_ema, because weights differ between ranks. "
+            "Received: an inner optimizer with use_ema=True. Remove use_ema from the inner "
+            "optimizer."
+        )
+
+
+def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+    """Refuses a call that does not update all variables of an optimizer, in their order."""
+    if [id(variable) for variable in given] != [id(variable) for variable in known]:
+        raise ValueError(
+            f"{optimizer} must update all its variables in each call, in their order. Received: "
+            f"gradients for {len(given)} of {len(known)} variables, or in another order. Use a "
+            "separate optimizer for each list of variables."
+        )
+
+
+def check_saves_weights_only(name: str, callbacks: Sequence[Any]) -> None:
+    """Refuses Orbax for optimizers whose state is not all in `variables`, which it saves."""
+    for one in callbacks:
+        if isinstance(one, keras.callbacks.OrbaxCheckpoint) and not one.save_weights_only:
+            raise ValueError(
+                f"With {name}, OrbaxCheckpoint must save weights only, because ranks hold "
+                "different state of the optimizer. Received: OrbaxCheckpoint with "
+                "save_weights_only=False. Set it to True, or use keras_callbacks.Checkpoint."
+            )

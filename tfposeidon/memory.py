@@ -6,18 +6,18 @@ proc_pid_mountinfo(5).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from os import major, minor
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 SPARE_SHARE = 20
 """One part in this many stays free, because other processes may allocate memory meanwhile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Version:
+class _Version(NamedTuple):
     """File names and keys of one version of cgroups.
 
     Keys of `reclaimable` in version 1 begin with "total", which includes the cgroups below, as
@@ -31,21 +31,13 @@ class _Version:
 
 
 V1 = _Version(
-    file_system="cgroup",
-    limit="memory.limit_in_bytes",
-    used="memory.usage_in_bytes",
+    *("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     reclaimable=("total_active_file", "total_inactive_file"),
 )
-V2 = _Version(
-    file_system="cgroup2",
-    limit="memory.max",
-    used="memory.current",
-    reclaimable=("active_file", "inactive_file"),
-)
+V2 = _Version("cgroup2", "memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mount:
+class _Mount(NamedTuple):
     device: str
     root: str
     point: Path
@@ -57,7 +49,9 @@ def available_memory(proc: Path = PROC) -> int:
     """Returns the bytes that can be allocated before the kernel would kill processes."""
     # The minimum of the machine's available memory and the remainder of each container's limit,
     # less a reserve. The page cache of files counts as free, because the kernel reclaims it.
-    limits = (_machine(proc), *_containers(proc))
+    found = _first_numbers(proc / "meminfo")
+    machine = (1024 * found["MemTotal:"], 1024 * found["MemAvailable:"])
+    limits = (machine, *_containers(proc))
     return max(0, min(left - total // SPARE_SHARE for total, left in limits))
 
 
@@ -69,12 +63,6 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
     )
 
 
-def _machine(proc: Path) -> tuple[int, int]:
-    """Returns the machine's total and available memory, in bytes."""
-    found = _first_numbers(proc / "meminfo")
-    return 1024 * found["MemTotal:"], 1024 * found["MemAvailable:"]
-
-
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
     """Yields the limit and the remaining bytes of each cgroup around this process."""
     cgroups = proc / "self" / "cgroup"
@@ -82,12 +70,10 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
     for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
         number, controllers, path = line.split(":", 2)
         version = V2 if number == "0" else V1
-        if number != "0" and "memory" not in controllers.split(","):
-            continue
         for mount in _mounts(proc):
-            if mount.file_system == version.file_system and (
-                version is V2 or "memory" in mount.options
-            ):
+            # A hierarchy of version 1 has its own controllers and mount.
+            has_memory = "memory" in controllers.split(",") and "memory" in mount.options
+            if mount.file_system == version.file_system and (version is V2 or has_memory):
                 yield from _enclosing_limits(mount, path, version)
 
 
@@ -125,16 +111,11 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
         before, _, after = line.partition(" - ")
         _, _, device, root, point, *_ = before.split()
         file_system, *_, options = after.split()
-        yield _Mount(
-            device=device,
-            root=root,
-            point=Path(point),
-            file_system=file_system,
-            options=options.split(","),
-        )
+        yield _Mount(device, root, Path(point), file_system, options.split(","))
 
 
 def _first_numbers(path: Path) -> dict[str, int]:
     """Returns the first number of each line, by the preceding word."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+    return {
+        name: int(number) for name, number in re.findall(r"^(\S+)\s+(\d+)", path.read_text(), re.M)
+    }

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import communicating, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import parallel_operator
@@ -98,7 +98,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_no_more_arguments("DistributedOptimizer", others)
+        communicating.check_no_more_arguments("DistributedOptimizer", others)
         policy = policies.parse(scheme)
         super().__init__(
             inner_optimizer,

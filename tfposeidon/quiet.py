@@ -21,8 +21,6 @@ STARTUP_MESSAGE = re.compile(
     "This TensorFlow binary is optimized to use available CPU instructions|"
     "To enable the following instructions: "
 )
-
-
 LONGEST_WAIT_S = 5.0
 FILTER = """
 import re, sys

@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 LEVELS = "▁▂▃▄▅▆▇█"
-
 DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
-
 SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
 # The same units as in `tc`, where "bps" means bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
@@ -27,7 +25,6 @@ DURATIONS = dict.fromkeys(("us", "usec", "usecs"), 1e-6)
 DURATIONS |= dict.fromkeys(("ms", "msec", "msecs"), 1e-3)
 DURATIONS |= dict.fromkeys(("s", "sec", "secs"), 1.0)
 SHARES = {"%": 0.01}
-
 SLOWEST_RATE, FASTEST_RATE = 8e3, 1e12
 NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", re.IGNORECASE)
 
@@ -82,10 +79,8 @@ def readable_size(size_bytes: float) -> str:
     >>> readable_size(1.5e6)
     '1.50 MB'
     """
-    for unit, prefix in (("GB", "g"), ("MB", "m"), ("kB", "k")):
-        if size_bytes >= DECIMAL_PREFIXES[prefix]:
-            return f"{size_bytes / DECIMAL_PREFIXES[prefix]:.2f} {unit}"
-    return f"{size_bytes:.0f} B"
+    value, prefix = _scaled(size_bytes)
+    return f"{value:.{2 if prefix else 0}f} {prefix}B"
 
 
 def readable_rate(bits_per_s: float | None) -> str:
@@ -96,10 +91,16 @@ def readable_rate(bits_per_s: float | None) -> str:
     """
     if bits_per_s is None:
         return "unshaped"
-    for unit, prefix in (("Gb/s", "g"), ("Mb/s", "m"), ("kb/s", "k")):
-        if bits_per_s >= DECIMAL_PREFIXES[prefix]:
-            return f"{bits_per_s / DECIMAL_PREFIXES[prefix]:g} {unit}"
-    return f"{bits_per_s:g} b/s"
+    value, prefix = _scaled(bits_per_s)
+    return f"{value:g} {prefix}b/s"
+
+
+def _scaled(value: float) -> tuple[float, str]:
+    """Returns a value divided by the largest prefix up to G that it reaches, and the prefix."""
+    for prefix in "GMk":
+        if value >= (factor := DECIMAL_PREFIXES[prefix.lower()]):
+            return value / factor, prefix
+    return value, ""
 
 
 def _parse(text: str, units: Mapping[str, float], what: str, examples: str) -> float:
@@ -155,7 +156,7 @@ class ProgressBar:
     ) -> None:
         self._total, self._unit, self._done = total, unit, 0
         self._stream, self._clock = stream or sys.stderr, clock
-        # A log would contain every state of the bar, with control characters between them.
+        # Logs get no control characters, and fewer lines.
         self._on_terminal = self._stream.isatty()
         self._begin_s = self._written_s = clock()
 

@@ -144,7 +144,7 @@ class EmulatedModel(torch.nn.Module):
     def __init__(self, model, dilation, seed):
         super().__init__()
         self.stream = Stream()
-        pool = Pool(max(map(partial(values_needed, batch=model.batch), model.layers)), seed)
+        pool = Pool(model.largest, seed)
         self.layers = torch.nn.ModuleList(
             EmulatedLayer(
                 layer, model.batch, pool, partial(self.stream.run, dilation * forward_s), backward
@@ -233,14 +233,6 @@ def torch_shape(layer):
         return layer.kernel
     *window, inputs, outputs = layer.kernel
     return (outputs, inputs, *window)
-
-
-def values_needed(layer, batch):
-    """Returns the number of values of the largest tensor that is cut for a layer."""
-    kernel = (
-        batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
-    )
-    return max(kernel, *layer.vectors, 1)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class Accelerator:
         self.mesh, self.batch = mesh, task.emulated().batch
         self.stream = Stream()
         self._generator = np.random.default_rng(task.rank)
-        length = max(map(partial(values_needed, batch=self.batch), task.emulated().layers))
+        length = task.emulated().largest
         self._spare = max(1, length // SPREAD_OVER)
         # Alike on all processes, as Keras replicates variables; where a gradient begins differs. A
         # variable, and no constant, which XLA would copy into each program.
@@ -183,14 +183,6 @@ class EmulatedLayer(keras.layers.Layer):
             left, right = (values((rows, width)) for width in self.layer.kernel)
             kernel = left.T @ right
         return [kernel, *(values((length,)) for length in self.layer.vectors)]
-
-
-def values_needed(layer, batch):
-    """Returns the number of values of the largest tensor that is cut for a layer."""
-    kernel = (
-        batch * layer.rows * max(layer.kernel) if layer.kind == "dense" else math.prod(layer.kernel)
-    )
-    return max(kernel, *layer.vectors, 1)
 
 
 if __name__ == "__main__":

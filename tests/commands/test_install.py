@@ -90,7 +90,7 @@ def test_the_package_declares_the_same_versions():
 
 def test_corrections_must_match_exactly_once(tmp_path):
     (tmp_path / "file").write_text("wrong wrong")
-    correction = Correction(file="file", wrong="wrong", right="right", why="")
+    correction = Correction(file="file", wrong="wrong", right="right")
     with pytest.raises(CorrectionError, match="Received: 2 matches in file"):
         correction.apply(tmp_path)
     (tmp_path / "file").write_text("all wrong")

@@ -200,7 +200,7 @@ def test_check_reports(capsys, monkeypatch):
     assert f"tensorflow    {tf.__version__}" in said
     assert "sums are right on all 1 rank(s)" in said
     assert "TF_CONFIG: rank 0 of 1; TrainJob lacks PET_NODE_RANK" in said
-    assert "keeps jobs apart but is not secret" in said
+    assert "separates jobs but is not secret" in said
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfposeidon.lab import demo, sandbox
-from tfposeidon.lab.cluster import Cluster
+from tfposeidon.lab import command, demo
+from tfposeidon.lab.command import Cluster
 from tfposeidon.lab.delay_line import DelayLine
 from tfposeidon.lab.inside import Report
 
@@ -92,9 +92,8 @@ REFUSED = {
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypatch):
     from tfposeidon import __main__
-    from tfposeidon.lab import sandbox
 
-    monkeypatch.setattr(sandbox, "run", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(command, "run_inside", lambda *_: pytest.fail("something was started"))
     monkeypatch.setattr(sys, "argv", ["tfposeidon", "lab", *arguments.split()])
     try:
         status = __main__.main()
@@ -110,8 +109,8 @@ def test_modules_that_a_lab_starts_ignore_the_current_folder_if_it_does(monkeypa
         flags = SimpleNamespace(safe_path=is_safe)
         # Not in `sys` itself: jobs that start meanwhile on other threads read its flags.
         own = SimpleNamespace(executable=sys.executable, flags=flags)
-        monkeypatch.setattr(sandbox, "sys", own)
-        assert sandbox.python("module") == [sys.executable, *options, "-m", "module"]
+        monkeypatch.setattr(command, "sys", own)
+        assert command.python("module") == [sys.executable, *options, "-m", "module"]
 
 
 def test_the_demo_has_time_for_its_steps_and_no_gpus(monkeypatch):
@@ -120,7 +119,7 @@ def test_the_demo_has_time_for_its_steps_and_no_gpus(monkeypatch):
 
     def run(command, **keywords):
         asked.update(keywords)
-        path = command[command.index("tfposeidon.lab.demo_worker") + 1]
+        path = command[command.index("tfposeidon.lab.demo") + 1]
         Path(path).write_text(json.dumps({"allreduce": {"step_s": 1.0, "sent_bytes": 1.0}}))
         return subprocess.CompletedProcess(command, 0)
 

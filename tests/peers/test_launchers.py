@@ -9,7 +9,7 @@ from tests.peers.test_sources import SLURM, TORCHRUN, cluster
 from tfposeidon.commands import check
 from tfposeidon.communication import launcher, start
 from tfposeidon.communication.launcher import ProcessRank
-from tfposeidon.peers import meeting, sources
+from tfposeidon.peers import rendezvous, sources
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -75,7 +75,7 @@ def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
 
 
 def test_check_claims_no_key_where_a_launcher_counts(environment):
-    environment({**TORCHRUN, meeting.LAUNCHER: "0"})
+    environment({**TORCHRUN, rendezvous.LAUNCHER: "0"})
     assert check.peer_rows() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
     environment({**TORCHRUN, **MPIRUN}, has_mpi=True)
     assert check.peer_rows() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]

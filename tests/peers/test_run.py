@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tfposeidon.peers import run, store
-from tfposeidon.peers.meeting import Client
+from tfposeidon.peers.rendezvous import Client
 from tfposeidon.peers.runner import Runner, Start
 
 

@@ -13,7 +13,6 @@ import ctypes
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 from tfposeidon.commands import cuda, install, versions
 from tfposeidon.commands.corrections import CORRECTED_MARK
-from tfposeidon.peers import meeting, sources
+from tfposeidon.peers import rendezvous, sources
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
 
@@ -74,7 +73,14 @@ def _versions() -> list[tuple[str, str]]:
         if version is None:
             raise CheckError(f"{name} is missing. Run: python -m tfposeidon install")
         found[name] = version
-    _check_tensorflow(package, found["tensorflow"])
+    versions.require_tensorflow(package, found["tensorflow"])
+    built_for = install.built_for()
+    if built_for and versions.release_of(built_for) != versions.release_of(found["tensorflow"]):
+        raise CheckError(
+            "The native library must be built for the TensorFlow that loads it. "
+            f"Received: TensorFlow {found['tensorflow']} and a library for {built_for}. "
+            "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
+        )
     if not found["keras"].startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
             f"Keras {install.KERAS_VERSION} is needed. Received: {found['keras']}. Run: "
@@ -87,17 +93,6 @@ def _versions() -> list[tuple[str, str]]:
             "Run: python -m tfposeidon install --horovod-only"
         )
     return [("python", f"{platform.python_version()} on {platform.machine()}"), *found.items()]
-
-
-def _check_tensorflow(package: str, version: str) -> None:
-    versions.require_tensorflow(package, version)
-    built_for = install.built_for()
-    if built_for and versions.release_of(built_for) != versions.release_of(version):
-        raise CheckError(
-            "The native library must be built for the TensorFlow that loads it. "
-            f"Received: TensorFlow {version} and a library for {built_for}. "
-            "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
-        )
 
 
 def version_of(name: str) -> str | None:
@@ -114,16 +109,16 @@ def peer_rows() -> list[tuple[str, str]]:
     import_tensorflow()
     from tfposeidon.communication import launcher
 
-    variables = meeting.variables()
-    if meeting.has_launcher(variables, launcher.has_mpi()):
+    variables = rendezvous.variables()
+    if rendezvous.has_launcher(variables, launcher.has_mpi()):
         name = next(name for name in launcher.RANK if variables.get(name))
         return [("peers by", f"a launcher, which has set {name}")]
     if not (found := sources.describe(variables)):
         return []
     secret = (
-        f"requests bear a key from {sources.TOKEN}"
+        f"requests carry a key from {sources.TOKEN}"
         if sources.token(variables)
-        else "requests bear the job's identity, which keeps jobs apart but is not secret"
+        else "requests carry the job's identity, which separates jobs but is not secret"
     )
     return [("peers by", "; ".join(found)), ("rendezvous", secret)]
 
@@ -142,10 +137,8 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
             f"{ranks_here} rank(s) and {gpus} GPU(s) on this node, and Horovod without NCCL. "
             "Run: python -m tfposeidon install --horovod-only --cuda"
         )
-    return [
-        ("horovod with", f"{', '.join(built)}; ranks connect over {controller}"),
-        *gpu_rows(gpus),
-    ]
+    text = f"{', '.join(built)}; ranks connect over {controller}"
+    return [("horovod with", text), *gpu_rows(gpus)]
 
 
 def _problems_of_all() -> list[str]:
@@ -157,19 +150,18 @@ def _problems_of_all() -> list[str]:
     from tfposeidon.schemes import REGISTRY
 
     wire = runtime.wire()
-    topology = wire.topology
-    expected = (topology.size - 1) / 2
+    expected = (wire.topology.size - 1) / 2
     problems = []
     for name, make in REGISTRY.items():
         exchange = tf.function(functools.partial(_exchanged, make(), wire, name), autograph=False)
-        mean = exchange(tf.constant([float(topology.rank)] * 5)).numpy()
+        mean = exchange(tf.constant([float(wire.topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
             problems.append(
                 f"PROBLEM: scheme {name!r} returned {mean} instead of {expected}. "
                 "Reinstall Horovod: python -m tfposeidon install --horovod-only"
             )
-    everybody = exchange_objects(problems, wire, "check.problems")
-    return [f"rank {rank}: {one}" for rank, own in enumerate(everybody) for one in own]
+    of_ranks = exchange_objects(problems, wire, "check.problems")
+    return [f"rank {rank}: {one}" for rank, own in enumerate(of_ranks) for one in own]
 
 
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
@@ -194,21 +186,20 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
     links = measurement.measure(runtime.wire())
     if topology.rank == 0:
-        _write_whole(path, links.to_json())
-    rows = [
-        (f"link {where}", _about_link(link))
-        for where, link in (("within nodes", links.node), ("between nodes", links.across))
-        if link is not None
-    ]
+        # The rename is atomic, so that readers see the old or the new content.
+        part = Path(f"{path}.part")
+        part.write_text(links.to_json())
+        part.replace(path)
+    both = (("within nodes", links.node), ("between nodes", links.across))
     return [
-        *rows,
+        *((f"link {where}", _link_text(link)) for where, link in both if link is not None),
         ("start of a collective", f"{1e3 * links.collective_s:.3g} ms"),
-        ("compute of a rank", _about_rates(links.rates)),
+        ("compute of a rank", _rates_text(links.rates)),
         ("profile", f"{path}, {links.measured_at}; bandwidth uncertain by {links.uncertainty:.0%}"),
     ]
 
 
-def _about_link(link: Any) -> str:
+def _link_text(link: Any) -> str:
     from tfposeidon.communication.network_profile import readable_rate_of_payload as readable
 
     flow = link.flow_bytes_per_s
@@ -216,7 +207,7 @@ def _about_link(link: Any) -> str:
     return f"{readable(link.bytes_per_s)}{limit}, {1e3 * link.latency_s:.3g} ms per message step"
 
 
-def _about_rates(rates: Any) -> str:
+def _rates_text(rates: Any) -> str:
     nanoseconds = {
         "add an element": rates.sum_s,
         "cast an element to 16 bits": rates.encode_s,
@@ -227,36 +218,33 @@ def _about_rates(rates: Any) -> str:
     return f"{', '.join(parts)}, with all ranks busy"
 
 
-def _write_whole(path: str, text: str) -> None:
-    """Writes a file atomically, by a rename: readers see the old or the new content."""
-    beside = f"{path}.part"
-    with open(beside, "w") as stream:
-        stream.write(text)
-    os.replace(beside, path)
-
-
 # ------------------------------------------------------------------ GPUs
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; raises `CheckError` if the driver is too old."""
-    # Horovod and TensorFlow must be loaded before this call. `gpus` is the number that TensorFlow
-    # sees.
+    """Returns table rows about GPUs; raises `CheckError` if the driver is too old.
+
+    Requires that Horovod and TensorFlow are loaded; `gpus` is the number that TensorFlow sees.
+    """
+    import horovod.tensorflow as hvd
+
     tensorflow_cuda = cuda.tensorflow_cuda()
     horovod_cuda = _horovod_cuda()
     if not (gpus or cuda.driver_present() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]
-    if gpus:
-        _check_driver({"Horovod": horovod_cuda, "TensorFlow": tensorflow_cuda})
+    for what, version in (("Horovod", horovod_cuda), ("TensorFlow", tensorflow_cuda)):
+        if gpus and version and (problem := cuda.problem_with_driver(version)):
+            raise CheckError(f"{what} was built for CUDA {version}. {problem}")
+    driver = "none"
+    if latest := cuda.driver_version():
+        driver = f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(latest)}".strip()
+    # Only builds by `install` record the version.
+    built_for = horovod_cuda or ("an unknown version of CUDA" if hvd.cuda_built() else "CPUs")
     return [
         ("GPUs", _gpus(gpus, tensorflow_cuda)),
-        ("NVIDIA driver", _driver()),
-        (
-            "CUDA",
-            f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for "
-            f"{_horovod_built_for(horovod_cuda)}",
-        ),
-        ("cuDNN", _cudnn() or "not found"),
+        ("NVIDIA driver", driver),
+        ("CUDA", f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for {built_for}"),
+        ("cuDNN", _cudnn()),
         ("NCCL", _nccl()),
         ("native ops", _native_ops(gpus)),
     ]
@@ -270,8 +258,7 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
             "0 for TensorFlow, which is built for CPUs; python -m tfposeidon install --cuda prints "
             "the remedy"
         )
-    problem = cuda.problem_with_driver(_numbers(tensorflow_cuda))
-    if problem:
+    if problem := cuda.problem_with_driver(tensorflow_cuda):
         return f"0 for TensorFlow. {problem}"
     # TensorFlow logs the libraries that it did not find, but not at our log level.
     return (
@@ -279,25 +266,6 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
         'tensorflow as tf; tf.config.list_physical_devices("GPU")\' logs the cause. Usually CUDA '
         "libraries are missing: pip install 'tensorflow[and-cuda]', in the installed version"
     )
-
-
-def _driver() -> str:
-    version = cuda.driver_version()
-    if version is None:
-        return "none"
-    return f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(version)}".strip()
-
-
-def _check_driver(built_for: dict[str, str | None]) -> None:
-    for what, version in built_for.items():
-        problem = cuda.problem_with_driver(_numbers(version or "0.0"))
-        if problem:
-            raise CheckError(f"{what} was built for CUDA {version}. {problem}")
-
-
-def _numbers(version: str) -> cuda.Version:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _horovod_cuda() -> str | None:
@@ -308,21 +276,12 @@ def _horovod_cuda() -> str | None:
     return json.loads(path.read_text()).get("cuda") if path.exists() else None
 
 
-def _horovod_built_for(horovod_cuda: str | None) -> str:
-    import horovod.tensorflow as hvd
-
-    # Only builds by `install` record the version.
-    return horovod_cuda or ("an unknown version of CUDA" if hvd.cuda_built() else "CPUs")
-
-
-def _cudnn() -> str | None:
-    # Load the library by its name: if TensorFlow has loaded one, this returns the same.
+def _cudnn() -> str:
     library = _loaded_library("libcudnn.so.9", "cudnn/lib")
     if library is None:
-        return None
+        return "not found"
     library.cudnnGetVersion.restype = ctypes.c_size_t
-    version = library.cudnnGetVersion()
-    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+    return _version_text(library.cudnnGetVersion())
 
 
 def _nccl() -> str:
@@ -332,21 +291,23 @@ def _nccl() -> str:
     number = ctypes.c_int()
     if library is None or library.ncclGetVersion(ctypes.byref(number)):
         return "not found"
-    seen, built = number.value, hvd.nccl_built()
-    text = f"{_nccl_version(seen)}{f', Horovod for {_nccl_version(built)}' if built else ''}"
-    if built > seen:
+    text, built = _version_text(number.value), hvd.nccl_built()
+    if built:
+        text += f", Horovod for {_version_text(built)}"
+    if built > number.value:
         # An older NCCL passed all tests on an H200, but NVIDIA does not guarantee it.
-        text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_nccl_version(built)}'"
+        text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_version_text(built)}'"
     return text
 
 
-def _nccl_version(code: int) -> str:
-    """Returns an NCCL version code as text: 22707 is 2.27.7."""
+def _version_text(code: int) -> str:
+    """Returns a version code of cuDNN or NCCL as text: 22707 is 2.27.7."""
     return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
 
 
 def _loaded_library(name: str, place: str) -> ctypes.CDLL | None:
-    for path in (name, *(str(folder / place / name) for folder in cuda.wheels())):
+    # The name comes first: if TensorFlow has loaded the library, this returns the same.
+    for path in (name, *(str(folder / place / name) for folder in cuda.folders_of("nvidia"))):
         try:
             return ctypes.CDLL(path)
         except OSError:
@@ -355,28 +316,21 @@ def _loaded_library(name: str, place: str) -> ctypes.CDLL | None:
 
 
 def _native_ops(gpus: int) -> str:
-    from tfposeidon import native
-
-    if native.has_gpu_kernels():
-        if gpus:
-            _check_native_ops()
-        return "on CPUs and GPUs"
-    if not gpus:
-        return "on CPUs"
-    return (
-        "on CPUs only, so TensorFlow copies GPU tensors to host memory. Install nvcc, then run in "
-        "tfposeidon's folder: pip install --force-reinstall --no-deps ."
-    )
-
-
-def _check_native_ops() -> None:
     import tensorflow as tf
 
-    from tfposeidon import ops
+    from tfposeidon import native, ops
 
+    if not native.has_gpu_kernels():
+        return (
+            "on CPUs only, so TensorFlow copies GPU tensors to host memory. Install nvcc, then run "
+            "in tfposeidon's folder: pip install --force-reinstall --no-deps ."
+            if gpus
+            else "on CPUs"
+        )
     try:
-        with tf.device("/GPU:0"):
-            ops.l2_norms([tf.ones([1])])
+        if gpus:
+            with tf.device("/GPU:0"):
+                ops.l2_norms([tf.ones([1])])
     except tf.errors.InternalError as error:
         raise CheckError(
             "The native ops must be compiled for the architecture of this GPU. Received: "
@@ -384,3 +338,4 @@ def _check_native_ops() -> None:
             "([build_ext] gpus=70 for a V100, 60 for a P100) and run: pip install "
             "--force-reinstall --no-deps . These two need nvcc 12: set HOROVOD_CUDA_HOME to it."
         ) from error
+    return "on CPUs and GPUs"

@@ -15,15 +15,11 @@ class CorrectionError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Patch of a passage in Horovod's source.
-
-    `file` is relative to the source, and `why` is the failure without the patch.
-    """
+    """Patch of a passage in Horovod's source; `file` is relative to the source."""
 
     file: str
     wrong: str
     right: str
-    why: str
 
     def apply(self, source: Path) -> None:
         """Patches the file; raises `CorrectionError` unless `wrong` occurs exactly once."""
@@ -38,24 +34,15 @@ class Correction:
         path.write_text(text.replace(self.wrong, self.right))
 
 
-RECEIVE_FIRST = """Gloo announces a receive over the connection on which it sends. Sent first, a
-large message holds the announcement back, and with it the other direction: two ranks that exchange
-use half of what their link can carry."""
-
-STREAM_OF_TENSORFLOW = """TensorFlow 2.21 exports no AsGpuStreamValue: a Horovod with NCCL would
-not load. The header has moved as well."""
-
-OWN_CUDA_RUNTIME = """TensorFlow exports stubs of the CUDA runtime that open the one of its own
-version. Linked after TensorFlow, code that another nvcc has compiled would run on them. NCCL is
-looked for where pip puts it beside Horovod, as the built wheel serves other environments, too."""
-
 CORRECTIONS = (
+    # The XLA bridge uses headers that TensorFlow 2.16 removed.
     Correction(
         file="horovod/tensorflow/CMakeLists.txt",
         wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         right="",
-        why="The XLA bridge uses headers that TensorFlow 2.16 removed.",
     ),
+    # TensorFlow 2.21 does not export AsGpuStreamValue, so a Horovod with NCCL would not load. The
+    # header has moved as well.
     Correction(
         file="horovod/tensorflow/mpi_ops.cc",
         wrong="""// Forward declaration of AsGpuStreamValue
@@ -79,8 +66,10 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace gpu
 } // namespace stream_executor
 """,
-        why=STREAM_OF_TENSORFLOW,
     ),
+    # TensorFlow exports stubs of the CUDA runtime that load its own version. Code of another nvcc,
+    # linked after TensorFlow, would call these stubs. NCCL's path is relative to Horovod, because
+    # other environments install the built wheel, too.
     Correction(
         file="horovod/tensorflow/CMakeLists.txt",
         wrong="target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})\n",
@@ -95,8 +84,8 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 endif()
 target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
 """,
-        why=OWN_CUDA_RUNTIME,
     ),
+    # Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.
     Correction(
         file="horovod/common/gloo/gloo_context.cc",
         wrong="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
@@ -104,14 +93,15 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
         right="  device_attr.iface = global_context.gloo_iface_;\n"
         "  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
-        why="Process sets ignore the chosen network interface and bind to 127.0.1.1 on Debian.",
     ),
+    # Under Gloo the stall inspector never sees a missing rank.
     Correction(
         file="horovod/common/gloo/gloo_controller.cc",
         wrong="global_ranks_.reserve(size_);",
         right="global_ranks_.resize(size_);",
-        why="Under Gloo the stall inspector never sees a missing rank.",
     ),
+    # With process sets, the end of one rank aborts all others, which can then neither save their
+    # state nor report the cause.
     Correction(
         file="horovod/common/process_set.cc",
         wrong="""      InitializeRegisteredAndRemoveMarkedIfReady_(context, status);
@@ -130,9 +120,10 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
       if (ProcessSetHasJustBeenRemoved()) {
         break;
 """,
-        why="Where there are process sets, the end of one rank aborts all others: they cannot save "
-        "what they have, nor say what happened.",
     ),
+    # Gloo announces a receive over the connection on which it sends. A large message that is sent
+    # first delays the announcement and thus the other direction, so that two ranks that exchange
+    # use half of their link's bandwidth. The next patch has the same reason.
     Correction(
         file="third_party/gloo/gloo/alltoallv.cc",
         wrong="""    in->send(
@@ -150,7 +141,6 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
         sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
   }
 """,
-        why=RECEIVE_FIRST,
     ),
     Correction(
         file="third_party/gloo/gloo/allgatherv.cc",
@@ -162,12 +152,11 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
       out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
       continue;
 """,
-        why=RECEIVE_FIRST,
     ),
+    # `python -m tfposeidon check` recognizes a patched build by this mark.
     Correction(
         file="horovod/__init__.py",
         wrong=f"__version__ = '{HOROVOD_VERSION}'",
         right=f"__version__ = '{HOROVOD_VERSION}{CORRECTED_MARK}'",
-        why="So that `python -m tfposeidon check` can tell a corrected build from any other.",
     ),
 )

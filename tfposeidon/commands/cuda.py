@@ -21,6 +21,7 @@ import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,25 +113,22 @@ def require_toolkit() -> Toolkit:
     `CudaError` reports that all lack a component, are too old, or are newer than the driver.
     """
     problems = []
-    for home in _homes():
-        if not (home / "bin" / "nvcc").exists():
-            continue
-        toolkit = Toolkit(home=home, version=_version_of(home / "bin" / "nvcc"))
-        problem = _problem_with(toolkit)
-        if problem is None:
-            return toolkit
-        problems.append(problem)
-    looked_in = os.environ.get("HOROVOD_CUDA_HOME") or "PATH and /usr/local/cuda"
+    if given := os.environ.get("HOROVOD_CUDA_HOME"):
+        homes = [Path(given)]
+    else:
+        wheels = (home for place in folders_of("nvidia") for home in sorted(place.glob("cu[0-9]*")))
+        homes = [*_homes_of_nvcc(), Path("/usr/local/cuda"), *wheels]
+    for home in homes:
+        nvcc = home / "bin" / "nvcc"
+        if nvcc.exists():
+            toolkit = Toolkit(home=home, version=_version_of(nvcc))
+            problem = _problem_with(toolkit)
+            if problem is None:
+                return toolkit
+            problems.append(problem)
+    looked_in = given or "PATH and /usr/local/cuda"
     problems.append(f"GPU code requires nvcc. Received: none in {looked_in}.")
     raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
-
-
-def _homes() -> list[Path]:
-    given = os.environ.get("HOROVOD_CUDA_HOME")
-    if given:
-        return [Path(given)]
-    in_wheels = [home for place in wheels() for home in sorted(place.glob("cu[0-9]*"))]
-    return [*_homes_of_nvcc(), Path("/usr/local/cuda"), *in_wheels]
 
 
 def _homes_of_nvcc() -> list[Path]:
@@ -140,31 +138,31 @@ def _homes_of_nvcc() -> list[Path]:
         return []
     # nvcc may be a script that calls another one; Debian's calls one with libraries in /usr.
     dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull]
-    said = subprocess.run(dry_run, capture_output=True, text=True).stderr
-    match = re.search(r"^#\$ _HERE_=(.+)$", said, re.MULTILINE)
+    output = subprocess.run(dry_run, capture_output=True, text=True).stderr
+    match = re.search(r"^#\$ _HERE_=(.+)$", output, re.MULTILINE)
     called = [Path(match[1]).parent] if match else []
     return [*called, Path(nvcc).resolve().parents[1], Path(nvcc).parents[1]]
 
 
 def _problem_with(toolkit: Toolkit) -> str | None:
-    if toolkit.version[:2] < OLDEST_NVCC:
+    if toolkit.version < OLDEST_NVCC:
         return (
             f"nvcc {dotted(OLDEST_NVCC)} or later is needed. Received: nvcc "
             f"{dotted(toolkit.version)} in {toolkit.home}."
         )
     if not toolkit.static_runtime.exists():
         return f"nvcc needs the CUDA runtime. Received: no libcudart_static.a in {toolkit.home}."
-    return problem_with_driver(toolkit.version)
+    return problem_with_driver(dotted(toolkit.version))
 
 
-def problem_with_driver(built_for: Version) -> str | None:
-    """Returns an error message if the loaded driver does not support a version of CUDA."""
-    driver = driver_version()
-    if driver is None or driver[0] >= built_for[0]:
+def problem_with_driver(built_for: str) -> str | None:
+    """Returns an error message if the loaded driver does not support a version such as "12.5"."""
+    driver, major = driver_version(), int(built_for.partition(".")[0])
+    if driver is None or driver[0] >= major:
         return None
-    needed = DRIVERS.get(built_for[0], "for this CUDA")
+    needed = DRIVERS.get(major, "for this CUDA")
     return (
-        f"Code for CUDA {dotted(built_for)} needs NVIDIA's driver {needed} or later. "
+        f"Code for CUDA {built_for} needs NVIDIA's driver {needed} or later. "
         f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
         "Update the driver, or compile with an older nvcc."
     )
@@ -183,11 +181,11 @@ def _how_to_get_nvcc() -> str:
 
 
 def _version_of(nvcc: Path) -> Version:
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    match = re.search(r"release (\d+)\.(\d+)", said)
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
     if match is None:
         raise CudaError(
-            f"nvcc must run and print its release. Received from {nvcc} --version: {said!r}. "
+            f"nvcc must run and print its release. Received from {nvcc} --version: {output!r}. "
             "Reinstall it, or set HOROVOD_CUDA_HOME to another toolkit."
         )
     return int(match[1]), int(match[2])
@@ -196,13 +194,15 @@ def _version_of(nvcc: Path) -> Version:
 def require_nccl(toolkit: Toolkit) -> Nccl:
     """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or /usr, or raises `CudaError`."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
-    places = [*(place / "nccl" for place in wheels()), toolkit.home, Path("/usr")]
+    places = [*(place / "nccl" for place in folders_of("nvidia")), toolkit.home, Path("/usr")]
     for home in [Path(given)] if given else places:
         for pattern in ("lib/libnccl.so*", "lib64/libnccl.so*", "lib/*-linux-gnu/libnccl.so*"):
-            libraries = sorted(home.glob(pattern))
-            if libraries and (home / "include" / "nccl.h").exists():
-                include = home / "include"
-                return Nccl(include=include, library=libraries[0], version=_version_in(include))
+            libraries, header = sorted(home.glob(pattern)), home / "include" / "nccl.h"
+            if libraries and header.exists():
+                text = header.read_text(errors="replace")
+                numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text)
+                version = ".".join(numbers)
+                return Nccl(include=header.parent, library=libraries[0], version=version)
     raise CudaError(
         "Horovod on GPUs requires NCCL (nccl.h and libnccl.so). Received: none in "
         f"{given or 'the environment, the toolkit and /usr'}. "
@@ -211,18 +211,11 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
     )
 
 
-def _version_in(include: Path) -> str:
-    text = (include / "nccl.h").read_text(errors="replace")
-    return ".".join(re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text))
+def folders_of(package: str) -> list[Path]:
+    """Returns the folders of a package, in pip's isolated build or in its target.
 
-
-def wheels() -> list[Path]:
-    """Returns the folders in which pip installs its packages of CUDA."""
-    return _folders_of("nvidia")
-
-
-def _folders_of(package: str) -> list[Path]:
-    """Returns the folders of a package in the build or in pip's target; does not import it."""
+    Does not import it. Packages of CUDA are in "nvidia".
+    """
     # pip may have installed it after Python cached the folders.
     importlib.invalidate_caches()
     # sys.path of an isolated build by pip lacks the last three.
@@ -235,7 +228,7 @@ def _folders_of(package: str) -> list[Path]:
 def tensorflow_cuda() -> str | None:
     """Returns the CUDA version for which TensorFlow was built; `None` for CPUs or without it."""
     # Importing TensorFlow would take seconds.
-    for folder in _folders_of("tensorflow"):
+    for folder in folders_of("tensorflow"):
         path = folder / "python/platform/build_info.py"
         text = path.read_text() if path.exists() else ""
         match = re.search(r"'cuda_version', '([0-9.]+)'", text)
@@ -244,6 +237,6 @@ def tensorflow_cuda() -> str | None:
     return None
 
 
-def dotted(version: Version) -> str:
+def dotted(version: Iterable[int]) -> str:
     """Returns a version as text, such as `"12.9"`."""
     return ".".join(map(str, version))

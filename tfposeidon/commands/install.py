@@ -28,6 +28,7 @@ from pathlib import Path
 
 from tfposeidon.commands import cuda, versions
 from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
+from tfposeidon.commands.versions import UnsupportedVersionError
 
 KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools>=77,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
@@ -44,9 +45,7 @@ def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
     # Without a native library, take the newest release that this Python supports. The wheel for
     # CPUs has half the size.
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
-    if with_cuda:
-        return f"tensorflow[and-cuda]=={release}.*"
-    return f"tensorflow-cpu=={release}.*"
+    return f"{'tensorflow[and-cuda]' if with_cuda else 'tensorflow-cpu'}=={release}.*"
 
 
 def built_for(library: Path = LIBRARY) -> str | None:
@@ -80,8 +79,7 @@ def _path_of_environment(variables: dict[str, str]) -> list[str]:
 
 def cache_folder() -> Path:
     """Returns the per-user folder of built wheels: `$XDG_CACHE_HOME/tfposeidon/wheels`."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "tfposeidon" / "wheels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tfposeidon/wheels"
 
 
 def horovod_flags(with_cuda: bool) -> dict[str, str]:
@@ -109,7 +107,6 @@ def horovod_flags(with_cuda: bool) -> dict[str, str]:
 
 def cache_key(with_cuda: bool) -> str:
     """Returns a hash of the wheel's dependencies: TensorFlow, Python, compilers, patches."""
-    # The patches' reasons are left out: they do not change the wheel.
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -163,9 +160,15 @@ def install_horovod(with_cuda: bool) -> None:
             "Building Horovod requires TensorFlow, which is not installed. "
             "Run: python -m tfposeidon install (without --horovod-only)."
         )
-    versions.require_tensorflow(*present.split())
-    if with_cuda:
-        _require_tensorflow_with_cuda(present)
+    package, version = present.split()
+    versions.require_tensorflow(package, version)
+    if with_cuda and cuda.tensorflow_cuda() is None:
+        raise InstallError(
+            "Horovod with NCCL requires TensorFlow for GPUs. "
+            f"Received: {present}, which is for CPUs. Run: pip uninstall -y {package}, "
+            f"then pip install 'tensorflow[and-cuda]=={versions.release_of(version)}.*', and "
+            "repeat this command; or add --no-cuda to train on CPUs."
+        )
     folder = cache_folder() / cache_key(with_cuda)
     wheels = sorted(folder.glob("horovod-*.whl"))
     if not wheels:
@@ -175,18 +178,6 @@ def install_horovod(with_cuda: bool) -> None:
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
     # Horovod's runtime dependencies; setuptools and wheel were needed for the build only.
     _pip("install", *BUILD_TOOLS[2:])
-
-
-def _require_tensorflow_with_cuda(present: str) -> None:
-    if cuda.tensorflow_cuda() is None:
-        release = versions.release_of(present.split()[1])
-        raise InstallError(
-            "Horovod with NCCL requires TensorFlow for GPUs. "
-            f"Received: {present}, which is for CPUs. "
-            f"Run: pip uninstall -y {present.split()[0]}, "
-            f"then pip install 'tensorflow[and-cuda]=={release}.*', and repeat this command; "
-            "or add --no-cuda to train on CPUs."
-        )
 
 
 def _build_into(folder: Path, with_cuda: bool) -> Path:
@@ -233,19 +224,19 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
     with log.open("w") as stream:
         result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if result.returncode:
+        text = log.read_text(errors="replace")
+        # Horovod's setup.py and pip end with long messages that do not contain the cause.
+        for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
+            text = text.partition(closing)[0]
         raise InstallError(
-            f"{_compilers_last_lines(log)}\n\nHorovod could not be built; the full log is {log}. "
+            f"{_last_lines(text)}\n\nHorovod could not be built; the full log is {log}. "
             "The build requires a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev "
             "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
 
 
-def _compilers_last_lines(log: Path) -> str:
-    # Horovod's setup.py and pip end with long messages of their own that do not contain the cause.
-    text = log.read_text(errors="replace")
-    for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
-        text, _, _ = text.partition(closing)
+def _last_lines(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
@@ -320,9 +311,9 @@ def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        tail = "\n".join(result.stderr.splitlines()[-TAIL_LINES:])
         raise InstallError(
-            f"{tail}\n\n`pip {' '.join(arguments)}` failed; its last lines are above."
+            f"{_last_lines(result.stderr)}\n\n`pip {' '.join(arguments)}` failed; its last lines "
+            "are above."
         )
 
 
@@ -369,18 +360,7 @@ def main(options: argparse.Namespace) -> int:
         if not options.horovod_only:
             install_tensorflow(with_cuda, options.tensorflow)
         install_horovod(with_cuda)
-    except (
-        InstallError,
-        CorrectionError,
-        cuda.CudaError,
-        versions.UnsupportedVersionError,
-    ) as error:
+    except (InstallError, CorrectionError, cuda.CudaError, UnsupportedVersionError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    _parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(_parser)
-    sys.exit(main(_parser.parse_args()))

@@ -14,11 +14,11 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from tfposeidon.peers import meeting, sources
+from tfposeidon.peers import rendezvous, sources
 from tfposeidon.peers.store import FAILURES
 
 # The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
-RANK = (meeting.LAUNCHER, *meeting.MPI_RANKS)
+RANK = (rendezvous.LAUNCHER, *rendezvous.MPI_RANKS)
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
     "HOROVOD_LOCAL_RANK",
@@ -60,8 +60,8 @@ def process_rank() -> ProcessRank:
 
     On a platform, the local rank is known once the ranks have met in `tfposeidon.init()`.
     """
-    if not meeting.has_launcher(os.environ, has_mpi()):
-        job = sources.find(meeting.variables())
+    if not rendezvous.has_launcher(os.environ, has_mpi()):
+        job = sources.find(rendezvous.variables())
         if job and (job.size > 1 or job.has_store):
             return ProcessRank(job.rank, job.size)
     # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
@@ -74,7 +74,7 @@ def process_rank() -> ProcessRank:
 
 def has_mpi() -> bool:
     """Returns whether variables of MPI are set and Horovod is built with MPI."""
-    if not any(map(os.environ.get, meeting.MPI_RANKS)):
+    if not any(map(os.environ.get, rendezvous.MPI_RANKS)):
         return False
     try:
         import horovod.tensorflow as hvd
@@ -108,7 +108,7 @@ class Store:
     @classmethod
     def of_launcher(cls) -> Store | None:
         """Returns the launcher's store, or `None` under MPI and without a launcher."""
-        address = os.environ.get(meeting.STORE_ADDRESS)
+        address = os.environ.get(rendezvous.STORE_ADDRESS)
         return cls(address, int(os.environ[STORE_PORT])) if address else None
 
     def put(self, key: str, value: object, timeout_s: float = STORE_START_TIMEOUT_S) -> None:

@@ -21,7 +21,7 @@ from tfposeidon.communication import failure, launcher, start
 from tfposeidon.communication.network_profile import NetworkProfile, parse_links
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
-from tfposeidon.peers import meeting
+from tfposeidon.peers import rendezvous
 
 MEASURE: Literal["measure"] = "measure"
 """Network profile to measure when the first step that needs it is traced."""
@@ -47,7 +47,7 @@ def init(
     pin_gpu: bool = True,
     network: Any = None,
     server_rank: int | None = None,
-    start_timeout_s: float = meeting.START_TIMEOUT_S,
+    start_timeout_s: float = rendezvous.START_TIMEOUT_S,
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up process sets. May be called repeatedly.
 

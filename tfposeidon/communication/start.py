@@ -17,7 +17,7 @@ from tfposeidon.checks import require_equal
 from tfposeidon.communication import launcher
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import HorovodWire, exchange_objects
-from tfposeidon.peers import meeting, sources
+from tfposeidon.peers import rendezvous, sources
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
 """Default seconds that Gloo waits in jobs with a server.
@@ -35,16 +35,16 @@ LAYOUT_PATIENCE_S = 120.0
 log = logging.getLogger("tfposeidon")
 
 
-def find_peers(timeout_s: float) -> meeting.Nodes | None:
+def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
     """Returns the ranks of each node if they find each other by a platform's variables."""
     import horovod.tensorflow as hvd
 
     checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
-    return None if hvd.is_initialized() else meeting.join(timeout_s, has_mpi=launcher.has_mpi())
+    return None if hvd.is_initialized() else rendezvous.join(timeout_s, has_mpi=launcher.has_mpi())
 
 
 def start_horovod(
-    ranks_per_node: int | None, server_rank: int | None, nodes: meeting.Nodes | None
+    ranks_per_node: int | None, server_rank: int | None, nodes: rendezvous.Nodes | None
 ) -> HorovodWire:
     """Starts Horovod, or uses the one that the script has started."""
     import horovod.tensorflow as hvd
@@ -76,13 +76,13 @@ def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None)
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
     _require_same_servers([server for _, server in everybody])
-    topology = Topology(hvd.rank(), meeting.nodes_of([host for host, _ in everybody]))
+    topology = Topology(hvd.rank(), rendezvous.nodes_of([host for host, _ in everybody]))
     groups = topology.groups(server_rank)
     return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
 
 
 def _find_topology(
-    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: meeting.Nodes | None
+    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: rendezvous.Nodes | None
 ) -> Topology:
     if ranks_per_node is not None:
         return Topology.regular(own.rank, own.size, ranks_per_node)

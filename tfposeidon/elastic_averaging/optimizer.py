@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, checks, policies
+from tfposeidon import checks, communicating, policies
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
 from tfposeidon.communication import runtime
 from tfposeidon.communication.packing import joined, parted
@@ -92,7 +92,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_no_more_arguments("ElasticAveraging", others)
+        communicating.check_no_more_arguments("ElasticAveraging", others)
         checks.check_integer("sync_every", sync_every, 1)
         for argument, value in (("alpha", alpha), ("server_alpha", server_alpha)):
             if value is not None:
@@ -106,7 +106,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             gradient_accumulation_steps=None,
             name=name or "elastic_averaging",
         )
-        arguments.check_no_averages("ElasticAveraging", inner_optimizer)
+        communicating.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
         # Used for planning only: exchanges use a pair's communicator, when a worker calls.
         self._exchange = Step(self, policy, None, None, _pair_of_plan)
@@ -238,7 +238,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        arguments.check_all_variables("ElasticAveraging", variables, self._trainable_variables)
+        communicating.check_all_variables("ElasticAveraging", variables, self._trainable_variables)
         job.check_roles()
         runtime.check_graph()
         if job.is_server():

@@ -1,9 +1,8 @@
-"""Emulated accelerator for scaling studies: Keras models whose layers take time, but no CPU.
+"""Emulated accelerator for scaling studies: Keras models whose layers wait instead of computing.
 
-Parameters have their real shapes and are really exchanged, while forward and backward passes only
-wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
-layers multiply real factors, as those of Keras do, so that the optimizer can find sufficient
-factors.
+Parameters have their real shapes and gradients are exchanged, while forward and backward passes
+only wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
+layers multiply factors, as those of Keras do, so that the optimizer can find sufficient factors.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from tfposeidon.lab.architectures import Layer
 
 SCALE = 1e-3
 """Scale of the values of a gradient."""
-
-
 ALIGNED = 16
 """Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
 
@@ -131,50 +128,44 @@ class EmulatedLayer(keras.layers.Layer):
         **options: Any,
     ) -> None:
         super().__init__(name=layer.name.replace("/", "_"), **options)
-        self.layer, self.first = layer, first
-        self.forward_s, self.backward_s = forward_s, backward_s
-        self._accelerator = accelerator
+        self._layer, self._first, self._accelerator = layer, first, accelerator
+        self._forward_s, self._backward_s = forward_s, backward_s
 
     @override
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        self.parameters = [
-            self.add_weight(shape=self.layer.kernel, initializer="zeros", name="kernel")
-        ]
-        for index, length in enumerate(self.layer.vectors):
-            self.parameters.append(
-                self.add_weight(shape=(length,), initializer="zeros", name=f"vector_{index}")
-            )
+        shapes = {"kernel": self._layer.kernel}
+        shapes |= {f"vector_{index}": (n,) for index, n in enumerate(self._layer.vectors)}
+        for name, shape in shapes.items():
+            self.add_weight(shape=shape, initializer="zeros", name=name)
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
         # The parameters are arguments because custom gradients are returned for arguments only.
         @tf.custom_gradient
         def work(token: tf.Tensor, *parameters: tf.Tensor) -> Any:
-            passed, _ = self._accelerator.work(token, self.forward_s, first=self.first)
+            passed, _ = self._accelerator.work(token, self._forward_s, first=self._first)
 
             def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
-                back, offset = self._accelerator.work(upstream, self.backward_s)
+                back, offset = self._accelerator.work(upstream, self._backward_s)
                 kernel = self._kernel_gradient(token.shape[0], offset)
-                vectors = (self._accelerator.values((n,), offset) for n in self.layer.vectors)
+                vectors = (self._accelerator.values((n,), offset) for n in self._layer.vectors)
                 return [back, kernel, *vectors]
 
             return passed, backward
 
-        return work(token, *map(keras.ops.convert_to_tensor, self.parameters))
+        return work(token, *map(keras.ops.convert_to_tensor, self.weights))
 
     @override
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape
 
     def _kernel_gradient(self, batch: int, offset: tf.Tensor) -> tf.Tensor:
-        if self.layer.kind != "dense":
-            return self._accelerator.values(self.layer.kernel, offset)
+        if self._layer.kind != "dense":
+            return self._accelerator.values(self._layer.kernel, offset)
         # A real product, because the exchange finds factors at the op that multiplies them.
-        rows = batch * self.layer.rows
-        inputs, outputs = (
-            self._accelerator.values((rows, width), offset) for width in self.layer.kernel
-        )
-        return tf.matmul(inputs, outputs, transpose_a=True)
+        rows = batch * self._layer.rows
+        factors = (self._accelerator.values((rows, n), offset) for n in self._layer.kernel)
+        return tf.matmul(*factors, transpose_a=True)
 
 
 def emulated_model(
@@ -196,24 +187,10 @@ def emulated_model(
     ((16, 1), 103490)
     """
     checks.check_number("dilation", dilation, checks.POSITIVE, "Use 1 for the papers' times.")
-    accelerator = Accelerator(_pool_length(model), stream or Stream(), seed)
+    accelerator = Accelerator(model.largest, stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
-    for index, (layer, (forward_s, backward_s)) in enumerate(
-        zip(model.layers, model.times(), strict=True)
-    ):
-        times = (dilation * forward_s, dilation * backward_s)
-        value = EmulatedLayer(layer, *times, accelerator, first=index == 0)(value)
+    for layer, times in zip(model.layers, model.times(), strict=True):
+        forward_s, backward_s = (dilation * seconds for seconds in times)
+        first = value is inputs
+        value = EmulatedLayer(layer, forward_s, backward_s, accelerator, first=first)(value)
     return keras.Model(inputs, value, name=model.name.replace("/", "_by_"))
-
-
-def _pool_length(model: architectures.Model) -> int:
-    """Returns the number of values of the largest gradient or factor."""
-    gradients = [math.prod(layer.kernel) for layer in model.layers if layer.kind != "dense"]
-    factors = [
-        model.batch * layer.rows * max(layer.kernel)
-        for layer in model.layers
-        if layer.kind == "dense"
-    ]
-    return max(
-        [*gradients, *factors, *(length for layer in model.layers for length in layer.vectors)]
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Literal
 
 from tfposeidon import checks
@@ -28,9 +28,9 @@ class Layer:
     ('dense3', (4096, 1000), 4097000)
 
     `kernel` is (height, width, channels in, channels out) of a convolution, with the channels in of
-    one group, and (in, out) of a dense layer or embedding. `vectors` are the lengths of the other
-    parameters: bias, or those of the following normalization. `flops` are those of the forward pass
-    per sample; a multiply-add counts 2.
+    one group, and (in, out) of a dense layer or embedding. `vector_count` is the number of other
+    parameters with one value per output: the bias, or those of the following normalization.
+    `flops` are those of the forward pass per sample; a multiply-add counts 2.
     """
 
     name: str
@@ -39,11 +39,16 @@ class Layer:
     # transformers the logits share the "tokens" embedding, so a matrix product adds to its
     # gradient.
     kind: Kind
-    vectors: tuple[int, ...]
+    vector_count: int = 1
     flops: float
     # Rows per sample in the product that yields the kernel's gradient: 1, or the length of the
     # sequence; 0 for a convolution.
-    rows: int
+    rows: int = 1
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Lengths of the parameters other than the kernel."""
+        return (self.kernel[-1],) * self.vector_count
 
     @property
     def parameters(self) -> int:
@@ -53,13 +58,10 @@ class Layer:
     def shrunk(self, factor: float) -> Layer:
         """Returns the layer with channels, matrix sides and vectors divided by `factor`."""
         # Convolution windows, the channels of images, and FLOPs do not change.
-        window, channels = self.kernel[:-2], self.kernel[-2:]
-        image = self.kind == "convolution" and channels[0] == IMAGE_CHANNELS
-        inputs = channels[0] if image else divided(channels[0], factor)
-        kernel = (*window, inputs, divided(channels[1], factor))
-        return replace(
-            self, kernel=kernel, vectors=tuple(divided(length, factor) for length in self.vectors)
-        )
+        *window, inputs, outputs = self.kernel
+        if self.kind != "convolution" or inputs != IMAGE_CHANNELS:
+            inputs = divided(inputs, factor)
+        return replace(self, kernel=(*window, inputs, divided(outputs, factor)))
 
 
 def divided(length: int, factor: float) -> int:
@@ -67,11 +69,12 @@ def divided(length: int, factor: float) -> int:
     return max(1, round(length / factor))
 
 
-def _convolution(name: str, kernel: tuple[int, ...], side: int, *, vectors: int = 1) -> Layer:
-    """Returns a layer with an output of `side` x `side`, and `vectors` of one value per channel."""
+def _convolution(name: str, kernel: tuple[int, ...], side: int, vectors: int = 1) -> Layer:
+    """Returns a layer with an output of `side` x `side`."""
     flops = 2 * math.prod(kernel) * side**2
-    lengths = (kernel[-1],) * vectors
-    return Layer(name=name, kernel=kernel, kind="convolution", vectors=lengths, flops=flops, rows=0)
+    return Layer(
+        name=name, kernel=kernel, kind="convolution", vector_count=vectors, flops=flops, rows=0
+    )
 
 
 def _stem(*shapes: tuple[int, int, int, int]) -> Iterator[Layer]:
@@ -103,20 +106,9 @@ def _branches(
     return ends
 
 
-def _dense(
-    name: str, inputs: int, outputs: int, *, rows: int = 1, vectors: int = 1, more: float = 0
-) -> Layer:
-    """Returns a layer with `vectors` of one value per output; `more` are FLOPs without a kernel."""
-    flops = 2 * inputs * outputs * rows + more
-    lengths = (outputs,) * vectors
-    return Layer(
-        name=name, kernel=(inputs, outputs), kind="dense", vectors=lengths, flops=flops, rows=rows
-    )
-
-
 def _classifier(*widths: int) -> Iterator[Layer]:
-    for number, (inputs, outputs) in enumerate(pairwise(widths), 1):
-        yield _dense(f"dense{number}", inputs, outputs)
+    for number, kernel in enumerate(pairwise(widths), 1):
+        yield Layer(name=f"dense{number}", kernel=kernel, kind="dense", flops=2 * math.prod(kernel))
 
 
 def alexnet() -> Iterator[Layer]:
@@ -210,54 +202,41 @@ def inception_v3() -> Iterator[Layer]:
     yield from _classifier(channels, 1000)
 
 
-def _embedding(name: str, entries: int, width: int, length: int, *, vectors: int = 0) -> Layer:
-    lengths = (width,) * vectors
-    return Layer(
-        name=name, kernel=(entries, width), kind="embedding", vectors=lengths, flops=0, rows=length
-    )
+def transformer() -> Iterator[Layer]:
+    """Yields the layers of BERT-base without its pooler and segment embedding.
 
-
-PROJECTIONS = ("query", "key", "value", "output")
-
-
-def transformer(
-    blocks: dict[str, int], *, width: int, tokens: int, length: int, positions: int = 0
-) -> Iterator[Layer]:
-    """Yields the layers of a transformer from the number of attentions of each block.
-
-    The matrix that embeds `tokens` also computes the logits. Learned `positions` imply biases in
-    the attention, as in BERT. `length` is the number of tokens per sample.
+    Source: Devlin et al. 2019. The model represents CommLib's Transformer, for which the paper
+    gives only the 110 M parameters and the 256 words. The matrix that embeds the tokens also
+    computes the logits.
     """
-    yield _embedding("tokens", tokens, width, length)
-    if positions:
-        yield _embedding("positions", positions, width, length, vectors=2)
-    for block, attentions in blocks.items():
-        for attention, (index, projection) in product(range(attentions), enumerate(PROJECTIONS)):
-            name = f"{block}/attention{attention + 1}/{projection}"
-            # Its bias, and the layer normalization after the last projection. The FLOPs of the
-            # scores (4 length^2 width) have no kernel, and are spread evenly over the four
-            # projections.
-            vectors = (positions > 0) + 2 * (index == len(PROJECTIONS) - 1)
-            yield _dense(name, width, width, rows=length, vectors=vectors, more=length**2 * width)
-        yield _dense(f"{block}/inner", width, 4 * width, rows=length)
+    blocks, width, tokens, positions, length = 12, 768, 30_522, 512, 256
+
+    def layer(name: str, kernel: tuple[int, int], vectors: int, more: float = 0) -> Layer:
+        # `more` are FLOPs without a kernel.
+        flops = 2 * math.prod(kernel) * length + more
+        return Layer(
+            name=name, kernel=kernel, kind="dense", vector_count=vectors, flops=flops, rows=length
+        )
+
+    for name, entries, vectors in (("tokens", tokens, 0), ("positions", positions, 2)):
+        yield replace(layer(name, (entries, width), vectors), kind="embedding", flops=0)
+    for block in range(1, blocks + 1):
+        for projection in ("query", "key", "value", "output"):
+            # The last projection precedes a normalization. The FLOPs of the scores
+            # (4 length^2 width) have no kernel, and are spread evenly over the four projections.
+            vectors = 3 if projection == "output" else 1
+            name = f"encoder{block}/attention1/{projection}"
+            yield layer(name, (width, width), vectors, length**2 * width)
+        yield layer(f"encoder{block}/inner", (width, 4 * width), 1)
         # The FLOPs of the logits count at the last layer, where they are executed.
-        logits = 2 * length * width * tokens if block == list(blocks)[-1] else 0
-        yield _dense(f"{block}/outer", 4 * width, width, rows=length, vectors=3, more=logits)
-
-
-# Vaswani et al. 2017, base, and BERT-base (Devlin et al. 2019) without its pooler and segment
-# embedding. The latter represents CommLib's Transformer, for which the paper gives only the 110 M
-# parameters and the 256 words.
-BASE = {f"encoder{number}": 1 for number in range(1, 7)} | {
-    f"decoder{number}": 2 for number in range(1, 7)
-}
-BERT = {f"encoder{number}": 1 for number in range(1, 13)}
+        logits = 2 * length * width * tokens if block == blocks else 0
+        yield layer(f"encoder{block}/outer", (4 * width, width), 3, logits)
 
 
 # ------------------------------------------------------------------ models
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     """Model as one of the papers trains it, named as in `MODELS`, plus "/factor" if it was shrunk.
 
@@ -281,6 +260,14 @@ class Model:
     def flops(self) -> float:
         """FLOPs of the forward pass, per sample of the model before it was shrunk."""
         return sum(layer.flops for layer in self.layers)
+
+    @property
+    def largest(self) -> int:
+        """Number of values of the largest gradient or sufficient factor."""
+        dense = (layer for layer in self.layers if layer.kind == "dense")
+        factors = (self.batch * layer.rows * max(layer.kernel) for layer in dense)
+        others = (math.prod(layer.kernel) for layer in self.layers if layer.kind != "dense")
+        return max((*factors, *others))
 
     @property
     def step_s(self) -> float:
@@ -331,51 +318,32 @@ THEANO_MPI = (
     "Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s "
     "on eight"
 )
-VASWANI = (
-    "Vaswani et al. 2017, section 5: 25,000 tokens in 0.4 s on eight P100, exchange included; in "
-    "sentences of 25"
-)
 NO_BATCH = (
     "no batch is published: 8 explains Table 3, given the exposed time per parameter of VGG-19 and "
     "ResNet-50"
 )
 
 
-def _model(name: str, layers: Iterator[Layer], batch: int, throughput: float, source: str) -> Model:
-    return Model(name=name, layers=tuple(layers), batch=batch, throughput=throughput, source=source)
-
-
 def _models() -> Iterator[Model]:
-    yield _model("alexnet", alexnet(), 128, 5120 / 31.2, THEANO_MPI)
-    yield _model("googlenet", googlenet(), 128, 257, f"{POSEIDON}, Caffe")
-    inception = _model("inception_v3", inception_v3(), 32, 43.2, f"{POSEIDON}, TensorFlow")
+    yield Model("alexnet", tuple(alexnet()), 128, 5120 / 31.2, THEANO_MPI)
+    yield Model("googlenet", tuple(googlenet()), 128, 257, f"{POSEIDON}, Caffe")
+    tensorflow = f"{POSEIDON}, TensorFlow"
+    inception = Model("inception_v3", tuple(inception_v3()), 32, 43.2, tensorflow)
     yield inception
-    large = _model("vgg19", vgg19(1000), 256, 560, COMMLIB)
+    large = Model("vgg19", tuple(vgg19(1000)), 256, 560, COMMLIB)
     yield large
-    yield replace(
-        large, name="vgg19_32", batch=32, throughput=38.5, source=f"{POSEIDON}, TensorFlow"
-    )
-    yield _model(
-        "vgg19_22k",
-        vgg19(21_841),
-        32,
-        34.8,
-        f"{POSEIDON}, TensorFlow unmodified (34.5 under Poseidon)",
-    )
-    resnet50 = _model("resnet50", resnet(3, 4, 6, 3), 256, 1150, f"{COMMLIB}, 224 x 224")
+    yield replace(large, name="vgg19_32", batch=32, throughput=38.5, source=tensorflow)
+    unmodified = f"{tensorflow} unmodified (34.5 under Poseidon)"
+    yield Model("vgg19_22k", tuple(vgg19(21_841)), 32, 34.8, unmodified)
+    resnet50 = Model("resnet50", tuple(resnet(3, 4, 6, 3)), 256, 1150, f"{COMMLIB}, 224 x 224")
     yield resnet50
-    yield replace(
-        resnet50, name="resnet50_96", throughput=4400, source=f"{COMMLIB}, Table 4, 96 x 96"
-    )
-    source = (
-        "Not published: inception_v3's throughput scaled by FLOPs; batch of Poseidon, section 5.1"
-    )
-    resnet152 = _model("resnet152", resnet(3, 8, 36, 3), 32, inception.throughput, source)
-    yield replace(resnet152, throughput=inception.throughput * inception.flops / resnet152.flops)
-    base = transformer(BASE, width=512, tokens=37_000, length=25)
-    yield _model("transformer_base", base, 125, 125 / 0.4, VASWANI)
-    bert = transformer(BERT, width=768, tokens=30_522, length=256, positions=512)
-    yield _model("transformer_110m", bert, 8, 32, f"{COMMLIB}; {NO_BATCH}")
+    source = f"{COMMLIB}, Table 4, 96 x 96"
+    yield replace(resnet50, name="resnet50_96", throughput=4400, source=source)
+    layers = tuple(resnet(3, 8, 36, 3))
+    throughput = inception.throughput * inception.flops / sum(layer.flops for layer in layers)
+    source = "Not published: scaled from inception_v3 by FLOPs; batch of Poseidon, section 5.1"
+    yield Model("resnet152", layers, 32, throughput, source)
+    yield Model("transformer_110m", tuple(transformer()), 8, 32, f"{COMMLIB}; {NO_BATCH}")
 
 
 MODELS: dict[str, Model] = {found.name: found for found in _models()}

@@ -11,113 +11,191 @@ namespaces.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from tfposeidon.lab import sandbox
-from tfposeidon.lab.cluster import Cluster, Fault
+from tfposeidon import checks
 from tfposeidon.memory import available_memory
 from tfposeidon.peers.run import read_command
-from tfposeidon.text import parse_duration, parse_rate, parse_share, parse_size, readable_size
+from tfposeidon.text import (
+    parse_duration,
+    parse_rate,
+    parse_share,
+    parse_size,
+    readable_rate,
+    readable_size,
+)
 
+MOST_NODES = 250
+"""Nodes have the addresses 10.99.0.1 to 10.99.0.250, and the switch has 10.99.0.254."""
 RANK_BYTES = 4e8
 """Memory that TensorFlow alone takes in each rank."""
+TOOLS = {
+    **dict.fromkeys(("ip", "tc"), "iproute2"),
+    "hostname": "hostname",
+    **dict.fromkeys(("unshare", "nsenter", "setpriv", "mount"), "util-linux"),
+}
+"""Programs that the lab needs, and their packages."""
+NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
+AS_USER = ("--user", "--map-root-user")
+# The components of a lab, tried out before anything is started.
+PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
+tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
+ENDED = 128 + signal.SIGTERM
+"""Exit status of a lab that ended on request."""
+
+
+class UnavailableError(Exception):
+    """Error of a machine that cannot run a lab; the message names the missing component."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Checked request of the command line.
+class Cluster:
+    """Emulated machines and the links between them.
 
-    `show` is the ranks whose output is shown, `None` for all. `report` is the path of the JSON
-    report, `None` for none.
+    >>> cluster = Cluster(nodes=2, per_node=2, inter=2e8, slow=((1, 5e7),))
+    >>> print(cluster)
+    2 x 2 ranks, 200 Mb/s between nodes, 50 Mb/s for node 1
+    >>> cluster.rate(0), cluster.rate(1)
+    (200000000.0, 50000000.0)
+
+    Each node has one link to a switch without a limit of its own, and its ranks communicate over
+    its loopback. Rates are in bits per second, and `None` is unshaped: `inter` and `slow` for each
+    direction of a link, `flow` for each TCP connection between nodes, and `intra` for all traffic
+    of a node's loopback. Times are in seconds: `rtt` is added to each round trip, `jitter` bounds
+    the variation of one direction's delay, and `loss` is the fraction of packets lost on the way to
+    the switch.
     """
 
-    cluster: Cluster
-    command: list[str]
-    faults: list[Fault]
-    show: set[int] | None
-    report: Path | None
+    nodes: int
+    per_node: int = 1
+    inter: float | None = None
+    intra: float | None = None
+    rtt: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    slow: Sequence[tuple[int, float]] = ()
+    flow: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MOST_NODES:
+            raise ValueError(f"`--nodes` must be in 1..{MOST_NODES}. Received: {self.nodes}")
+        checks.check_integer("--per-node", self.per_node, 1)
+        if self.jitter > self.rtt / 2:
+            raise ValueError(
+                "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "
+                f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
+            )
+        for node, _ in self.slow:
+            self.check("--slow", "node", node)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.per_node
+
+    def rate(self, node: int) -> float | None:
+        """Returns the bits per second of a node's link, or `None` if it is unshaped."""
+        return dict(self.slow).get(node, self.inter)
+
+    @property
+    def delays(self) -> bool:
+        """True if packets have to be delayed or dropped, which token buckets cannot do."""
+        return self.rtt > 0 or self.loss > 0
+
+    def check(self, option: str, what: str, number: int) -> None:
+        """Raises `ValueError` if an option names a "node" or a "rank" that does not exist."""
+        count = self.nodes if what == "node" else self.size
+        if not 0 <= number < count:
+            raise ValueError(
+                f"`{option}` must name a {what} in 0..{count - 1}. Received: {what} {number}"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{self.nodes} x {self.per_node} ranks"]
+        parts += [f"{readable_rate(self.inter)} between nodes"]
+        parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
+        parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
+        parts += [f"{readable_rate(self.flow)} per connection"] if self.flow else []
+        parts += [f"{1e3 * self.rtt:g} ms round trip"] if self.rtt else []
+        parts += [f"{1e3 * self.jitter:g} ms jitter"] if self.jitter else []
+        parts += [f"{self.loss:.2%} lost"] if self.loss else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Fault of a rank or a node, `at_s` seconds after the start of the ranks.
+
+    >>> str(Fault(kind="cut", target=1, at_s=30.0))
+    "cut node 1's link after 30 s"
+
+    `kind` is "kill", "stop" or "continue" for a rank, and "cut" for a node's link.
+    """
+
+    kind: str
+    target: int
+    at_s: float
+
+    def __str__(self) -> str:
+        what = f"node {self.target}'s link" if self.kind == "cut" else f"rank {self.target}"
+        return f"{self.kind} {what} after {self.at_s:g} s"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m tfposeidon lab`."""
-    rate, time = _type(parse_rate), _type(parse_duration)
-    # `inside` has the same arguments, because it parses the same command line again.
-    cluster = parser.add_argument_group("cluster")
+    # `inside` has the same arguments, because it parses the same command line again. `Cluster` has
+    # the defaults.
+    cluster = parser.add_argument_group("cluster (default: links without limits and delays)")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
         "--per-node", type=int, default=1, metavar="N", help="ranks on each node (default: 1)"
     )
-    cluster.add_argument(
-        "--inter",
-        type=rate,
-        metavar="RATE",
-        help="rate of each node's link in each direction, such as 200mbit (default: not limited)",
-    )
-    cluster.add_argument(
-        "--intra",
-        type=rate,
-        metavar="RATE",
-        help="rate that the ranks of a node share, both directions together, such as 10gbit "
-        "(default: not limited)",
-    )
-    cluster.add_argument(
-        "--rtt",
-        type=time,
-        default=0.0,
-        metavar="TIME",
-        help="time added to each round trip, such as 1ms (default: 0)",
-    )
-    cluster.add_argument(
-        "--jitter",
-        type=time,
-        default=0.0,
-        metavar="TIME",
-        help="variation of the delay one way, at most half of --rtt, such as 100us (default: 0)",
-    )
-    cluster.add_argument(
-        "--loss",
-        type=_type(_loss),
-        default=0.0,
-        metavar="SHARE",
-        help="share of lost packets, such as 0.1%% (default: 0)",
-    )
-    cluster.add_argument(
-        "--slow",
-        type=_type(_slow),
-        action="append",
-        default=[],
-        metavar="NODE=RATE",
-        help="rate of the link of one node, such as 1=50mbit; may be repeated",
-    )
-    cluster.add_argument(
-        "--flow",
-        type=rate,
-        metavar="RATE",
-        help="limit of each TCP connection between nodes, such as 5gbit (default: none)",
-    )
-    trouble = parser.add_argument_group(
+    for name, reader, form, text in (
+        ("--inter", parse_rate, "RATE", "rate of each node's link per direction, such as 200mbit"),
+        ("--intra", parse_rate, "RATE", "rate that a node's ranks share within it, such as 10gbit"),
+        ("--flow", parse_rate, "RATE", "limit of each TCP connection between nodes, such as 5gbit"),
+        ("--rtt", parse_duration, "TIME", "time added to each round trip, such as 1ms"),
+        ("--jitter", parse_duration, "TIME", "variation one way, up to half of --rtt, e.g. 100us"),
+        ("--loss", _loss, "SHARE", "share of lost packets, such as 0.1%%"),
+        ("--slow", _slow, "NODE=RATE", "rate of one node's link, such as 1=50mbit; repeatable"),
+    ):
+        cluster.add_argument(
+            name,
+            type=_type(reader),
+            action="append" if name == "--slow" else "store",
+            default=argparse.SUPPRESS,
+            metavar=form,
+            help=text,
+        )
+    faults = parser.add_argument_group(
         "faults (may be repeated; seconds count from the start of the ranks)"
     )
-    for name, reader, syntax, help_text in (
-        ("--kill", _kill, "RANK@SECONDS", "kill a rank"),
-        ("--stop", _stop, "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
-        ("--cut", _cut, "NODE@SECONDS", "cut a node's link permanently"),
+    for kind, form, text in (
+        ("kill", "RANK@SECONDS", "kill a rank"),
+        ("stop", "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
+        ("cut", "NODE@SECONDS", "cut a node's link permanently"),
     ):
-        trouble.add_argument(
-            name,
+        faults.add_argument(
+            f"--{kind}",
             dest="faults",
-            type=_type(reader),
+            type=_type(functools.partial(_faults, kind, form)),
             action="extend",
             default=[],
-            metavar=syntax,
-            help=help_text,
+            metavar=form,
+            help=text,
         )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -143,38 +221,29 @@ def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the job's exit status, or 2 if nothing was started."""
     try:
         # Check everything before anything is created. `inside` parses `options.arguments` again.
-        request = read_request(options)
-        _check_report(request.report)
-        check_machine(request.cluster, options.rank_memory)
-        return sandbox.run("tfposeidon.lab.inside", options.arguments)
-    except (ValueError, sandbox.UnavailableError) as error:
+        cluster, _ = read_request(options)
+        path = options.report
+        if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+            raise ValueError(
+                f"`--report` must name a file in a writable directory. Received: {path}"
+            )
+        check_machine(cluster, options.rank_memory)
+        return run_inside(options.arguments)
+    except (ValueError, UnavailableError) as error:
         print(f"tfposeidon lab: {error}", file=sys.stderr)
         return 2
 
 
-def read_request(options: argparse.Namespace) -> Request:
-    """Checks the options and returns the request."""
-    cluster = Cluster(
-        nodes=options.nodes,
-        per_node=options.per_node,
-        inter=options.inter,
-        intra=options.intra,
-        rtt=options.rtt,
-        jitter=options.jitter,
-        loss=options.loss,
-        slow=tuple(options.slow),
-        flow=options.flow,
-    )
+def read_request(options: argparse.Namespace) -> tuple[Cluster, list[str]]:
+    """Checks the options; returns the cluster, and the command of each rank."""
+    names = {field.name for field in fields(Cluster)}
+    cluster = Cluster(**{name: value for name, value in vars(options).items() if name in names})
     for fault in options.faults:
         cluster.check(f"--{fault.kind}", "node" if fault.kind == "cut" else "rank", fault.target)
-    command = read_command(options.command_line)
-    show = None if options.show == "all" else {0}
-    return Request(
-        cluster=cluster, command=command, faults=options.faults, show=show, report=options.report
-    )
+    return cluster, read_command(options.command_line)
 
 
-def check_machine(cluster: Cluster, rank_bytes: float) -> None:
+def check_machine(cluster: Cluster, rank_bytes: float = RANK_BYTES) -> None:
     """Raises `ValueError` if this machine lacks Horovod, or memory for all ranks."""
     if not importlib.util.find_spec("horovod"):
         raise ValueError(
@@ -192,45 +261,22 @@ def check_machine(cluster: Cluster, rank_bytes: float) -> None:
         )
 
 
-def _check_report(path: Path | None) -> None:
-    if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
-        raise ValueError(f"`--report` must name a file in a writable directory. Received: {path}")
+def _faults(kind: str, form: str, text: str) -> list[Fault]:
+    """Parses the value of `--kill`, `--stop` or `--cut`.
 
-
-def _kill(text: str) -> list[Fault]:
-    """Parses the value of `--kill`, `RANK@SECONDS`."""
-    rank, at_s = _numbers(r"(\d+)@([\d.]+)", text, "RANK@SECONDS, such as 1@30")
-    return [Fault(kind="kill", target=int(rank), at_s=at_s)]
-
-
-def _stop(text: str) -> list[Fault]:
-    """Parses the value of `--stop`, `RANK@SECONDS+SECONDS`, into its start and its end.
-
-    >>> [str(fault) for fault in _stop("1@30+5")]
+    >>> [str(fault) for fault in _faults("stop", "RANK@SECONDS+SECONDS", "1@30+5")]
     ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
     """
-    rank, at_s, for_s = _numbers(
-        r"(\d+)@([\d.]+)\+([\d.]+)", text, "RANK@SECONDS+SECONDS, such as 1@30+5"
-    )
-    return [
-        Fault(kind="stop", target=int(rank), at_s=at_s),
-        Fault(kind="continue", target=int(rank), at_s=at_s + for_s),
-    ]
-
-
-def _cut(text: str) -> list[Fault]:
-    """Parses the value of `--cut`, `NODE@SECONDS`."""
-    node, at_s = _numbers(r"(\d+)@([\d.]+)", text, "NODE@SECONDS, such as 1@30")
-    return [Fault(kind="cut", target=int(node), at_s=at_s)]
-
-
-def _numbers(pattern: str, text: str, form: str) -> tuple[float, ...]:
-    found = re.fullmatch(pattern, text.strip())
-    try:
-        return tuple(float(part) for part in found.groups())  # type: ignore[union-attr]
-    except (AttributeError, ValueError):
-        # The pattern did not match, or a number is malformed, such as "1.2.3".
-        raise ValueError(f"A fault must have the form {form}. Received: {text!r}") from None
+    pattern = re.sub("RANK|NODE", r"(\\d+)", re.escape(form))
+    found = re.fullmatch(pattern.replace("SECONDS", r"(\d+\.?\d*|\.\d+)"), text.strip())
+    if not found:
+        example = "1@30+5" if kind == "stop" else "1@30"
+        raise ValueError(
+            f"A fault must have the form {form}, such as {example}. Received: {text!r}"
+        )
+    target, at_s, *for_s = map(float, found.groups())
+    times = [(kind, at_s), *(("continue", at_s + seconds) for seconds in for_s)]
+    return [Fault(kind=kind, target=int(target), at_s=at_s) for kind, at_s in times]
 
 
 def _slow(text: str) -> tuple[int, float]:
@@ -261,3 +307,71 @@ def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
+
+
+# ------------------------------------------------------------------ namespaces
+
+
+def python(module: str) -> list[str]:
+    """Returns the command that runs a module, with `-P` if this process was started with it."""
+    # Without it, sources in the current folder would hide the installed package.
+    return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module]
+
+
+def run_inside(arguments: list[str]) -> int:
+    """Runs `inside` in new namespaces; returns its exit status, 128 + number for a signal."""
+    # If this process is killed, setpriv makes the kernel kill the processes inside.
+    command = ["setpriv", "--pdeathsig", "KILL", *namespaces(), *python("tfposeidon.lab.inside")]
+    # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe, so that the
+    # module's standard input ends and the module ends its ranks in order. A second signal kills
+    # everything. The signal is not passed on, because it would also reach processes that the module
+    # has just started and has to end. Python's pipes are not inherited, so no copy of the end
+    # remains open inside.
+    standard_input, end_request = os.pipe()
+    signals: list[int] = []
+    inside: subprocess.Popen[bytes] | None = None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not signals:
+            os.close(end_request)
+        elif inside is not None:
+            os.killpg(inside.pid, signal.SIGKILL)
+        signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # nohup ignores SIGHUP.
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+    # A session of its own, because Ctrl-C in a terminal would reach the module directly.
+    inside = subprocess.Popen([*command, *arguments], start_new_session=True, stdin=standard_input)
+    status = inside.wait()
+    status = status if status >= 0 else 128 - status
+    return 128 + signals[0] if signals and status in (ENDED, 128 + signal.SIGKILL) else status
+
+
+def namespaces() -> tuple[str, ...]:
+    """Returns the command that creates the namespaces, as root or through a user namespace."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        packages = sorted({TOOLS[tool] for tool in missing})
+        raise UnavailableError(
+            f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}"
+        )
+    errors = []
+    # Root in a container may lack the privilege for the first, but may create user namespaces.
+    for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
+        command = (*NAMESPACES, *rights)
+        # The attempt takes a tenth of a second.
+        probe = subprocess.run(
+            [*command, "sh", "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        if probe.returncode == 0:
+            return command
+        errors.append(f"  {shlex.join(command)}: {' '.join(probe.stderr.split())}\n")
+    raise UnavailableError(
+        "the lab needs network namespaces, as root or through user namespaces. Tried:\n"
+        f"{''.join(errors)}"
+        "Run it with sudo, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+        "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The "
+        "kernel needs veth, bridge and sch_tbf."
+    )

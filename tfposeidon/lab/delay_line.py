@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import random
@@ -23,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from tfposeidon.lab.sandbox import UnavailableError, python
+from tfposeidon.lab.command import UnavailableError, python
 
 TUN_DEVICE = "/dev/net/tun"
 # From linux/if_tun.h.
@@ -49,15 +50,14 @@ class DelayLine:
     delay_s: float
     jitter_s: float
     loss: float
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self._random = random.Random(0)
         # Due time, number, target and frame. The number orders frames that are due at the same time
         # by their arrival.
         self._held: list[tuple[float, int, int, bytes]] = []
         self._last_due: dict[int, float] = {}
-        self._count = 0
+        self._numbers = itertools.count()
 
     def take(self, frame: bytes, target: int, now_s: float) -> None:
         """Drops a frame, or holds it until it is due; `target` is a descriptor of a TAP device."""
@@ -67,15 +67,13 @@ class DelayLine:
         # TCP would take reordered frames for losses.
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
-        self._count += 1
-        heapq.heappush(self._held, (due, self._count, target, frame))
+        heapq.heappush(self._held, (due, next(self._numbers), target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
         """Removes and returns the frames that are due: pairs of target and frame, in due order."""
         ready = []
         while self._held and self._held[0][0] <= now_s:
-            _, _, target, frame = heapq.heappop(self._held)
-            ready.append((target, frame))
+            ready.append(heapq.heappop(self._held)[2:])
         return ready
 
     def until_next(self, now_s: float) -> float | None:
@@ -135,12 +133,10 @@ def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: Dela
 
 def _read(device: int) -> list[bytes]:
     """Returns the available frames, at most 16 so that other devices do not starve."""
-    frames = []
-    for _ in range(16):
-        try:
+    frames: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while len(frames) < 16:
             frames.append(os.read(device, LARGEST_FRAME))
-        except BlockingIOError:
-            break
     return frames
 
 

@@ -17,15 +17,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tfposeidon import checks
-from tfposeidon.lab import architectures, sandbox
-from tfposeidon.lab.cluster import Cluster
-from tfposeidon.lab.command import RANK_BYTES, check_machine
+from tfposeidon.lab import architectures
+from tfposeidon.lab.command import Cluster, UnavailableError, check_machine, namespaces, python
 from tfposeidon.text import table
 
 LABELS = {
@@ -38,8 +38,7 @@ LABELS = {
 # The colors of the plots in docs/results, which benchmarks/figures.py defines.
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
-SHRINK = 4
-MODEL = architectures.model("vgg19_32").shrunk(SHRINK)
+MODEL = architectures.model("vgg19_32").shrunk(4)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
 TIME_LIMIT_S = 600
 STEP_LIMIT_S = 60
@@ -84,9 +83,9 @@ def main(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        check_machine(CLUSTER, RANK_BYTES)
-        sandbox.namespaces()
-    except (ValueError, sandbox.UnavailableError) as error:
+        check_machine(CLUSTER)
+        namespaces()
+    except (ValueError, UnavailableError) as error:
         reason = str(error).splitlines()[0].removesuffix(" Tried:")
         print(f"tfposeidon demo: skipped, because the lab cannot run on this machine: {reason}")
         return 0
@@ -105,8 +104,11 @@ def measure(steps: int) -> dict[str, Measured]:
     """Runs the demo's job in the lab; returns the measurements by scheme."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        worker = sandbox.python("tfposeidon.lab.demo_worker")
-        command = [*_lab(), "--", *worker, str(path), str(steps), *LABELS]
+        cluster = f"--nodes {CLUSTER.nodes} --per-node {CLUSTER.per_node} --inter {CLUSTER.inter}"
+        # If this process is killed, the kernel ends the lab.
+        command = ["setpriv", "--pdeathsig", "TERM", *python("tfposeidon"), "lab"]
+        command += [*cluster.split(), "--show", "first", "--"]
+        command += [*python("tfposeidon.lab.demo"), str(path), str(steps)]
         # The accelerators are emulated: NCCL would refuse ranks that share a real one, and `auto`
         # does not measure networks of GPUs.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -123,14 +125,6 @@ def measure(steps: int) -> dict[str, Measured]:
     return {scheme: Measured(**figures) for scheme, figures in found.items()}
 
 
-def _lab() -> list[str]:
-    # If this process is killed, the kernel ends the lab.
-    ends_with_us = ["setpriv", "--pdeathsig", "TERM"]
-    cluster = f"--nodes {CLUSTER.nodes} --per-node {CLUSTER.per_node} --inter {CLUSTER.inter:.0f}"
-    lab = [*sandbox.python("tfposeidon"), "lab", *cluster.split(), "--show", "first"]
-    return [*ends_with_us, *lab]
-
-
 def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     """Returns a header and a row for each scheme; the first scheme is the baseline.
 
@@ -142,21 +136,16 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
     Horovod's all-reduce | 2400 ms | 27.00 MB | 1.0
     tfposeidon hitopk, top 1 % | 800 ms | 1.00 MB | 3.0
     """
-    slowest_s = next(iter(found.values())).step_s
-    header = ("scheme", "step time", "sent per rank to other nodes", "speedup")
-    return [
-        header,
-        *(
-            (
-                LABELS[scheme],
-                f"{1e3 * one.step_s:.0f} ms",
-                # Use one unit for all rows, so that they are easy to compare.
-                f"{one.sent_bytes / 1e6:.2f} MB",
-                f"{slowest_s / one.step_s:.1f}",
-            )
-            for scheme, one in found.items()
-        ),
+    baseline_s = next(iter(found.values())).step_s
+    rows: list[tuple[str, ...]] = [
+        ("scheme", "step time", "sent per rank to other nodes", "speedup")
     ]
+    for scheme, one in found.items():
+        # Use one unit for all rows, so that they are easy to compare.
+        sent = f"{one.sent_bytes / 1e6:.2f} MB"
+        speedup = f"{baseline_s / one.step_s:.1f}"
+        rows.append((LABELS[scheme], f"{1e3 * one.step_s:.0f} ms", sent, speedup))
+    return rows
 
 
 def plot(found: Mapping[str, Measured], path: Path) -> str:
@@ -183,7 +172,6 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
 
 def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
     steps_ms = [1e3 * one.step_s for one in found.values()]
-    ours = [scheme != "allreduce" for scheme in found]
     labels = [LABELS[scheme] for scheme in found]
     bars = axis.barh(labels, steps_ms, color=[COLORS[scheme] for scheme in found])
     texts = [f"{step}, {sent} sent" for _, step, sent, _ in rows(found)[1:]]
@@ -191,11 +179,92 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
     compute_ms = 1e3 * MODEL.step_s
     axis.axvline(compute_ms, color="black", linestyle="--", linewidth=1)
     axis.text(compute_ms, -0.55, "without communication", fontsize=8, ha="center", va="bottom")
-    for label, own in zip(axis.get_yticklabels(), ours, strict=True):
-        label.set_fontweight("bold" if own else "normal")
+    for label, scheme in zip(axis.get_yticklabels(), found, strict=True):
+        label.set_fontweight("normal" if scheme == "allreduce" else "bold")
     axis.set_title(ABOUT, fontsize=10, pad=16)
     axis.figure.suptitle("A training step on a slow network", y=1.12, fontweight="bold")
     axis.set_xlabel("milliseconds per step; labels: megabytes that a rank sends to other nodes")
     axis.set_xlim(0, 1.35 * max(steps_ms))
     axis.spines[["top", "right"]].set_visible(False)
     axis.invert_yaxis()
+
+
+# ------------------------------------------------------------------ ranks
+
+
+def train(path: str, steps: int) -> None:
+    """Measures every scheme; rank 0 writes the results of all ranks to a JSON file."""
+    # Imported here and below, because the command must start without TensorFlow.
+    import tensorflow as tf
+
+    import tfposeidon
+    from tfposeidon.lab.accelerator import emulated_model
+
+    # Layers that wait for their accelerator must not block the threads that communicate.
+    tf.config.threading.set_inter_op_parallelism_threads(4)
+    rank = tfposeidon.init().rank
+    model = emulated_model(MODEL, seed=rank)
+    found = {scheme: _train_with(scheme, model, steps) for scheme in LABELS}
+    if rank == 0:
+        Path(path).write_text(json.dumps(found))
+
+
+def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
+    """Trains a few steps; collective, and returns the fields of `Measured`, equal on all ranks."""
+    import keras
+    import numpy as np
+
+    import tfposeidon
+    from tfposeidon.autotune.choose_plan import TIMED_STEPS, UNTIMED_STEPS
+    from tfposeidon.communication import runtime
+    from tfposeidon.communication.wire import exchange_objects
+    from tfposeidon.lab.network import payload_bytes
+
+    optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
+    # The plan reports the measured step time next to the predicted one, even after `auto` has
+    # decided.
+    optimizer.exchange.is_timed = True
+    model.compile(optimizer=optimizer, loss="mse")
+    batch = model.inputs[0].shape[0]
+    # One step that is traced, or that traces again, and the timed steps. `auto` decides after an
+    # epoch with its own number of timed steps.
+    per_epoch = max(1 + steps, UNTIMED_STEPS + TIMED_STEPS if scheme == "auto" else 0)
+    data = np.ones((batch * per_epoch, 1), "float32")
+    seen: list[tuple[float, int]] = []
+
+    def stop(epoch: int, logs: Any) -> None:
+        model.stop_training = epoch == 1
+
+    watch = keras.callbacks.LambdaCallback(
+        on_epoch_end=stop,
+        on_train_batch_end=lambda _, logs: seen.append((time.perf_counter(), payload_bytes())),
+    )
+    # Pretend a long training, of which only two epochs run: `auto` retraces a step only if that
+    # pays off in the remaining epochs.
+    model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
+    own_steps_s, own_bytes = np.diff(seen, axis=0)[-steps:].T
+    wire = runtime.wire()
+    # Each rank counts the bytes of its whole node.
+    node_bytes = float(np.mean(own_bytes)) / wire.topology.node.size
+    everybody = exchange_objects((own_steps_s.tolist(), node_bytes), wire, "demo")
+    steps_s, sent_bytes = zip(*everybody, strict=True)
+    # All ranks wait for the slowest. The median ignores steps that the machine disturbed.
+    step_s = float(np.median(np.max(steps_s, axis=0)))
+    if wire.topology.rank == 0:
+        print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)
+        _show_choice(optimizer.plan)
+    return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
+
+
+def _show_choice(plan: Any) -> None:
+    """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
+    from tfposeidon.autotune.forecast import forecasts_of
+
+    for forecast in forecasts_of(plan):
+        if forecast.others:
+            lines = [f"chosen plan: {forecast.chosen}", *forecast.lines()]
+            print("\n".join(f"  {line}" for line in lines), flush=True)
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], int(sys.argv[2]))

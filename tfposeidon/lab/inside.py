@@ -24,17 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from tfposeidon import quiet
-from tfposeidon.lab.cluster import Cluster, Fault
-from tfposeidon.lab.command import Request, add_arguments, read_request
+from tfposeidon.lab.command import (
+    ENDED,
+    Cluster,
+    Fault,
+    UnavailableError,
+    add_arguments,
+    read_request,
+)
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
-from tfposeidon.lab.sandbox import ENDED, UnavailableError
 from tfposeidon.peers.runner import Runner, Start
 from tfposeidon.text import readable_size, sparkline, table
 
 NAME = "tfposeidon lab"
 SAMPLE_INTERVAL_S = 0.5
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
-
 LONGEST_BARS = 40
 """Most bars of a node in the report."""
 
@@ -42,8 +46,7 @@ LONGEST_BARS = 40
 class Job(Runner):
     """Job whose ranks run on the nodes of a network.
 
-    `samples` holds pairs of the seconds since the start and the bytes that each node had sent by
-    then.
+    `samples` holds pairs of the seconds since the start and the bytes sent by each node so far.
     """
 
     def __init__(self, network: Network, faults: list[Fault], show: set[int] | None) -> None:
@@ -60,25 +63,20 @@ class Job(Runner):
         """
         per_node = self._network.cluster.per_node
         starts = [
-            Start(
-                number=number,
-                node=number // per_node,
-                command=[*self._network.entering(number // per_node), *command],
-                environment=variables,
-            )
+            Start(number, node, [*self._network.entering(node), *command], variables)
             for number, variables in enumerate(environments)
+            for node in (number // per_node,)
         ]
+        faults = (partial(self._inject, fault) for fault in self._faults)
         try:
-            await self.run(
-                starts, [*(partial(self._inject, fault) for fault in self._faults), self._sample]
-            )
+            await self.run(starts, [*faults, self._sample])
         finally:
             self._take_sample()
 
     async def _inject(self, fault: Fault) -> None:
         # Seconds count from the job's start: this task starts later, after all ranks.
         await asyncio.sleep(self._begin + fault.at_s - time.monotonic())
-        say(str(fault))
+        self.say(str(fault))
         if fault.kind == "cut":
             self._network.cut(fault.target)
         else:
@@ -92,10 +90,20 @@ class Job(Runner):
     def _take_sample(self) -> None:
         self.samples.append((time.monotonic() - self._begin, self._network.byte_counts()))
 
-
-def say(text: str) -> None:
-    """Writes a message of the lab to standard error, apart from the output of ranks."""
-    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+    def report(self, command: list[str]) -> Report:
+        """Returns the report of the job, which has ended, while its network still exists."""
+        return Report(
+            cluster=self._network.cluster,
+            command=command,
+            exit_status=self.status,
+            wall_s=self.wall_s,
+            ranks=[
+                {"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s}
+                for r in self.ranks
+            ],
+            traffic=self._network.traffic(),
+            sent_over_time=self.samples,
+        )
 
 
 # ------------------------------------------------------------------ report
@@ -107,7 +115,7 @@ class Report:
 
     `wall_s` is the seconds from the start of the job to the end of the slowest rank. The status in
     `ranks` is negative for a signal. `sent_over_time` holds pairs of the seconds since the start
-    and the bytes that each node had sent by then.
+    and the bytes sent by each node so far.
     """
 
     cluster: Cluster
@@ -118,44 +126,22 @@ class Report:
     traffic: Sequence[Traffic]
     sent_over_time: Sequence[tuple[float, Sequence[int]]]
 
-    @classmethod
-    def of(
-        cls, cluster: Cluster, command: Sequence[str], job: Job, traffic: Sequence[Traffic]
-    ) -> Report:
-        """Returns the report of a job that has ended, with the traffic at its end."""
-        return cls(
-            cluster=cluster,
-            command=command,
-            exit_status=job.status,
-            wall_s=job.wall_s,
-            ranks=[
-                {"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s}
-                for r in job.ranks
-            ],
-            traffic=traffic,
-            sent_over_time=job.samples,
-        )
-
     def link_share(self, node: int, size_bytes: int) -> float | None:
         """Returns bytes as a fraction of the link's capacity one way; `None` if it is unlimited."""
         rate = self.cluster.rate(node)
         return 8 * size_bytes / (rate * self.wall_s) if rate and self.wall_s else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all fields, and the rate and share of each link, for JSON."""
+    def write(self, path: Path) -> None:
+        """Writes all fields, and rate and share of each link, as JSON, in one atomic step."""
         content = asdict(self)
         for node, row in enumerate(content["traffic"]):
             row["rate_bits_per_s"] = self.cluster.rate(node)
             row["sent_share"] = self.link_share(node, row["sent_bytes"])
             row["received_share"] = self.link_share(node, row["received_bytes"])
-        return content
-
-    def write(self, path: Path) -> None:
-        """Writes the report as JSON; the file appears once it is complete."""
         # The temporary file is in the same folder because a rename is atomic on one file system
         # only.
         temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
         temporary.replace(path)
 
     def __str__(self) -> str:
@@ -164,32 +150,18 @@ class Report:
         outcome = (
             f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
         )
-        header = (
-            "node",
-            "sent",
-            "packets",
-            "used",
-            "received",
-            "packets",
-            "used",
-            "dropped",
-            "sent over time",
-        )
-        rows = [self._row(node, traffic) for node, traffic in enumerate(self.traffic)]
-        return "\n".join(["", what, outcome, *table([header, *rows])])
+        way = ("packets", "used")
+        rows = [["node", "sent", *way, "received", *way, "dropped", "sent over time"]]
+        for node, one in enumerate(self.traffic):
+            sent = self._one_way(node, one.sent_bytes, one.sent_packets)
+            received = self._one_way(node, one.received_bytes, one.received_packets)
+            bars = sparkline(self.load(node))
+            rows.append([host_name(node), *sent, *received, str(one.dropped_packets), bars])
+        return "\n".join(["", what, outcome, *table(rows)])
 
-    def _row(self, node: int, traffic: Traffic) -> tuple[str, ...]:
-        return (
-            host_name(node),
-            readable_size(traffic.sent_bytes),
-            str(traffic.sent_packets),
-            _percent(self.link_share(node, traffic.sent_bytes)),
-            readable_size(traffic.received_bytes),
-            str(traffic.received_packets),
-            _percent(self.link_share(node, traffic.received_bytes)),
-            str(traffic.dropped_packets),
-            sparkline(self.load(node)),
-        )
+    def _one_way(self, node: int, size_bytes: int, packets: int) -> tuple[str, str, str]:
+        share = self.link_share(node, size_bytes)
+        return readable_size(size_bytes), str(packets), "" if share is None else f"{share:.0%}"
 
     def load(self, node: int) -> list[float]:
         """Returns a link's load over time, as fractions of its rate, or else of the maximum."""
@@ -207,10 +179,6 @@ class Report:
         return [rate / full for rate in rates]
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
 def main(arguments: list[str]) -> int:
     """Builds the cluster, runs the job and reports; returns the job's exit status, or 2."""
     parser = argparse.ArgumentParser()
@@ -218,45 +186,46 @@ def main(arguments: list[str]) -> int:
     # Ranks may write characters that this locale cannot encode, which must not end the job.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return asyncio.run(_run(read_request(parser.parse_args(arguments))))
-
-
-async def _run(request: Request) -> int:
-    # Must come first, so that a request to end is not missed while the network is built.
-    _cancel_at_end_of(sys.stdin.fileno())
     try:
-        with network(request.cluster) as built, rendezvous(request.cluster) as environments:
-            job = Job(built, request.faults, request.show)
-            try:
-                await job.run_on_nodes(request.command, environments)
-            except asyncio.CancelledError:
-                say("interrupted; ended all ranks")
-                return ENDED
-            # Read the counters inside the context: they disappear with the interfaces.
-            found = Report.of(request.cluster, request.command, job, built.traffic())
+        return asyncio.run(_run(parser.parse_args(arguments)))
     except subprocess.CalledProcessError as error:
-        say(f"the kernel rejected a command: {' '.join(error.cmd)}\n  {error.stderr}")
-        return 2
+        message = f"the kernel rejected a command: {' '.join(error.cmd)}\n  {error.stderr}"
     except UnavailableError as error:
-        say(str(error))
-        return 2
-    if request.report:
-        found.write(request.report)
-    print(found, file=sys.stderr)
+        message = str(error)
+    print(f"{NAME}: {message}", file=sys.stderr)
+    return 2
+
+
+async def _run(options: argparse.Namespace) -> int:
+    # Must come first, so that a request to end is not missed while the network is built.
+    _cancel_at_end_of_input()
+    cluster, command = read_request(options)
+    with network(cluster) as built, rendezvous(cluster) as environments:
+        job = Job(built, options.faults, show=None if options.show == "all" else {0})
+        try:
+            await job.run_on_nodes(command, environments)
+        except asyncio.CancelledError:
+            job.say("interrupted; ended all ranks")
+            return ENDED
+        # Read the counters inside the context: they disappear with the interfaces.
+        report = job.report(command)
+    if options.report:
+        report.write(options.report)
+    print(report, file=sys.stderr)
     return job.status
 
 
-def _cancel_at_end_of(descriptor: int) -> None:
-    """Cancels the current task at the end of the descriptor, by which the sandbox ends a lab."""
+def _cancel_at_end_of_input() -> None:
+    """Cancels the current task at the end of standard input, by which `command` ends a lab."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
     def cancel() -> None:
-        loop.remove_reader(descriptor)
+        loop.remove_reader(sys.stdin)
         task.cancel()
 
-    loop.add_reader(descriptor, cancel)
+    loop.add_reader(sys.stdin, cancel)
 
 
 @contextmanager
@@ -273,14 +242,10 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
-    # User settings override our defaults, and Horovod's variables override both.
-    common = (
-        quiet.DEFAULTS
-        | os.environ
-        | create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
-    )
-    # Unbuffered, so that the lab shows lines as soon as ranks write them.
-    common |= {"PYTHONUNBUFFERED": "1"}
+    # User settings override our defaults, and Horovod's variables override both. Output is not
+    # buffered, so that the lab shows lines as soon as ranks write them.
+    common = quiet.DEFAULTS | os.environ | {"PYTHONUNBUFFERED": "1"}
+    common |= create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
     try:
         yield [common | create_slot_env_vars(slot) for slot in slots]
     finally:

@@ -9,6 +9,7 @@ sends queue at `eth0`, and those that it receives at its port.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +18,18 @@ from pathlib import Path
 from typing import Literal
 
 from tfposeidon.lab import delay_line
-from tfposeidon.lab.cluster import Cluster, burst_bytes, queue_bytes
+from tfposeidon.lab.command import Cluster, UnavailableError
 from tfposeidon.lab.delay_line import DelayLine
-from tfposeidon.lab.sandbox import UnavailableError
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
 # Headers of a packet as the interface counts them: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
+BURST_S = 0.001
+# Two Ethernet frames. A token bucket smaller than one frame would block all packets.
+SMALLEST_BURST_BYTES = 3200
+QUEUE_S = 0.05
+SMALLEST_QUEUE_BYTES = 2**24
 FLOW_CLASSES = 1024
 """Number of classes of limited connections. Two connections in one class share its rate: with 8
 busy connections per node, this happens in 3 of 100 networks. Creating 4096 classes takes 3 s per
@@ -76,13 +81,13 @@ REPLACE_HOSTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Traffic:
     """Traffic over one node's link, headers included; sent is from the node to the switch.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
-    `dropped_packets` counts those lost in full queues, in either direction, and those for which the
-    process that delays packets was too slow.
+    `dropped_packets` counts packets lost in full queues, in either direction, and those that the
+    process that delays packets did not read in time.
     """
 
     sent_bytes: int
@@ -92,25 +97,22 @@ class Traffic:
     dropped_packets: int
 
 
+@dataclass(frozen=True)
 class Network:
     """Nodes and links of a cluster while they exist; `network()` creates it.
 
-    `holders` are the ids of the processes that hold the nodes' namespaces, by node. `line` is the
-    process that delays packets, if any.
+    `holders` are the processes that hold the nodes' namespaces, by node. `line` is the process that
+    delays packets, if any.
     """
 
-    def __init__(
-        self, cluster: Cluster, holders: list[int], line: subprocess.Popen[str] | None
-    ) -> None:
-        self.cluster = cluster
-        self._holders = holders
-        self._line = line
+    cluster: Cluster
+    holders: list[subprocess.Popen[str]]
+    line: subprocess.Popen[str] | None
 
     def entering(self, node: int) -> list[str]:
         """Returns the prefix of a command that runs it on a node, in the current directory."""
-        target = str(self._holders[node])
+        enter = ["nsenter", "--target", str(self.holders[node].pid), "--net", "--uts", "--mount"]
         # A process that enters a mount namespace starts in its root directory.
-        enter = ["nsenter", "--target", target, "--net", "--uts", "--mount"]
         return [*enter, "env", "--chdir", str(Path.cwd())]
 
     def cut(self, node: int) -> None:
@@ -119,23 +121,20 @@ class Network:
 
     def traffic(self) -> list[Traffic]:
         """Returns the traffic over each node's link so far, counted by the queues at its ends."""
-        ports = _queues("tc")
-        return [self._traffic_of(node, ports) for node in range(self.cluster.nodes)]
-
-    def _traffic_of(self, node: int, ports: dict[str, dict[str, int]]) -> Traffic:
-        sent = _queues(*self.entering(node), "tc")[INTERFACE]
-        received = ports[port(node)]
-        return Traffic(
-            sent_bytes=sent["bytes"],
-            sent_packets=sent["packets"],
-            received_bytes=received["bytes"],
-            received_packets=received["packets"],
-            dropped_packets=sent["drops"] + received["drops"] + self._unread_packets(node),
-        )
+        ports, found = _queues("tc"), []
+        for node in range(self.cluster.nodes):
+            sent, received = _queues(*self.entering(node), "tc")[INTERFACE], ports[port(node)]
+            dropped = sent["drops"] + received["drops"] + self._unread_packets(node)
+            found.append(
+                Traffic(
+                    sent["bytes"], sent["packets"], received["bytes"], received["packets"], dropped
+                )
+            )
+        return found
 
     def _unread_packets(self, node: int) -> int:
-        """Returns the packets of a node's link that the process for delays was too slow for."""
-        if self._line is None:
+        """Returns the packets of a node's link that the delaying process did not read in time."""
+        if self.line is None:
             return 0
         # A TAP device drops them behind its queue, which has counted them as sent.
         show = ("ip", "-s", "-j", "link", "show", "dev")
@@ -145,18 +144,14 @@ class Network:
     def byte_counts(self) -> list[int]:
         """Returns the bytes that each node has sent; raises `UnavailableError` for dead links."""
         # Cheaper than `traffic`, but without the headers that segmentation adds later.
-        if self._line is not None and self._line.poll() is not None:
+        if self.line is not None and self.line.poll() is not None:
             raise UnavailableError(
-                f"the process that delays packets exited with status {self._line.returncode}"
+                f"the process that delays packets exited with status {self.line.returncode}"
             )
-        lines = (
-            line.split(":", 1)
-            for line in Path("/proc/self/net/dev").read_text().splitlines()
-            if ":" in line
-        )
         # The first column is received bytes: a port receives the packets that its node sends.
-        counters = {name.strip(): int(values.split()[0]) for name, values in lines}
-        return [counters[port(node)] for node in range(self.cluster.nodes)]
+        text = Path("/proc/self/net/dev").read_text()
+        counters = dict(re.findall(r"^ *(\w+): *(\d+)", text, re.MULTILINE))
+        return [int(counters[port(node)]) for node in range(self.cluster.nodes)]
 
 
 def host_name(node: int) -> str:
@@ -177,50 +172,48 @@ def port(node: int) -> str:
 def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "tx") -> int:
     """Returns the bytes without headers that this node has sent or received over an interface.
 
-    Ranks call it. It returns 0 if the interface does not exist, as outside the lab.
+    Ranks call it. It returns 0 outside the lab, where the interface does not exist.
     """
     folder = Path("/sys/class/net") / interface / "statistics"
     if not folder.exists():
         return 0
-    carried, packets = (
-        int((folder / f"{direction}_{what}").read_text()) for what in ("bytes", "packets")
-    )
+    names = (f"{direction}_bytes", f"{direction}_packets")
+    carried, packets = (int((folder / name).read_text()) for name in names)
     return carried - HEADER_BYTES * packets
 
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[Network]:
-    """Builds the nodes and their links inside the sandbox; they exist as long as the context.
+    """Builds the nodes and their links in the lab's namespaces; they exist during the context.
 
     `CalledProcessError` has the kernel's message, and `UnavailableError` reports that the machine
     has no TAP devices for delays.
     """
-    ours = {host_name(node): address(node) for node in range(cluster.nodes)}
-    lines = [f"{ours[name]} {name}" for name in ours]
+    names = [host_name(node) for node in range(cluster.nodes)]
+    lines = [[address(node), name] for node, name in enumerate(names)]
     # This machine may have a node0 of its own, whose address would be used as well. Its line may
     # have further names, such as localhost.
     others = Path("/etc/hosts").read_text().splitlines()
-    words = ([word for word in line.split() if word not in ours] for line in others)
-    lines += [" ".join(line) for line in words if len(line) > 1]
-    hosts = "\n".join([*lines, ""])
+    lines += [[word for word in line.split() if word not in names] for line in others]
+    hosts = "".join(f"{' '.join(line)}\n" for line in lines if len(line) > 1)
     # Must precede the creation of the nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
     _call("ip", "addr", "add", f"{SWITCH_ADDRESS}/24", "dev", "switch")
     _call("ip", "link", "set", "dev", "switch", "up")
-    holders = [_hold(host_name(node)) for node in range(cluster.nodes)]
+    holders = [_hold(name) for name in names]
     line = None
     # The kernel removes namespaces with their last process, and interfaces with their namespace, so
     # only processes need cleanup.
     try:
         if cluster.delays:
-            line = _plug_delayed(cluster, holders)
+            line = _plug_delayed(cluster, names, holders)
         else:
             for node, holder in enumerate(holders):
                 peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
                 _call("ip", "link", "add", "name", port(node), "type", "veth", *peer)
-        built = Network(cluster, [holder.pid for holder in holders], line)
+        built = Network(cluster, holders, line)
         for node in range(cluster.nodes):
             _connect(built, node)
         yield built
@@ -241,8 +234,9 @@ def _hold(name: str) -> subprocess.Popen[str]:
     return holder
 
 
-def _plug_delayed(cluster: Cluster, holders: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    ends = [f"node{node}" for node in range(cluster.nodes)]
+def _plug_delayed(
+    cluster: Cluster, ends: list[str], holders: list[subprocess.Popen[str]]
+) -> subprocess.Popen[str]:
     # Only frames to the switch are delayed: each direction of a round trip has one such link, with
     # half of the delay.
     line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
@@ -259,22 +253,40 @@ def _connect(built: Network, node: int) -> None:
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
     # Both ends need a queue, because it shapes only packets that leave an interface.
     rate = built.cluster.rate(node)
-    _call("tc", "-batch", "-", text="\n".join(_shaped_link(port(node), rate)))
+    _shape(_shaped_link(port(node), rate))
     flow = built.cluster.flow
     if flow is None:
-        _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link(INTERFACE, rate)))
+        _shape(_shaped_link(INTERFACE, rate), *inside)
         if rate is not None:
             # Segments must be smaller than the burst of the link; the default is up to 64 kB.
             size = str(min(burst_bytes(rate), 65536))
             _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
         # A limit at the sending node is enough: connections share nothing before it.
-        _call(*inside, "tc", "-batch", "-", text="\n".join(_limited_connections(rate, flow)))
+        _shape(_limited_connections(rate, flow), *inside)
     if built.cluster.intra is not None:
         # With the default MTU of loopbacks, 64 kB, single packets would not fit into the token
         # bucket.
         _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
-        _call(*inside, "tc", "-batch", "-", text="\n".join(_shaped_link("lo", built.cluster.intra)))
+        _shape(_shaped_link("lo", built.cluster.intra), *inside)
+
+
+def _shape(commands: Iterator[str], *entering: str) -> None:
+    _call(*entering, "tc", "-batch", "-", text="\n".join(commands))
+
+
+def burst_bytes(rate: float) -> int:
+    """Returns the largest burst of a link, in bytes: those of one millisecond."""
+    # On the development machines, smaller bursts lost throughput under load, and larger ones made
+    # short exchanges faster than the link.
+    return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
+
+
+def queue_bytes(rate: float) -> int:
+    """Returns the capacity of a link's queue in bytes: 50 ms, at least 16 MiB."""
+    # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
+    # kernel's TCP recovers from losses.
+    return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
 
 
 def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
@@ -323,15 +335,9 @@ def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
 
 def _queues(*tc: str) -> dict[str, dict[str, int]]:
     """Returns the counters of every root queue, by interface."""
-    return {
-        queue["dev"]: queue
-        for queue in json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))
-        if "root" in queue
-    }
+    queues = json.loads(_call(*tc, "-s", "-j", "qdisc", "show"))
+    return {queue["dev"]: queue for queue in queues if "root" in queue}
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-    return done.stdout
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout

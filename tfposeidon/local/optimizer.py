@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import arguments, checks, policies, sample_counts
+from tfposeidon import checks, communicating, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.means import JoinHook
@@ -105,7 +105,7 @@ class LocalUpdates(CommunicatingOptimizer):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_no_more_arguments("LocalUpdates", others)
+        communicating.check_no_more_arguments("LocalUpdates", others)
         schedule = Schedule(sync_every, overlap_steps, warmup_steps)
         checks.check_flag("hierarchical", hierarchical, "Leave it out for separate ranks.")
         policy = policies.parse(scheme)
@@ -118,7 +118,7 @@ class LocalUpdates(CommunicatingOptimizer):
             gradient_accumulation_steps=None,
             name=name or "local_updates",
         )
-        arguments.check_no_averages("LocalUpdates", inner_optimizer)
+        communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
         # Read now: an outer optimizer cannot evaluate its learning rate while a step is traced.
@@ -275,7 +275,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        arguments.check_all_variables("LocalUpdates", variables, self._trainable_variables)
+        communicating.check_all_variables("LocalUpdates", variables, self._trainable_variables)
         synchronization = self._synchronization
         if synchronization is None:
             self._update(grads, variables, count)
@@ -414,7 +414,7 @@ class LocalUpdates(CommunicatingOptimizer):
         # The optimizer must not keep its model alive.
         self._model = weakref.ref(model)
         hooks = self._showing.hooks(model, self._schedule.check_steps_per_execution)
-        check = functools.partial(arguments.check_saves_weights_only, "LocalUpdates")
+        check = functools.partial(communicating.check_saves_weights_only, "LocalUpdates")
         return dataclasses.replace(
             hooks, prepare=self._prepare, check=check, join_hooks=self._join_hooks
         )

@@ -22,16 +22,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tfposeidon.peers import meeting, sources, store
-from tfposeidon.peers.meeting import Client, connect, running_store_or
-from tfposeidon.peers.runner import GRACE_S, Background, Rank, Runner, Start
+from tfposeidon.peers import rendezvous, sources, store
+from tfposeidon.peers.rendezvous import Client, connect, running_store_or
+from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
-"""Variables in which platforms ask for a number of ranks per node, unless they hold a word."""
+"""Variables with a platform's number of ranks per node, or with a word such as "gpu"."""
 TERMINATION_S = 10.0
 """Time between SIGTERM and SIGKILL, in which ranks may save their state."""
 FOLLOW_S = 1.0
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks on this machine (default: one per visible GPU; required without GPUs)",
     )
-    nodes = parser.add_argument_group("several nodes (default: as the platform's variables say)")
+    nodes = parser.add_argument_group("several nodes (default: those of the platform's variables)")
     nodes.add_argument("--nodes", type=int, metavar="M", help="number of nodes")
     nodes.add_argument("--node-rank", type=int, metavar="I", help="number of this node, from 0")
     nodes.add_argument(
@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument(
         "--start-timeout",
         type=float,
-        default=meeting.START_TIMEOUT_S,
+        default=rendezvous.START_TIMEOUT_S,
         metavar="SECONDS",
-        help="time within which all nodes must come (default: %(default)g)",
+        help="time within which all nodes must register (default: %(default)g)",
     )
     parser.add_argument(
         "--output-folder",
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     """Runs the command; returns the job's exit status, or 2 if nothing was started."""
     try:
         command = read_command(options.command_line)
-        variables = meeting.variables()
+        variables = rendezvous.variables()
         job = read_job(options, variables)
         token = read_token(options, variables, job)
         gpus = visible_gpus(variables)
@@ -88,7 +88,7 @@ def main(options: argparse.Namespace) -> int:
         with job_store(job, token, options.start_timeout) as client:
             environments = _environments(job, token, client, count, gpus, options.start_timeout)
             starts = [
-                Start(number=number, node=job.rank, command=command, environment=environment)
+                Start(number, job.rank, command, environment)
                 for number, environment in environments.items()
             ]
             return asyncio.run(run_ranks(starts, client, options.output_folder))
@@ -144,7 +144,7 @@ def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
-    """Returns the job's token; draws one if there is a single node."""
+    """Returns the job's token, or a random one for a single node."""
     if options.token_file:
         return sources.read_token(options.token_file)
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
@@ -156,7 +156,7 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str]:
         return [one.strip() for one in given.split(",") if one.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
         return []
-    # Not TensorFlow, which would take memory of each GPU.
+    # Not with TensorFlow, which would allocate memory of each GPU.
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     return [str(index) for index in range(count)]
@@ -187,23 +187,23 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         place = (job.host, job.ports, job.identity, token)
         server = running_store_or(job, token, lambda: store.listen(*place))
     if isinstance(server, Client):
-        # If this is node 0, there is a second one, which both learn when they meet.
+        # If this is node 0, two processes are node 0, which `rendezvous.register_process` reports.
         yield server
         return
     with server.serving():
-        here = store.address_at_home(job.host)
+        here = store.loopback_address(job.host)
         yield Client(here, server.server_address[1], server.prefix, here)
         if job.size > 1:
-            # The ranks of this node have ended; those of others may still look for the cause.
-            server.wait_for_last_words(len(server.all(meeting.RANKS, 0) or ()))
+            # The ranks of this node have ended; those of other nodes may still read the cause.
+            server.wait_for_exit_statuses(len(server.all(rendezvous.RANKS, 0) or ()))
 
 
 def _environments(
     job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
 ) -> dict[int, dict[str, str]]:
-    """Returns the environment of each rank of this node, by rank, once all nodes have come."""
+    """Returns the environment of each rank of this node once all nodes have registered."""
     deadline = time.monotonic() + timeout_s
-    nodes = meeting.meet(client, "nodes", job, {"ranks": count}, deadline)
+    nodes = rendezvous.register_process(client, "nodes", job, {"ranks": count}, deadline)
     first = sum(node["ranks"] for node in nodes[: job.rank])
     common = {
         **os.environ,
@@ -211,10 +211,10 @@ def _environments(
         sources.STORE: f"{client.host}:{client.port}",
         sources.JOB: job.identity,
         sources.NODE: f"node {job.rank}",
-        # Lines arrive when ranks write them.
+        # Ranks do not buffer lines.
         "PYTHONUNBUFFERED": "1",
     }
-    for name in (sources.TOKEN_FILE, meeting.MEMBER):
+    for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
         common.pop(name, None)
     if token:
         common[sources.TOKEN] = token
@@ -242,12 +242,13 @@ class _Ranks(Runner):
         cause = None
         while cause is None:
             try:
-                cause = await asyncio.to_thread(self._cause)
+                place = (store.FAILURES, store.FIRST_FAILURE)
+                cause = await asyncio.to_thread(self._client.get, *place, FOLLOW_S)
             except ConnectionRefusedError:
                 # Node 0 has ended. Ranks notice it themselves, or have ended too.
                 return
             except OSError:
-                # One lost connection in days of training is no end.
+                # A lost connection does not end the job.
                 await asyncio.sleep(FOLLOW_S)
         # The ranks of this node may end in the meantime, even with status 0.
         self.failed_elsewhere = True
@@ -257,45 +258,34 @@ class _Ranks(Runner):
             self._ended = True
             await self.end(0.0)
 
-    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
-        try:
-            await super().run(starts, background)
-        except OSError as error:
-            self.leave_cause(f"run of node {starts[0].node} failed: {error}.")
-            raise
-
-    def _cause(self) -> object:
-        return self._client.get(store.FAILURES, store.FIRST_FAILURE, FOLLOW_S)
-
     def _fail(self, rank: Rank) -> None:
-        word = None
+        status = None
         with contextlib.suppress(OSError):
-            word = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
-        # A rank that raised an exception has written its cause, unless it was before
-        # tfposeidon.init(); sys.exit(3) leaves the word of a normal end.
-        if word in (None, "ended"):
+            status = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
+        # A rank that raised an exception after tfposeidon.init() has written its cause. After
+        # sys.exit(3), its exit status is that of a normal end.
+        if status in (None, "ended"):
             self.leave_cause(f"{rank}.")
         super()._fail(rank)
 
     def leave_cause(self, cause: str) -> None:
         """Stores the cause of the job's end for the other nodes, unless there is one."""
-        # Without a store, there is no node that waits.
+        # Without a store, no other node waits.
         with contextlib.suppress(OSError):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
 async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
-    ranks = _Ranks(client, folder)
+    ranks, here = _Ranks(client, folder), f"run of node {starts[0].node}"
     signals: list[int] = []
 
     def end(number: int) -> None:
         if signals:
-            for rank in ranks.ranks:
-                rank.signal(signal.SIGKILL)
+            ranks.signal(signal.SIGKILL)
         else:
-            cause = f"run of node {starts[0].node} received {signal.Signals(number).name}."
-            # Not in this thread, because the store of a lost node 0 is silent for seconds.
+            cause = f"{here} received {signal.Signals(number).name}."
+            # Not in this thread, because the store of a lost node 0 does not answer for seconds.
             loop.run_in_executor(None, ranks.leave_cause, cause)
             ranks.cancel()
         signals.append(number)
@@ -307,9 +297,12 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
             loop.add_signal_handler(number, end, number)
     try:
         await ranks.run(starts, [ranks.follow])
+    except OSError as error:
+        ranks.leave_cause(f"{here} failed: {error}.")
+        raise
     except asyncio.CancelledError:
         if signals:
             return 128 + signals[0]
-        ranks.leave_cause(f"run of node {starts[0].node} could not write its output.")
+        ranks.leave_cause(f"{here} could not write its output.")
         return 128 + signal.SIGPIPE
     return ranks.status or int(ranks.failed_elsewhere)

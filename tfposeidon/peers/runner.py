@@ -25,26 +25,23 @@ GRACE_S = 10.0
 TERMINATION_S = 3.0
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
-"""Time to read on after a rank has ended: its child processes may keep the pipe open."""
+"""Time for reading output after a rank has ended: its child processes may hold the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
 # Progress bars end in "\r". One at the end of a chunk does not count: "\n" may follow.
 LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Rank:
-    """Process of a job, which leads a session of its own.
-
-    `status` is negative for a signal and `None` while the rank runs. `wall_s` counts from the start
-    of the job to the end of the rank.
-    """
+    """Process of a job; `status` is negative for a signal, and `None` while the rank runs."""
 
     number: int
     node: int
     process: asyncio.subprocess.Process
     status: int | None = None
     wall_s: float = 0.0
+    """Seconds from the start of the job to the end of the rank."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
     def signal(self, number: int) -> None:
@@ -62,7 +59,7 @@ class Rank:
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Start:
     """Command of one rank, with its environment."""
 
@@ -73,7 +70,7 @@ class Start:
 
 
 Background = Sequence[Callable[[], Coroutine[None, None, None]]]
-"""Functions that run beside the ranks."""
+"""Functions that run concurrently with the ranks."""
 
 
 class Runner:
@@ -116,7 +113,7 @@ class Runner:
         return status if status >= 0 else 128 - status
 
     async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
-        """Runs all ranks, and `background` beside them, and returns when the ranks have ended.
+        """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, and the error
         of a background task, in each case after ending all ranks.
@@ -124,17 +121,26 @@ class Runner:
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
         watchers: list[asyncio.Task[None]] = []
-        beside: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
         try:
             for start in starts:
-                self.ranks.append(await self._start(start))
-            beside = {asyncio.create_task(one()) for one in background}
+                process = await asyncio.create_subprocess_exec(
+                    *start.command,
+                    env=start.environment,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    # A process group of its own, so that signals reach the rank's child processes.
+                    start_new_session=True,
+                )
+                self.ranks.append(Rank(start.number, start.node, process))
+            tasks = {asyncio.create_task(one()) for one in background}
             watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
-            await _wait_for(watchers, beside)
+            await _wait_for(watchers, tasks)
         finally:
             # Ranks that are terminated from here on have not failed. Nothing interrupts the end.
             self._ended, self._task = True, None
-            for task in beside:
+            for task in tasks:
                 task.cancel()
             await self.end(0.0)
             await asyncio.gather(*watchers)
@@ -145,32 +151,19 @@ class Runner:
             self._task.cancel()
             self._task = None
 
-    async def _start(self, start: Start) -> Rank:
-        process = await asyncio.create_subprocess_exec(
-            *start.command,
-            env=start.environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            # A process group of its own, so that signals reach the rank's child processes.
-            start_new_session=True,
-        )
-        return Rank(number=start.number, node=start.node, process=process)
-
     async def _watch(self, rank: Rank) -> None:
-        path = self._folder and self._folder / f"rank-{rank.number}.log"
-        log = path.open("w", encoding="utf-8", errors="replace") if path else None
+        log = None
+        if self._folder:
+            path = self._folder / f"rank-{rank.number}.log"
+            log = path.open("w", encoding="utf-8", errors="replace")
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
-        output = [
-            asyncio.create_task(self._pass_on(rank, source, log or sink))
-            for source, sink in streams
-        ]
+        output = [asyncio.create_task(self._pass_on(rank, s, log or sink)) for s, sink in streams]
         # Process.wait() would also wait for the pipes, which children of the rank may hold open.
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decide now and report later: the pipe may still hold the last lines, which are shown, and
-        # another rank may fail in the meantime.
+        # Decide now, because another rank may fail in the meantime. Report later, because the pipe
+        # may still contain the last lines, which the report shows.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
@@ -199,9 +192,9 @@ class Runner:
         if is_startup_message(text):
             return
         rank.last_lines.append(text)
-        if not self._shows(rank) and not self._folder:
-            return
         if not self._folder:
+            if not self._shows(rank):
+                return
             # The terminal's encoding may lack characters of the ranks.
             encoding = sink.encoding or "utf-8"
             text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
@@ -230,25 +223,24 @@ class Runner:
         try:
             print(f"{self.name}: {text}", file=sys.stderr, flush=True)
         except OSError:
-            # Ranks must be ended also where nobody can be told.
+            # A closed standard error must not keep the runner from ending its ranks.
             _discard(sys.stderr)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all ranks and their child processes."""
+        for rank in self.ranks:
+            rank.signal(number)
 
     async def end(self, grace_s: float) -> None:
         """Ends the running ranks: after a grace period by SIGTERM, then by SIGKILL."""
-        # A stopped rank does not react to SIGTERM, but SIGKILL ends it.
-        for number, wait_s in (
-            (None, grace_s),
-            (signal.SIGTERM, self._termination_s),
-            (signal.SIGKILL, 0.0),
-        ):
-            for rank in self.ranks:
-                if number is not None:
-                    rank.signal(number)
+        # A stopped rank does not react to SIGTERM, but SIGKILL ends it. Signal 0 has no effect.
+        steps = ((0, grace_s), (signal.SIGTERM, self._termination_s), (signal.SIGKILL, 0.0))
+        for number, wait_s in steps:
+            self.signal(number)
             deadline = time.monotonic() + wait_s
-            while (
-                any(rank.process.returncode is None for rank in self.ranks)
-                and time.monotonic() < deadline
-            ):
+            while any(rank.process.returncode is None for rank in self.ranks):
+                if time.monotonic() >= deadline:
+                    break
                 await asyncio.sleep(0.05)
 
 

@@ -1,12 +1,14 @@
 """Jobs described by environment variables of platforms.
 
 Think of each source as a function from variables to a `Job`. Nothing here reads the environment or
-starts anything: `find` takes a mapping, and the first complete source of several processes counts.
+starts anything: `find` takes a mapping, and returns the job of the first complete source with
+several processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -14,7 +16,6 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 Variables = Mapping[str, str]
 
@@ -37,7 +38,7 @@ FULL_NAME = "HOSTNAME"
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
 """Ports that are derived from a job's identity: below those of outgoing connections."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""SLURM's steps from here on are batch scripts and interactive shells, which are one process."""
+"""First of the step numbers that SLURM gives to batch scripts and shells, which are one process."""
 
 
 class IncompleteError(ValueError):
@@ -46,20 +47,17 @@ class IncompleteError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """Job that a source describes, from the perspective of one process.
+    """Job of `size` processes that a source describes to the process with number `rank`.
 
     Attributes:
-      source: Name of the source.
-      rank: Number of this process.
-      size: Number of processes.
       host: Host on which process 0 keeps the store: an IPv4 address, or a name that has one.
       ports: Ports of the store, in the order in which they are tried.
-      identity: Text that all processes of the job have, and no other job at the same time.
+      identity: Text that identifies the job among all jobs that run at the same time.
       node: Name of this process's node, or empty if the source does not give it.
       members: Name or address of each process for messages, or empty.
       one_per_node: Whether the source starts one process per node, which may start one per GPU.
       has_store: Whether the store runs already, in the process that set the variables.
-      unit: What the processes are in messages: ranks, or nodes.
+      unit: Noun for a process in messages: "rank" or "node".
       hint: Sentence after a message that processes are missing, or empty.
     """
 
@@ -85,7 +83,7 @@ class Job:
             )
 
     def name_of(self, rank: int) -> str:
-        """Returns how messages name a process: with its address, if the source gives it."""
+        """Returns the name of a process in messages, with its address if the source gives it."""
         address = f" ({self.members[rank]})" if rank < len(self.members) else ""
         return f"{self.unit} {rank}{address}"
 
@@ -119,14 +117,14 @@ def find(variables: Variables) -> Job | None:
     """
     alone, lacks = None, []
     for found in _all(variables):
-        if isinstance(found, Job):
-            if found.size > 1 or found.has_store:
-                return found if found.has_store else _with_settings(found, variables)
-            alone = alone or found
-        elif not isinstance(found, IncompleteError):
-            raise found
-        else:
+        if isinstance(found, IncompleteError):
             lacks.append(str(found))
+        elif isinstance(found, ValueError):
+            raise found
+        elif found.size > 1 or found.has_store:
+            return found if found.has_store else _with_settings(found, variables)
+        else:
+            alone = alone or found
     if lacks and alone is None:
         raise IncompleteError(
             "The variables that describe a job must be complete. Received: "
@@ -229,17 +227,9 @@ def _of_run(variables: Variables) -> Job:
     return Job("tfposeidon run", rank, size, host, (port,), job, node=node, has_store=True)
 
 
-def _tf_config(variables: Variables) -> Job | None:
-    return _cluster("TF_CONFIG", variables["TF_CONFIG"], ("chief", "master", "worker"))
-
-
-def _cluster_spec(variables: Variables) -> Job | None:
-    return _cluster("CLUSTER_SPEC", variables["CLUSTER_SPEC"], ("workerpool0", "workerpool1"))
-
-
-def _cluster(source: str, text: str, roles: tuple[str, ...]) -> Job | None:
+def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
     """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
-    cluster, kind, index = _parsed(source, text)
+    cluster, kind, index = _parsed(source, variables[source])
     if not cluster:
         return None
     if others := sorted({*cluster, kind} - {*roles}):
@@ -266,7 +256,10 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
         if not (cluster := found.get("cluster")):
             return {}, "", 0
         # Sparse clusters, which map indices to addresses, are of parameter servers.
-        if all(map(_is_list_of_text, cluster.values())):
+        if all(
+            isinstance(one, list) and all(isinstance(address, str) for address in one)
+            for one in cluster.values()
+        ):
             return cluster, str(found["task"]["type"]), int(found["task"].get("index") or 0)
         problem = "addresses in another form"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -276,10 +269,6 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
         f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to a form "
         'such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
     )
-
-
-def _is_list_of_text(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
@@ -305,7 +294,7 @@ def _torchrun(variables: Variables) -> Job:
         size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
-    # Agents of several nodes may count differently.
+    # Agents of several nodes may count restarts differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Without the address, which is "localhost" on the master of some operators.
@@ -374,7 +363,7 @@ def first_host(nodes: str) -> str:
 def _indexed_job(variables: Variables) -> Job | None:
     rank, size = _integer(variables, "JOB_COMPLETION_INDEX"), _integer(variables, NODES)
     if size == 1:
-        # The index of a pod that trains alone is no rank.
+        # The index of a pod that trains alone is not a rank.
         return None
     pod, dot, domain = variables[FULL_NAME].partition(".")
     name = pod.removesuffix(f"-{rank}")
@@ -398,8 +387,13 @@ def _names(prefix: str, names: str) -> tuple[str, ...]:
 
 SOURCES = (
     Source("tfposeidon run", OF_RUN, _of_run),
-    Source("TF_CONFIG", ("TF_CONFIG",), _tf_config),
-    Source("CLUSTER_SPEC", ("CLUSTER_SPEC",), _cluster_spec),
+    *(
+        Source(name, (name,), functools.partial(_cluster, name, roles))
+        for name, roles in (
+            ("TF_CONFIG", ("chief", "master", "worker")),
+            ("CLUSTER_SPEC", ("workerpool0", "workerpool1")),
+        )
+    ),
     Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
     Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
     Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),

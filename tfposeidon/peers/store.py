@@ -28,8 +28,8 @@ from urllib.parse import parse_qs, quote, urlsplit
 LONGEST_VALUE_BYTES = 2**20
 LONGEST_WAIT_S = 30.0
 REQUEST_TIMEOUT_S = 10.0
-LAST_WORDS_S = 10.0
-"""Longest time that a store outlives rank 0 while other ranks have not written their last word."""
+LONGEST_END_S = 10.0
+"""Time after the end of rank 0 in which other ranks must write their exit status."""
 BIND_S = 15.0
 """Time to wait for a port that the store of an earlier start may still hold."""
 POLL_S = 0.1
@@ -37,7 +37,7 @@ JOB_HEADER = "Tfposeidon-Job"
 FAILURES = "tfposeidon"
 """Scope in which ranks write their exit status and the first cause of failure."""
 FIRST_FAILURE = "first-failure"
-EXIT_STATUS = "fate-of-rank-{}"
+EXIT_STATUS = "exit-status-of-rank-{}"
 
 
 def prefix_of(identity: str, token: str | None) -> str:
@@ -68,7 +68,7 @@ class Store(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores a request that breaks off or makes no sense, which concerns its client alone."""
+        """Ignores an interrupted or malformed request, which concerns its client only."""
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Store(ThreadingHTTPServer):
             self.server_close()
 
     def put(self, scope: str, key: str, value: bytes, *, keep: bool = False) -> bytes:
-        """Stores a value, unless `keep` and there is one; returns the value that is there now."""
+        """Stores a value, unless `keep` and the key has one; returns the key's value."""
         with self._changed:
             values = self._values.setdefault(scope, {})
             if not (keep and key in values):
@@ -97,12 +97,10 @@ class Store(ThreadingHTTPServer):
             return self._values.get(scope, {}).get(key)
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[str, str] | None:
-        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`.
-
-        No more ranks come to a job that is ending.
-        """
+        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`."""
         with self._changed:
             values = self._values.setdefault(scope, {})
+            # No more ranks register in a job that is ending.
             self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
             if len(values) < count:
                 return None
@@ -113,7 +111,7 @@ class Store(ThreadingHTTPServer):
         with self._changed:
             self._values.get(scope, {}).pop(key, None)
 
-    def wait_for_last_words(self, size: int, limit_s: float = LAST_WORDS_S) -> None:
+    def wait_for_exit_statuses(self, size: int, limit_s: float = LONGEST_END_S) -> None:
         """Waits until all ranks have written their exit status, or the limit."""
         with self._changed:
             self.is_ending = True
@@ -122,8 +120,8 @@ class Store(ThreadingHTTPServer):
         for rank in range(size):
             self.get(FAILURES, EXIT_STATUS.format(rank), max(0.0, deadline - time.monotonic()))
 
-    def report_death(self, rank: int, text: str) -> None:
-        """Stores that a rank ended without a word as the first cause, unless there is a cause."""
+    def report_end(self, rank: int, text: str) -> None:
+        """Stores the end of a rank without exit status as the first cause, unless there is one."""
         if self.get(FAILURES, EXIT_STATUS.format(rank)) is None:
             self.put(FAILURES, FIRST_FAILURE, json.dumps(text).encode(), keep=True)
 
@@ -162,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         if keep and scope != FAILURES and self._refuses_start():
             return
         found = self.server.put(scope, key, value, keep=keep)
-        # The same value may come twice: its first answer was lost.
+        # A client repeats a request whose answer was lost.
         self._answer(HTTPStatus.OK if found == value else HTTPStatus.PRECONDITION_FAILED, found)
 
     def do_DELETE(self) -> None:
@@ -174,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Returns scope, key and count of the path, or refuses the request."""
         path = urlsplit(self.path)
         prefix, _, rest = path.path.removeprefix("/").partition("/")
-        # Horovod appends its port to the prefix, which follows the address (see `meeting`).
+        # Horovod appends its port to the prefix, which follows the address (see `rendezvous`).
         if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
             # The token of a new start may differ.
             if not self._refuses_start():
@@ -206,21 +204,19 @@ def _seconds(preferences: str) -> float:
     return float(value) if name == "wait" else 0.0
 
 
-def address_at_home(host: str) -> str:
-    """Returns the address at which the store is reached on its own host.
-
-    A name may lead to another address, such as that of a service. Debian's 127.0.1.1 is another
-    loopback than 127.0.0.1.
-    """
+def loopback_address(host: str) -> str:
+    """Returns the address at which processes on its own host reach the store of a host."""
+    # A name may resolve to another address, such as that of a service. Debian's 127.0.1.1 is a
+    # different loopback address from 127.0.0.1.
     return host if host.startswith("127.") else "127.0.0.1"
 
 
 def listen(host: str, ports: Sequence[int], identity: str, token: str | None) -> Store:
     """Returns a store on the first free port, on all interfaces unless the host is a loopback.
 
-    Raises `OSError` if all ports stay taken.
+    Raises `OSError` if other programs use all ports.
     """
-    bind_to = host if host == address_at_home(host) else ""
+    bind_to = host if host == loopback_address(host) else ""
     deadline = time.monotonic() + BIND_S
     while True:
         for port in ports:
@@ -268,7 +264,7 @@ def start_process(
 
 
 def main() -> None:
-    """Serves the job that standard input describes while rank 0 lives, and its last words."""
+    """Serves the job that standard input describes until rank 0 and the other ranks have ended."""
     parent, size, *place = json.load(sys.stdin)
     try:
         store = listen(*place)
@@ -281,12 +277,12 @@ def main() -> None:
         os.close(1)
         while os.getppid() == parent:
             time.sleep(POLL_S)
-        store.report_death(
+        store.report_end(
             0,
             f"rank 0 (process {parent}) ended without a message: it may have been killed (out of "
             "memory?).",
         )
-        store.wait_for_last_words(size)
+        store.wait_for_exit_statuses(size)
 
 
 if __name__ == "__main__":

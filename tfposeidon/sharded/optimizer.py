@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfposeidon import arguments, policies, sample_counts
+from tfposeidon import communicating, policies, sample_counts
 from tfposeidon.exchange.means import Means
 from tfposeidon.gradients import describe
 from tfposeidon.optimizer import DistributedOptimizer
@@ -96,7 +96,7 @@ class ShardedOptimizer(DistributedOptimizer):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        arguments.check_no_more_arguments("ShardedOptimizer", others)
+        communicating.check_no_more_arguments("ShardedOptimizer", others)
         policy = policies.parse(scheme)
         _check_policy(policy)
         super().__init__(
@@ -255,7 +255,7 @@ def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
-    arguments.check_saves_weights_only("ShardedOptimizer", callbacks)
+    communicating.check_saves_weights_only("ShardedOptimizer", callbacks)
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in callbacks):
         raise ValueError(
             "ShardedOptimizer does not support SwapEMAWeights, because averages of weights are "

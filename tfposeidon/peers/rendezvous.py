@@ -1,12 +1,13 @@
-"""The start of a job: all ranks meet in the store, and get Horovod's variables from it.
+"""Rendezvous at the start of a job: ranks register in a store, and derive Horovod's variables.
 
-Each rank publishes where it is and waits for all others. From the same entries, every rank derives
-the nodes and its own variables, so that Horovod starts only once all of them are there. A `Client`
-sends the requests of a rank to the store.
+Each rank publishes its node and address and waits for all others. From the same entries, every rank
+derives the nodes and its own variables, so that Horovod starts only after all ranks have
+registered. A `Client` sends the requests of a rank to the store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import json
@@ -24,24 +25,24 @@ from urllib.parse import unquote
 
 from tfposeidon.peers import sources, store
 from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
-from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, address_at_home, prefix_of
+from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, loopback_address, prefix_of
 
 T = TypeVar("T")
 ANSWER_TIMEOUT_S = 10.0
-"""Longest silence of a store."""
+"""Time within which a store must answer a request."""
 RETRY_S = 0.2
 """Seconds between attempts to reach a store."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the process that has met the others, and their store: children inherit the rest."""
+"""Variable with the registered process and its store: child processes inherit the other ones."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 INTERFACE = "HOROVOD_GLOO_IFACE"
 START_TIMEOUT_S = 600.0
-"""Default seconds within which ranks of a platform must come: nodes may have to be allocated."""
+"""Default time within which all ranks must register: nodes may have to be allocated."""
 RANKS = "ranks"
-"""Scope of the store in which ranks meet."""
+"""Scope of the store in which ranks register."""
 
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
@@ -80,50 +81,44 @@ class Client:
     local_address: str = ""
 
     def put_first(self, scope: str, key: str, value: Any) -> Any:
-        """Stores a value unless there is one; returns the value that is there now."""
-        body = json.dumps(value).encode()
-        return self.request("PUT", f"{scope}/{key}", body, {"If-None-Match": "*"}).value()
+        """Stores a value unless the key has one; returns the key's value."""
+        return self.request(f"{scope}/{key}", json.dumps(value).encode()).value()
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> Any:
         """Returns a value as soon as it exists, or `None` after `wait_s`, at most 30 s."""
-        answer = self.request("GET", f"{scope}/{key}", wait_s=wait_s)
+        answer = self.request(f"{scope}/{key}", wait_s=wait_s)
         return answer.value() if answer.status == HTTPStatus.OK else None
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
-        """Returns the values in a scope once there are `count` of them; `None` after `wait_s`."""
+        """Returns the values in a scope once it has `count` of them; `None` after `wait_s`."""
         found = self.get(scope, f"?count={count}", wait_s)
         return found and {int(rank): json.loads(value) for rank, value in found.items()}
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: dict[str, str] | None = None,
-        wait_s: float = 0.0,
-    ) -> Answer:
-        """Returns the answer to a request; raises `OSError` if there is none, or the job ends."""
+    def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> Answer:
+        """Returns the answer to a GET, or to a PUT that keeps an existing value.
+
+        Raises `OSError` if there is no answer, or if the job is ending.
+        """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
-        headers = {"Prefer": f"wait={wait_s:.3f}", **(headers or {})}
         # Not urllib, which would send requests to the proxy of `http_proxy`.
         connection = http.client.HTTPConnection(
             self.host, self.port, timeout=wait_s + ANSWER_TIMEOUT_S
         )
+        method, headers = "GET", {"Prefer": f"wait={wait_s:.3f}"}
+        if body is not None:
+            method, headers = "PUT", {"If-None-Match": "*"}
         try:
-            connection.connect()
-            own = connection.sock.getsockname()[0]
-            connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
-            answer = connection.getresponse()
-            # Read in any case, which closes the connection.
-            body = answer.read()
-            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                raise EndingError("its job is ending")
-            job = unquote(answer.getheader(JOB_HEADER) or "")
-            return Answer(answer.status, body, job, own)
+            with contextlib.closing(connection):
+                connection.connect()
+                own = connection.sock.getsockname()[0]
+                connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
+                answer = connection.getresponse()
+                content = answer.read()
         except http.client.HTTPException as error:
             raise ConnectionError(f"no answer of HTTP: {error!r}") from error
-        finally:
-            connection.close()
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise EndingError("its job is ending")
+        return Answer(answer.status, content, unquote(answer.getheader(JOB_HEADER) or ""), own)
 
 
 def connect(job: Job, token: str | None, timeout_s: float) -> Client:
@@ -163,7 +158,7 @@ def running_store_or(job: Job, token: str | None, start: Callable[[], T]) -> Cli
 
 def running_store(job: Job, token: str | None) -> Client | None:
     """Returns a client of the job's store if it runs on this host already."""
-    *_, last = _attempts(replace(job, host=address_at_home(job.host)), token)
+    *_, last = _attempts(replace(job, host=loopback_address(job.host)), token)
     return last if isinstance(last, Client) else None
 
 
@@ -175,7 +170,7 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
         try:
             # Only IPv4, as Horovod; the address is the same in all later connections.
             client = Client(socket.gethostbyname(job.host), port, prefix)
-            answer = client.request("GET", "ranks/?count=0")
+            answer = client.request("ranks/?count=0")
         except OSError as error:
             yield f"no answer at {where} ({error})"
             continue
@@ -197,11 +192,7 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a rank is.
-
-    `node` names the node and is equal on its ranks only. `address` is the rank's own in its
-    connection to the store.
-    """
+    """Name of a rank's node, which no other node has, and its address towards the store."""
 
     node: str
     address: str
@@ -211,18 +202,16 @@ def variables() -> dict[str, str]:
     """Returns the environment, with this host's full name if an Indexed Job needs it."""
     found = dict(os.environ)
     if "JOB_COMPLETION_INDEX" in found:
-        # Only then, because the lookup takes seconds on some networks.
+        # Only in this case, because the lookup takes seconds on some networks.
         found[sources.FULL_NAME] = socket.getfqdn()
     return found
 
 
 def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
-    """Sets Horovod's variables from those of a platform, once all ranks have met.
+    """Sets Horovod's variables from those of a platform, once all ranks have registered.
 
-    Returns the ranks of each node, or `None` if a launcher has started this process, or if it is
-    alone. Raises `ValueError` for incomplete or contradictory variables, `TimeoutError` for
-    missing peers, `PermissionError` for a wrong token, and `RuntimeError` for a second process
-    with the same rank.
+    Returns the ranks of each node, or `None` if a launcher has started this process, or if the job
+    has no other.
     """
     global _nodes
     if _nodes is not None:
@@ -232,7 +221,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     job = None if has_launcher(found, has_mpi) else sources.find(found)
     if job is None or job.size == 1:
         return None
-    entries, client = meet_ranks(job, sources.token(found), timeout_s)
+    entries, client = register_ranks(job, sources.token(found), timeout_s)
     os.environ.update(horovod_variables(entries, job.rank, client))
     # Only if the user has not chosen an interface.
     for name, value in interface_variables(entries, job.rank).items():
@@ -246,26 +235,26 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
 
 
 def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
-    """Returns whether variables of a launcher count, which they do not for ranks of `run`."""
+    """Returns whether a launcher's variables apply: they do not in ranks that `run` starts."""
     names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
     return sources.RANK not in found and any(found.get(name) for name in names)
 
 
 def _refuse_child() -> None:
-    """Refuses a process that has the variables of a rank from its parent."""
+    """Refuses a process that inherited the variables of a rank."""
     process, _, address = os.environ.get(MEMBER, "").partition(" ")
-    # Another address is that of a job which this rank has started.
+    # With another address, it is a rank of a job that this rank has started.
     if process in ("", str(os.getpid())) or address != os.environ.get(STORE_ADDRESS):
         return
     raise RuntimeError(
         "Each rank must be one process. Received: a second process with the variables of rank "
-        f"{os.environ.get(LAUNCHER)}, process {os.getpid()} beside process {process}. Do not call "
-        "tfposeidon.init() in a child process of a rank, or start it without the variables that "
-        "begin with HOROVOD_."
+        f"{os.environ.get(LAUNCHER)}, process {os.getpid()} in addition to process {process}. Do "
+        "not call tfposeidon.init() in a child process of a rank, or start it without the "
+        "variables that begin with HOROVOD_."
     )
 
 
-def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
+def register_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
     """Returns the entries of all ranks, in their order, and the store's client."""
     global _store
     deadline = time.monotonic() + timeout_s
@@ -275,14 +264,14 @@ def meet_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entr
         found = running_store_or(job, token, lambda: store.start_process(*place))
         if isinstance(found, tuple):
             _store, port = found
-            job = replace(job, host=store.address_at_home(job.host), ports=(port,))
+            job = replace(job, host=store.loopback_address(job.host), ports=(port,))
     client = found if isinstance(found, Client) else connect(job, token, timeout_s)
     own = {"node": job.node or _this_node(), "address": client.local_address}
-    entries = meet(client, RANKS, job, own, deadline)
+    entries = register_process(client, RANKS, job, own, deadline)
     return [Entry(entry["node"], entry["address"]) for entry in entries], client
 
 
-def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: float) -> list[Any]:
+def register_process(client: Client, scope: str, job: Job, own: Any, deadline: float) -> list[Any]:
     """Publishes `own` and returns the values of all processes of the job, in their order."""
     own = {**own, **this_process(), "size": job.size}
     found = None
@@ -301,9 +290,9 @@ def meet(client: Client, scope: str, job: Job, own: dict[str, Any], deadline: fl
             is_gone = isinstance(error, EndingError | ConnectionRefusedError)
             if is_gone or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"The store of {job.unit} 0 must answer until all {job.unit}s have come. "
-                    f"Received: {error} at {client.host}:{client.port}, which had answered before. "
-                    f"The messages of {job.name_of(0)} show why it ended."
+                    f"The store of {job.unit} 0 must answer until all {job.unit}s have "
+                    f"registered. Received: {error} at {client.host}:{client.port}, which had "
+                    f"answered before. The messages of {job.name_of(0)} show why it ended."
                 ) from error
             time.sleep(RETRY_S)
         else:
@@ -325,22 +314,22 @@ def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
 
 
 def this_process() -> dict[str, Any]:
-    """Returns a name of this process for messages, and an identifier that no other one has."""
+    """Returns the host and number of this process for messages, and a unique identifier."""
     return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
 
 
 @functools.cache
 def start_text() -> str:
-    """Returns text of this process alone: a restarted container keeps its names and numbers."""
+    """Returns a random text: a restarted container has the same host name and process number."""
     return secrets.token_hex(8)
 
 
 def _missing(client: Client, scope: str, job: Job) -> str:
-    there = client.all(scope, 0) or {}
-    missing = [job.name_of(rank) for rank in range(job.size) if rank not in there]
+    found = client.all(scope, 0) or {}
+    missing = [job.name_of(rank) for rank in range(job.size) if rank not in found]
     return (
-        f"All {job.size} {job.unit}s must come to the store within the start timeout "
-        f"(`start_timeout_s`). Received: {', '.join(missing)} did not come to "
+        f"All {job.size} {job.unit}s must register in the store within the start timeout "
+        f"(`start_timeout_s`). Received: {', '.join(missing)} did not register at "
         f"{client.host}:{client.port}. Check that they have started, and that they reach this "
         f"address; their own messages name the address that they tried.{job.hint}"
     )
@@ -348,15 +337,10 @@ def _missing(client: Client, scope: str, job: Job) -> str:
 
 def _this_node() -> str:
     """Returns text that is equal for processes that share a machine and its shared memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    memory = Path("/dev/shm")
-    return " ".join(
-        (
-            boot.read_text().strip() if boot.exists() else "",
-            socket.gethostname(),
-            str(memory.stat().st_dev if memory.exists() else ""),
-        )
-    )
+    boot, memory = Path("/proc/sys/kernel/random/boot_id"), Path("/dev/shm")
+    start = boot.read_text().strip() if boot.exists() else ""
+    device = memory.stat().st_dev if memory.exists() else ""
+    return f"{start} {socket.gethostname()} {device}"
 
 
 def nodes_of(names: Sequence[str]) -> Nodes:
@@ -374,7 +358,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
     local_rank = nodes[node].index(rank)
     # Nodes that have this local rank form a group.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
-    numbers = {
+    found = {
         "RANK": rank,
         "SIZE": len(entries),
         "LOCAL_RANK": local_rank,
@@ -382,15 +366,13 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
         "CROSS_RANK": across.index(node),
         "CROSS_SIZE": len(across),
         # Horovod uses the text after the address as a prefix of each path.
+        "GLOO_RENDEZVOUS_ADDR": f"{client.host}:{client.port}/{client.prefix}",
         "GLOO_RENDEZVOUS_PORT": 0,
+        "HOSTNAME": f"node-{node}",
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
     }
-    return {
-        **{f"HOROVOD_{name}": str(value) for name, value in numbers.items()},
-        STORE_ADDRESS: f"{client.host}:{client.port}/{client.prefix}",
-        "HOROVOD_HOSTNAME": f"node-{node}",
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-    }
+    return {f"HOROVOD_{name}": str(value) for name, value in found.items()}
 
 
 def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
@@ -399,7 +381,8 @@ def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
     if first_elsewhere is None:
         address = "127.0.0.1"
     elif entries[rank].node == entries[0].node:
-        # Here the store is reached over the loopback, so that its connection shows no interface.
+        # Ranks on this node reach the store over the loopback, so use the address towards a rank on
+        # another node.
         address = _address_towards(first_elsewhere.address)
     else:
         address = entries[rank].address
@@ -416,14 +399,10 @@ def _address_towards(host: str) -> str:
 
 def _interface_of(address: str) -> str | None:
     """Returns the name of the interface that has an address."""
-    # Horovod requires psutil; the emulated nodes of tests need not.
+    # Imported here, because `check` must start without psutil, which `install` installs.
     import psutil
 
-    return next(
-        (
-            name
-            for name, found in psutil.net_if_addrs().items()
-            if any(one.address == address for one in found)
-        ),
-        None,
-    )
+    for name, found in psutil.net_if_addrs().items():
+        if any(one.address == address for one in found):
+            return name
+    return None

@@ -13,8 +13,8 @@ import pytest
 
 from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import meeting, run, sources, store
-from tfposeidon.peers.meeting import Client, Entry
+from tfposeidon.peers import rendezvous, run, sources, store
+from tfposeidon.peers.rendezvous import Client, Entry
 from tfposeidon.peers.sources import Job
 
 IDENTITY = "test a:1"
@@ -46,8 +46,10 @@ THERE = {"host": "there", "process": 7, "start": "first"}
 
 def meet(server, rank, size=2, limit_s=5.0):
     mine = job(server, rank, size)
-    reached = meeting.connect(mine, "secret", limit_s)
-    return meeting.meet(reached, "ranks", mine, own(rank), time.monotonic() + limit_s)
+    reached = rendezvous.connect(mine, "secret", limit_s)
+    return rendezvous.register_process(
+        reached, "ranks", mine, own(rank), time.monotonic() + limit_s
+    )
 
 
 def test_all_ranks_get_the_entries_of_all(server):
@@ -59,7 +61,7 @@ def test_all_ranks_get_the_entries_of_all(server):
 
 
 def test_a_missing_rank_is_named(server):
-    message = r"Received: rank 1 \(host1:1\) did not come to 127\.0\.0\.1:\d+"
+    message = r"Received: rank 1 \(host1:1\) did not register at 127\.0\.0\.1:\d+"
     with pytest.raises(TimeoutError, match=message):
         meet(server, 0, limit_s=0.2)
 
@@ -67,12 +69,12 @@ def test_a_missing_rank_is_named(server):
 def test_timeouts_of_slurm_name_srun(server):
     hint = sources.find(SLURM).hint
     mine = job(server, 0, hint=hint)
-    reached = meeting.connect(mine, "secret", 5.0)
+    reached = rendezvous.connect(mine, "secret", 5.0)
     message = r"Start all tasks of the step with srun, or unset SLURM_STEP_ID"
     with pytest.raises(TimeoutError, match=message):
-        meeting.meet(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
+        rendezvous.register_process(reached, "ranks", mine, own(0), time.monotonic() + 0.1)
     with pytest.raises(TimeoutError, match=message):
-        meeting.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
+        rendezvous.connect(job(server, 1, identity="another", hint=hint), None, 0.1)
 
 
 def published(server, rank):
@@ -83,12 +85,12 @@ def published(server, rank):
 @pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
 def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatch, other):
     """Also a restarted container, which has the host name and process number of the first."""
-    monkeypatch.setattr(meeting, "this_process", lambda: THERE)
+    monkeypatch.setattr(rendezvous, "this_process", lambda: THERE)
     with ThreadPoolExecutor() as ranks:
         first = ranks.submit(meet, server, 1)
         published(server, 1)
         second = {**THERE, **other}
-        monkeypatch.setattr(meeting, "this_process", lambda: second)
+        monkeypatch.setattr(rendezvous, "this_process", lambda: second)
         message = f"process 7 on there and process {second['process']} on {second['host']}"
         with pytest.raises(RuntimeError, match=message):
             meet(server, 1)
@@ -97,10 +99,10 @@ def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatc
 
 
 def test_a_start_is_drawn_once_per_process():
-    assert meeting.this_process() == meeting.this_process()
-    drawn = meeting.start_text()
-    meeting.start_text.cache_clear()
-    assert meeting.start_text() != drawn
+    assert rendezvous.this_process() == rendezvous.this_process()
+    drawn = rendezvous.start_text()
+    rendezvous.start_text.cache_clear()
+    assert rendezvous.start_text() != drawn
 
 
 def test_sizes_are_compared_before_ranks_are_counted(server):
@@ -115,7 +117,7 @@ def test_sizes_are_compared_before_ranks_are_counted(server):
 @pytest.mark.parametrize("method", ["put_first", "all"])
 @pytest.mark.parametrize("problem", [ConnectionResetError("reset"), TimeoutError("timed out")])
 def test_a_request_that_fails_once_is_repeated(server, monkeypatch, method, problem):
-    original, problems = getattr(meeting.Client, method), [problem]
+    original, problems = getattr(rendezvous.Client, method), [problem]
 
     def fails_once(*arguments):
         answer = original(*arguments)
@@ -123,16 +125,16 @@ def test_a_request_that_fails_once_is_repeated(server, monkeypatch, method, prob
             raise problems.pop()
         return answer
 
-    monkeypatch.setattr(meeting.Client, method, fails_once)
+    monkeypatch.setattr(rendezvous.Client, method, fails_once)
     assert len(meet(server, 0, size=1)) == 1
     assert not problems
 
 
 def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkeypatch):
-    reached = meeting.connect(job(server), "secret", 5.0)
-    monkeypatch.setattr(meeting.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
+    reached = rendezvous.connect(job(server), "secret", 5.0)
+    monkeypatch.setattr(rendezvous.Client, "request", mock.Mock(side_effect=TimeoutError("silent")))
     with pytest.raises(RuntimeError, match=r"must answer until.*Received: silent at 127"):
-        meeting.meet(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
+        rendezvous.register_process(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
 
 
 def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
@@ -141,33 +143,33 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
     message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
     with pytest.raises(RuntimeError, match=message):
-        meeting.meet_ranks(job(server), "secret", 5.0)
+        rendezvous.register_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
-    answers = [None, meeting.running_store(job(server), "secret")]
-    monkeypatch.setattr(meeting, "running_store", lambda *_: answers.pop(0))
+    answers = [None, rendezvous.running_store(job(server), "secret")]
+    monkeypatch.setattr(rendezvous, "running_store", lambda *_: answers.pop(0))
     monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
     with pytest.raises(RuntimeError, match=message):
-        meeting.meet_ranks(job(server), "secret", 5.0)
+        rendezvous.register_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):
-    assert meeting.running_store(job(server, identity="second"), None) is None
+    assert rendezvous.running_store(job(server, identity="second"), None) is None
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
-    server.wait_for_last_words(2, limit_s=0.0)
+    server.wait_for_exit_statuses(2, limit_s=0.0)
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
     # A new start has drawn another token.
-    assert meeting.running_store(job(server), "another") is None
+    assert rendezvous.running_store(job(server), "another") is None
 
 
 def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
     with ThreadPoolExecutor() as ranks:
         waiting = ranks.submit(meet, server, 1, limit_s=60)
         published(server, 1)
-        server.wait_for_last_words(2, limit_s=0.0)
-        message = r"must answer until all ranks have come.*rank 0 \(host0:1\) show why"
+        server.wait_for_exit_statuses(2, limit_s=0.0)
+        message = r"must answer until all ranks have registered.*rank 0 \(host0:1\) show why"
         with pytest.raises(RuntimeError, match=message):
             waiting.result(10)
 
@@ -176,17 +178,17 @@ def test_a_wrong_token_is_refused(server):
     with pytest.raises(
         PermissionError, match=r"same token\. Received: the store at .*TFPOSEIDON_TOKEN"
     ):
-        meeting.connect(job(server, 1), "another", 5.0)
+        rendezvous.connect(job(server, 1), "another", 5.0)
 
 
 def test_the_store_of_another_job_is_passed_over(server):
     other = store.prefix_of("other", None)
     with store.Store(("127.0.0.1", 0), "other", other) as second, second.serving():
         ports = (second.server_address[1], server.server_address[1])
-        assert meeting.connect(job(server, ports=ports), "secret", 5.0).port == ports[1]
+        assert rendezvous.connect(job(server, ports=ports), "secret", 5.0).port == ports[1]
     mine = job(server, 1, identity="third")
     with pytest.raises(TimeoutError, match=r"another job at .*\(test a:1; this job is third\)"):
-        meeting.connect(mine, None, 0.1)
+        rendezvous.connect(mine, None, 0.1)
 
 
 def test_a_store_that_never_comes_is_named(server):
@@ -195,20 +197,20 @@ def test_a_store_that_never_comes_is_named(server):
     server.server_close()
     message = rf"no answer at 127\.0\.0\.1:{port} .*refused.*Check that rank 0 \(host0:1\)"
     with pytest.raises(TimeoutError, match=message):
-        meeting.connect(job(server, 1), "secret", 0.1)
+        rendezvous.connect(job(server, 1), "secret", 0.1)
 
 
 def test_a_host_without_an_address_is_named(server):
     with pytest.raises(TimeoutError, match=r"no answer at no-such-host\.invalid"):
-        meeting.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
+        rendezvous.connect(job(server, 1, host="no-such-host.invalid"), "secret", 0.1)
 
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
     """Debian's address of a host's own name is 127.0.1.1. Node 0 finds it there, too."""
     with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
         there = job(found, host="127.0.1.1")
-        meeting.connect(there, "secret", 5.0)
-        assert meeting.running_store(there, "secret") is not None
+        rendezvous.connect(there, "secret", 5.0)
+        assert rendezvous.running_store(there, "secret") is not None
     ports = found.server_address[1:]
     own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
     with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:
@@ -220,7 +222,7 @@ def test_a_store_answers_at_any_loopback_address(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(store, "start_process", starting)
-    entries, reached = meeting.meet_ranks(own, "secret", 5.0)
+    entries, reached = rendezvous.register_ranks(own, "secret", 5.0)
     for process, _ in started:
         process.kill()
         process.wait()
@@ -269,20 +271,20 @@ def test_requests_without_the_prefix_are_refused(server, prefix):
 
 def test_failures_are_written_through_the_same_store(server):
     reached = launcher.Store(f"127.0.0.1:{server.server_address[1]}/{PREFIX}", 0)
-    reached.put("fate-of-rank-1", "ended")
-    assert reached.get("fate-of-rank-1") == "ended"
-    server.report_death(1, "not said, because the rank has written its status")
-    server.report_death(0, "rank 0 was killed")
+    reached.put("exit-status-of-rank-1", "ended")
+    assert reached.get("exit-status-of-rank-1") == "ended"
+    server.report_end(1, "not said, because the rank has written its status")
+    server.report_end(0, "rank 0 was killed")
     assert reached.get("first-failure") == "rank 0 was killed"
 
 
-def test_a_store_waits_for_last_words_within_its_limit(server):
+def test_a_store_waits_for_exit_statuses_within_its_limit(server):
     begin = time.monotonic()
-    server.wait_for_last_words(2, limit_s=0.2)
+    server.wait_for_exit_statuses(2, limit_s=0.2)
     assert 0.2 <= time.monotonic() - begin < 5
     for rank in range(2):
         server.put(store.FAILURES, store.EXIT_STATUS.format(rank), b'"ended"')
-    server.wait_for_last_words(2, limit_s=600)
+    server.wait_for_exit_statuses(2, limit_s=600)
 
 
 def entries(*nodes, addresses=None):
@@ -292,10 +294,10 @@ def entries(*nodes, addresses=None):
 def test_ranks_in_any_order_have_local_and_cross_ranks():
     found = entries("a", "b", "a", "c", "a", "b")
     reached = Client("10.0.0.1", 4711, "PREFIX")
-    assert meeting.nodes_of([entry.node for entry in found]) == ((0, 2, 4), (1, 5), (3,))
+    assert rendezvous.nodes_of([entry.node for entry in found]) == ((0, 2, 4), (1, 5), (3,))
     numbers = [
         [
-            int(meeting.horovod_variables(found, rank, reached)[f"HOROVOD_{name}"])
+            int(rendezvous.horovod_variables(found, rank, reached)[f"HOROVOD_{name}"])
             for name in ("LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
         ]
         for rank in range(6)
@@ -308,46 +310,48 @@ def test_ranks_in_any_order_have_local_and_cross_ranks():
         [2, 3, 0, 1],
         [1, 2, 1, 2],
     ]
-    variables = meeting.horovod_variables(found, 3, reached)
+    variables = rendezvous.horovod_variables(found, 3, reached)
     assert variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1:4711/PREFIX"
     assert variables["HOROVOD_HOSTNAME"] == "node-2"
 
 
 def test_interfaces_are_those_between_nodes(monkeypatch):
-    monkeypatch.setattr(meeting, "_interface_of", {"127.0.0.1": "lo", "10.0.0.2": "eth1"}.get)
-    monkeypatch.setattr(meeting, "_address_towards", {"10.0.0.2": "127.0.0.1"}.get)
+    monkeypatch.setattr(rendezvous, "_interface_of", {"127.0.0.1": "lo", "10.0.0.2": "eth1"}.get)
+    monkeypatch.setattr(rendezvous, "_address_towards", {"10.0.0.2": "127.0.0.1"}.get)
     one = entries("a", "a")
-    assert meeting.interface_variables(one, 1)["HOROVOD_GLOO_IFACE"] == "lo"
+    assert rendezvous.interface_variables(one, 1)["HOROVOD_GLOO_IFACE"] == "lo"
     two = entries("a", "b", addresses={"a": "127.0.0.1", "b": "10.0.0.2"})
-    assert meeting.interface_variables(two, 0) == dict.fromkeys(
+    assert rendezvous.interface_variables(two, 0) == dict.fromkeys(
         ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), "lo"
     )
-    assert meeting.interface_variables(two, 1)["HOROVOD_GLOO_IFACE"] == "eth1"
+    assert rendezvous.interface_variables(two, 1)["HOROVOD_GLOO_IFACE"] == "eth1"
     unknown = entries("a", "b", addresses={"b": "10.9.9.9"})
-    assert meeting.interface_variables(unknown, 1) == {}
+    assert rendezvous.interface_variables(unknown, 1) == {}
 
 
 def test_one_process_and_launchers_need_no_meeting(monkeypatch):
-    monkeypatch.setattr(meeting, "_nodes", None)
-    for name in (meeting.LAUNCHER, meeting.MEMBER, "TF_CONFIG"):
+    monkeypatch.setattr(rendezvous, "_nodes", None)
+    for name in (rendezvous.LAUNCHER, rendezvous.MEMBER, "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    assert meeting.join(1.0, has_mpi=False) is None
+    assert rendezvous.join(1.0, has_mpi=False) is None
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="torchrun lacks"):
-        meeting.join(1.0, has_mpi=False)
+        rendezvous.join(1.0, has_mpi=False)
     monkeypatch.setenv("PMIX_RANK", "0")
-    assert meeting.join(1.0, has_mpi=True) is None
-    monkeypatch.setenv(meeting.LAUNCHER, "0")
-    assert meeting.join(1.0, has_mpi=False) is None
+    assert rendezvous.join(1.0, has_mpi=True) is None
+    monkeypatch.setenv(rendezvous.LAUNCHER, "0")
+    assert rendezvous.join(1.0, has_mpi=False) is None
 
 
 def test_a_child_of_a_rank_is_refused(monkeypatch):
-    monkeypatch.setattr(meeting, "_nodes", None)
-    monkeypatch.setenv(meeting.LAUNCHER, "3")
-    monkeypatch.setenv(meeting.STORE_ADDRESS, "a:1/x")
-    monkeypatch.setenv(meeting.MEMBER, "1 a:1/x")
-    with pytest.raises(RuntimeError, match=rf"of rank 3, process {os.getpid()} beside process 1\."):
-        meeting.join(1.0, has_mpi=False)
+    monkeypatch.setattr(rendezvous, "_nodes", None)
+    monkeypatch.setenv(rendezvous.LAUNCHER, "3")
+    monkeypatch.setenv(rendezvous.STORE_ADDRESS, "a:1/x")
+    monkeypatch.setenv(rendezvous.MEMBER, "1 a:1/x")
+    with pytest.raises(
+        RuntimeError, match=rf"of rank 3, process {os.getpid()} in addition to process 1\."
+    ):
+        rendezvous.join(1.0, has_mpi=False)
     # A job that the rank has started with a launcher.
-    monkeypatch.setenv(meeting.STORE_ADDRESS, "a:2")
-    assert meeting.join(1.0, has_mpi=False) is None
+    monkeypatch.setenv(rendezvous.STORE_ADDRESS, "a:2")
+    assert rendezvous.join(1.0, has_mpi=False) is None
