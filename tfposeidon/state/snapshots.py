@@ -21,11 +21,11 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,9 +36,8 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 
 log = logging.getLogger("tfposeidon")
 
-FORMAT = 9
-"""Format number of a snapshot's contents; every change increments it."""
-_NAME = re.compile(r"snapshot-\d{6,}")
+# Format number of a snapshot's contents; every change increments it.
+_FORMAT = 9
 
 Arrays = dict[str, np.ndarray]
 
@@ -49,9 +48,10 @@ class SnapshotError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Snapshot as one rank has read it: `own` holds all ranks' arrays if the layout has changed.
+    """Snapshot in the memory of one rank.
 
-    The layout is the assignment of ranks to nodes. `meta` and `shared` are equal on all ranks.
+    `meta` and `shared` are equal on all ranks. `own` holds this rank's arrays, or those of all
+    ranks if the layout (the assignment of ranks to nodes) has changed.
     """
 
     meta: dict[str, Any]
@@ -76,54 +76,45 @@ class Snapshots:
         # Steps since the writing of a snapshot started, and the step of the next poll.
         self._steps = self._next_poll = 0
 
-    def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Writes a snapshot with rank 0's `meta` and `shared`; raises on all if one fails."""
-        self.start(meta, shared, own)
-        self.finish()
-
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Starts to write a snapshot in the background, after finishing an earlier one.
+        """Starts to write a snapshot with rank 0's `meta` and `shared` in the background.
 
-        The snapshot is valid once `poll` or `finish` has completed it. The arrays must not change
-        before.
+        It first finishes an earlier snapshot. The snapshot is valid once `poll_at_step` or `finish`
+        has completed it. The arrays must not change before.
         """
         self.finish()
-        rank = self.wire.topology.rank
+        rank, names = self.wire.topology.rank, self._names()
+        number = int(names[-1].rpartition("-")[2]) + 1 if names else 1
         # The token prevents the thread of an interrupted `fit` from writing into this folder.
-        mine = [self._next_name(), secrets.token_hex(4)]
+        mine = [f"snapshot-{number:06d}", secrets.token_hex(4)]
         name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
         part = self.folder / f".{name}-{token}.part"
-        # All ranks wait here: none may write before rank 0 has created the folder.
+        # All ranks wait here, because none may write before rank 0 has created the folder.
         self._together("prepare", lambda: self._make(part) if rank == 0 else None)
-        meta = meta | {"format": FORMAT, "nodes": self.wire.topology.nodes}
+        meta = meta | {"format": _FORMAT, "nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
         self._writing = (
             part,
             self.folder / name,
             thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
         )
-        # No second task follows: the thread ends with this one.
+        # The thread ends with its only task.
         thread.shutdown(wait=False)
         self._steps, self._next_poll = 0, 1
 
-    def poll(self) -> bool:
-        """Returns whether no snapshot is being written; costs one small exchange if one was."""
-        if self._writing is not None and all(
-            exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")
-        ):
-            self.finish()
-        return self._writing is None
-
     def poll_at_step(self) -> None:
-        """Polls 1, 2, 4, ... steps after `start`; all ranks call it after each step."""
-        # All ranks must poll at the same steps, and each poll is an exchange. So polls are few, and
-        # early.
+        """Finishes a snapshot that all ranks have written; all ranks call it after each step."""
+        # All ranks must poll at the same steps, and each poll is an exchange. They poll 1, 2, 4,
+        # ... steps after `start`: early and rarely.
         self._steps += 1
-        if self._steps == self._next_poll:
-            self._next_poll = 0 if self.poll() else 2 * self._next_poll
+        if self._writing is None or self._steps != self._next_poll:
+            return
+        self._next_poll *= 2
+        if all(exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")):
+            self.finish()
 
     def finish(self) -> None:
-        """Waits for the snapshot of `start`; raises on all ranks if one fails, as `write` does."""
+        """Waits for the snapshot of `start`; raises on all ranks if one fails."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
@@ -142,7 +133,14 @@ class Snapshots:
             snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
             everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
             if not any(everybody):
-                self._check_format(snapshot)
+                # The first formats had no number.
+                found = snapshot.meta.get("format", 1)
+                if found != _FORMAT:
+                    raise SnapshotError(
+                        f"A checkpoint must have format {_FORMAT}. Received: format {found} in "
+                        f"{self.folder}, from another release of tfposeidon. Resume with that "
+                        "release, use another folder, or use Checkpoint(..., resume=False)."
+                    )
                 return snapshot
             problems.append(f"{name}: {next(p for p in everybody if p)}")
             self._unreadable.add(name)
@@ -153,16 +151,6 @@ class Snapshots:
                 "beginning."
             )
         return None
-
-    def _check_format(self, snapshot: Snapshot) -> None:
-        # The first formats had no number.
-        found = snapshot.meta.get("format", 1)
-        if found != FORMAT:
-            raise SnapshotError(
-                f"A checkpoint must have format {FORMAT}. Received: format {found} in "
-                f"{self.folder}, from another release of tfposeidon. Resume with that release, use "
-                "another folder, or use Checkpoint(..., resume=False)."
-            )
 
     def _read_files(self, folder: Path) -> Snapshot:
         meta = json.loads((folder / "meta.json").read_text())
@@ -190,13 +178,10 @@ class Snapshots:
         return own
 
     def _names(self) -> list[str]:
-        # Users may keep copies and archives beside them, under other names.
+        # The folder may also contain a user's copies and archives, under other names.
         found = self.folder.glob("snapshot-*") if self.folder.exists() else ()
-        return sorted(one.name for one in found if _NAME.fullmatch(one.name) and one.is_dir())
-
-    def _next_name(self) -> str:
-        names = self._names()
-        return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
+        name = re.compile(r"snapshot-\d{6,}")
+        return sorted(one.name for one in found if name.fullmatch(one.name) and one.is_dir())
 
     def _rename(self, part: Path, final: Path) -> None:
         # Atomic in the file system: a killed job leaves the folder under one of its two names.
@@ -207,7 +192,7 @@ class Snapshots:
             shutil.rmtree(self.folder / name)
 
     def _make(self, part: Path) -> None:
-        # Left by jobs that were killed while they wrote. Deleted first, for their disk space.
+        # Delete folders of killed jobs first, to free disk space.
         for leftover in self.folder.glob(".snapshot-*.part"):
             # A thread may still write into one if a server saves again after a failure.
             shutil.rmtree(leftover, ignore_errors=True)
@@ -246,23 +231,19 @@ def _attempt(action: Any) -> tuple[Any, str | None]:
 
 
 def _write_files(
-    folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays
+    folder: Path, rank: int, meta: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]
 ) -> None:
-    save_arrays(folder / f"rank-{rank}.npz", own)
+    _write(folder / f"rank-{rank}.npz", lambda stream: np.savez(stream, **own))
     if rank == 0:
-        save_arrays(folder / "model.npz", shared)
-        with (folder / "meta.json").open("w") as stream:
-            json.dump(meta, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write(folder / "model.npz", lambda stream: np.savez(stream, **shared))
+        _write(folder / "meta.json", lambda stream: stream.write(json.dumps(meta).encode()))
     # On every rank: each has created directory entries, possibly on a file system of another host.
     _sync(folder)
 
 
-def save_arrays(path: Path, arrays: Arrays) -> None:
-    """Writes arrays and syncs them to disk."""
+def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     with path.open("wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        write(stream)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -274,7 +255,7 @@ def _load(path: Path) -> Arrays:
 
 
 def _sync(folder: Path) -> None:
-    # Syncing a file does not make its name survive a power loss: the name belongs to the folder.
+    # A file's name survives a power loss only if its folder is synced.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -283,7 +264,7 @@ def _sync(folder: Path) -> None:
 
 
 def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns the arrays of a list by name, which is `prefix` and the index, for a file.
+    """Returns the arrays of a list by name, which is `prefix` and the index.
 
     >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
     ['own0', 'own1']
