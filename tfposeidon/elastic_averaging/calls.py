@@ -54,17 +54,18 @@ class Call(enum.IntEnum):
 
 def make_call(wire: Wire, call: Call, center: int = 0) -> bool:
     """Calls the server about a center; returns whether the server asks workers to stop."""
-    return _sum(wire, call + _KINDS * center) >= _STOP
+    return sum_of_numbers(wire, call + _KINDS * center, "tp.call") >= _STOP
 
 
 def wait_for_call(wire: Wire, stops: bool) -> tuple[Call, int]:
     """Waits for the worker's next call; returns its kind and the index of its center."""
-    number = _sum(wire, _STOP * stops) % _STOP
+    number = sum_of_numbers(wire, _STOP * stops, "tp.call") % _STOP
     return Call(number % _KINDS), number // _KINDS
 
 
-def _sum(wire: Wire, number: int) -> int:
-    return int(sum_of_both(wire, tf.constant([number], tf.int64), "tp.call").numpy()[0])
+def sum_of_numbers(wire: Wire, number: int, name: str) -> int:
+    """Returns the sum of both sides' integers."""
+    return int(sum_of_both(wire, tf.constant([number], tf.int64), name).numpy()[0])
 
 
 def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
@@ -218,8 +219,7 @@ class Worker:
     def _is_released(self) -> bool:
         with self._lock:
             self._call(Call.ASK)
-            answer = sum_of_both(self._wire, tf.constant([0], tf.int64), "tp.answer")
-        return bool(answer.numpy()[0])
+            return bool(sum_of_numbers(self._wire, 0, "tp.answer"))
 
     def leave(self) -> None:
         """Calls the server for the last time."""

@@ -213,9 +213,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
 
 
 def run(
-    optimizers: Sequence[Any],
-    train: Callable[[], Any],
-    on_failure: Callable[[], Any] | None = None,
+    optimizers: Sequence[Any], train: Callable[[], Any], on_failure: Callable[[], Any] | None
 ) -> None:
     """Runs `train` on workers and the server's loop on the server; collective, after `begin_loop`.
 

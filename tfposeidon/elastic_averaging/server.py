@@ -21,6 +21,7 @@ from tfposeidon.elastic_averaging.calls import (
     send,
     send_state,
     sum_of_both,
+    sum_of_numbers,
     wait_for_call,
 )
 
@@ -196,7 +197,7 @@ class Server:
         elif call == Call.TAKE:
             self._send_all(rank, center)
         elif call == Call.ASK:
-            sum_of_both(wire, tf.constant([int(self._releases)], tf.int64), "tp.answer")
+            sum_of_numbers(wire, int(self._releases), "tp.answer")
         elif call != Call.ALIVE:
             with self._changed:
                 if call in (Call.EPOCH, Call.EMPTY_EPOCH):

@@ -13,6 +13,7 @@ snapshot intact. The newest snapshot has the highest number, regardless of its s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -71,7 +72,7 @@ class Snapshots:
         self.folder = Path(folder)
         self.wire = wire
         self.keep = check_integer("keep", keep, 1)
-        self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
+        self._writing: tuple[Path, Path, Future[None]] | None = None
         self._unreadable: set[str] = set()
         # Steps since the writing of a snapshot started, and the step of the next poll.
         self._steps = self._next_poll = 0
@@ -93,11 +94,8 @@ class Snapshots:
         self._together("prepare", lambda: self._make(part) if rank == 0 else None)
         meta = meta | {"format": _FORMAT, "nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
-        self._writing = (
-            part,
-            self.folder / name,
-            thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
-        )
+        written = thread.submit(_write_files, part, rank, meta, shared, own)
+        self._writing = part, self.folder / name, written
         # The thread ends with its only task.
         thread.shutdown(wait=False)
         self._steps, self._next_poll = 0, 1
@@ -119,7 +117,7 @@ class Snapshots:
             return
         (part, final, written), self._writing = self._writing, None
         # The folder is renamed only after every rank's file is on disk.
-        self._raise_together("write", written.result()[1])
+        self._together("write", written.result)
         self._together(
             "finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None
         )
@@ -130,20 +128,21 @@ class Snapshots:
         problems: list[str] = []
         # All ranks try the same snapshot, and fall back to an older one if any of them fails.
         for name in reversed(names):
-            snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
-            everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
-            if not any(everybody):
-                # The first formats had no number.
-                found = snapshot.meta.get("format", 1)
-                if found != _FORMAT:
-                    raise SnapshotError(
-                        f"A checkpoint must have format {_FORMAT}. Received: format {found} in "
-                        f"{self.folder}, from another release of tfposeidon. Resume with that "
-                        "release, use another folder, or use Checkpoint(..., resume=False)."
-                    )
-                return snapshot
-            problems.append(f"{name}: {next(p for p in everybody if p)}")
-            self._unreadable.add(name)
+            read = functools.partial(self._read_files, self.folder / name)
+            snapshot, failed = self._on_all(f"tp.read.{name}", read)
+            if failed:
+                problems.append(f"{name}: {failed[0]}")
+                self._unreadable.add(name)
+                continue
+            # The first formats had no number.
+            found = snapshot.meta.get("format", 1)
+            if found != _FORMAT:
+                raise SnapshotError(
+                    f"A checkpoint must have format {_FORMAT}. Received: format {found} in "
+                    f"{self.folder}, from another release of tfposeidon. Resume with that "
+                    "release, use another folder, or use Checkpoint(..., resume=False)."
+                )
+            return snapshot
         if problems:
             raise SnapshotError(
                 f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
@@ -164,16 +163,18 @@ class Snapshots:
         """Returns the arrays of all ranks; raises on all if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
-        ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
-        own, problem = _attempt(
-            lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks}
+        files = {
+            rank: snapshot.folder / f"rank-{rank}.npz"
+            for rank in itertools.chain(*snapshot.meta["nodes"])
+        }
+        own, failed = self._on_all(
+            "tp.read_all_ranks", lambda: {rank: _load(path) for rank, path in files.items()}
         )
-        everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
-        if any(everybody):
+        if failed:
             raise SnapshotError(
                 "The files of all ranks must be readable on every rank. Received: "
-                f"{next(p for p in everybody if p)}. Make {self.folder} visible to all nodes, or "
-                "use the scheme and bucket_bytes of the snapshot."
+                f"{failed[0]}. Make {self.folder} visible to all nodes, or use the scheme and "
+                "bucket_bytes of the snapshot."
             )
         return own
 
@@ -198,36 +199,32 @@ class Snapshots:
             shutil.rmtree(leftover, ignore_errors=True)
         part.mkdir(parents=True)
 
-    def _together(self, stage: str, action: Any) -> None:
+    def _together(self, stage: str, action: Callable[[], Any]) -> None:
         """Runs an action on this rank; all ranks raise an error if it fails on any."""
-        self._raise_together(stage, _attempt(action)[1])
-
-    def _raise_together(self, stage: str, problem: str | None) -> None:
-        everybody = exchange_objects(problem, self.wire, f"tp.snapshot.{stage}")
-        failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
+        _, failed = self._on_all(f"tp.snapshot.{stage}", action)
         if failed:
             names = self._names()
-            last = (
-                f"the last complete snapshot is {names[-1]}"
-                if names
-                else "no complete snapshot exists"
-            )
+            last = f"the last complete snapshot is {names[-1]}" if names else ""
             raise SnapshotError(
-                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); {last}. "
-                "Free disk space or correct the folder, and start again."
+                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); "
+                f"{last or 'no complete snapshot exists'}. Free disk space or correct the folder, "
+                "and start again."
             )
 
-
-def _attempt(action: Any) -> tuple[Any, str | None]:
-    """Returns the action's result and `None`, or `None` and its error as text."""
-    # Damaged JSON and arrays raise ValueError, KeyError or EOFError; damaged archives raise their
-    # own error.
-    try:
-        return action(), None
-    except Exception as error:
-        if not isinstance(error, OSError | ValueError | KeyError | EOFError | zipfile.BadZipFile):
-            log.exception("tfposeidon: unexpected error while a snapshot was read or written")
-        return None, f"{type(error).__name__}: {error}"
+    def _on_all(self, name: str, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Runs an action on this rank; returns its result, and the errors of all ranks as text."""
+        result, problem = None, None
+        # Damaged JSON and arrays raise ValueError, KeyError or EOFError. Damaged archives raise
+        # their own error.
+        expected = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+        try:
+            result = action()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if not isinstance(error, expected):
+                log.exception("tfposeidon: unexpected error while a snapshot was read or written")
+        everybody = exchange_objects(problem, self.wire, name)
+        return result, [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]
 
 
 def _write_files(
