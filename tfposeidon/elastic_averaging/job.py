@@ -2,7 +2,8 @@
 
 `fit` and `ElasticAveraging.run` call these functions in turn: `begin_fit` or `begin_loop`, which
 copy the server's values to all ranks, `start_worker` or `start_server`, then `end_worker` or
-`release_workers`. If the job ends early, `saved_at_failure` saves the global weights first.
+`release_workers`. If the job ends early, `saved_at_failure` saves the global weights first. All
+ranks raise an error if their optimizers or other settings differ.
 """
 
 from __future__ import annotations
@@ -71,11 +72,7 @@ def _server_rank() -> int:
 
 
 def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
-    """Starts all ranks with the server's weights; returns optimizers and the resumed epoch.
-
-    Collective. The epoch is `None` for a new run. It raises on all ranks if optimizers or epochs
-    differ.
-    """
+    """Copies the server's state to all ranks; returns optimizers and the resumed epoch, if any."""
     model = arguments["self"]
     optimizers = _optimizers(model)
     equal = {name: arguments[name] for name in ("epochs", "initial_epoch")}
@@ -91,10 +88,7 @@ def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
 
 
 def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
-    """Starts a custom loop on all ranks with the server's state; collective.
-
-    It raises on all ranks if optimizers or the numbers of models differ.
-    """
+    """Copies the server's state to all ranks, for a custom loop."""
     require_equal(
         _begin(optimizers, len(models)),
         "All ranks must train the same number of models",
@@ -105,10 +99,7 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
 
 
 def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
-    """Copies the server's weights and optimizer state to all ranks; returns all `settings`.
-
-    Collective. It raises on all ranks if built optimizers or their variables differ.
-    """
+    """Copies the server's weights and optimizer state to all ranks; returns all `settings`."""
     for optimizer in optimizers:
         optimizer.check_detached()
     own = [
@@ -129,11 +120,7 @@ def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
 
 
 def _share_rest(model: Any, optimizers: list[Any]) -> None:
-    """Sends workers the state of the server's model that is not exchanged; collective.
-
-    It includes frozen weights, counters, and state outside of variables. Each rank receives a
-    different seed.
-    """
+    """Copies other state, such as frozen weights; each rank receives a different seed."""
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
             "ElasticAveraging does not support partial variables: its ranks train "
@@ -171,7 +158,7 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts exchanges with the server, after `begin_fit` or `begin_loop`."""
+    """Starts exchanges with the server."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     worker.start()
     for number, optimizer in enumerate(optimizers):
@@ -180,7 +167,7 @@ def start_worker(optimizers: Sequence[Any]) -> Worker:
 
 
 def start_server(optimizers: Sequence[Any]) -> Server:
-    """Starts the server with the current values of the variables, after `begin_...`."""
+    """Starts the server with the current values of the variables."""
     for variable in itertools.chain(*(o.exchanged_variables for o in optimizers)):
         if not bool(tf.reduce_all(tf.math.is_finite(variable))):
             raise ValueError(
@@ -215,11 +202,7 @@ def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
 def run(
     optimizers: Sequence[Any], train: Callable[[], Any], on_failure: Callable[[], Any] | None
 ) -> None:
-    """Runs `train` on workers and the server's loop on the server; collective, after `begin_loop`.
-
-    On the server, `on_failure` saves the global weights if the job ends with an error; otherwise
-    all variables receive the final global weights.
-    """
+    """Runs `train` on workers and the server's loop on the server; see `ElasticAveraging.run`."""
     if is_server():
         server = start_server(optimizers)
         without = "the global weights are lost, because run received no on_failure"
@@ -314,8 +297,8 @@ def saved_at_failure(
 ) -> Iterator[None]:
     """Saves the global weights before an error, or a launcher, ends the server.
 
-    `show` assigns them to the server's variables, and `savers` save these. `without` is the log
-    message for jobs without savers.
+    `show` assigns them to the server's variables, and `savers` save these. The log contains
+    `without` if there are no savers.
     """
     # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
     # Python installs signal handlers in the main thread only.

@@ -244,7 +244,7 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "the server. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
-        # Counts calls, not updates, since a loss scale skips updates.
+        # Counts calls, not updates, because a loss scale skips updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
@@ -254,7 +254,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         self._since.assign(0)
 
     def _restart_from_center(self) -> None:
-        # The worker keeps its rates, which callbacks may have set.
+        # The worker retains its rates, which callbacks may have set.
         of_rates = rates(self.inner_optimizer)
         before = [tf.identity(rate) for rate in of_rates]
         self.take_all()
@@ -297,7 +297,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         models: Sequence[keras.Model] = (),
         on_failure: Callable[[], Any] | None = None,
     ) -> None:
-        """Trains with a custom loop: workers call `train`, and the server serves.
+        """Trains with a custom loop: workers call `train`, and the server answers their calls.
 
         All ranks call it together, and start with the server's weights. When it returns, all of
         them hold the final global weights. To evaluate or save the global weights in between, call
@@ -399,7 +399,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         self._since.assign(0)
 
     def exchange_last(self) -> None:
-        """Exchanges the training since the last exchange."""
+        """Exchanges once more if steps followed the last exchange."""
         if int(self._since.numpy()):
             self._exchange_now()
 

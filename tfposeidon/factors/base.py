@@ -40,10 +40,7 @@ class SchemeOfFactors(Scheme):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        """Returns the concatenated mean products of a bucket, without the local terms.
-
-        `rows` is the sum of batch rows over all variables and ranks, a float32 scalar.
-        """
+        """Returns the concatenated mean products of a bucket; `rows` sums all batch rows."""
 
     @override
     def exchange_bucket(

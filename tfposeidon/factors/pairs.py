@@ -25,7 +25,7 @@ _WEIGHT_COLUMNS = 2
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Shape of factors as it is known before any step runs; the same on every rank.
+    """Static shape of factors; the same on every rank.
 
     Attributes:
       rows: Mean number of batch rows per rank and exchange, K: the samples of a batch, times the
@@ -211,10 +211,6 @@ class Rows(FactorPair):
     """Gradient of an M x N table as K of its rows; rows of equal index are summed.
 
     `left` holds the indices, `[K]` int32; `right` the values, `[K, N]`; `table` is M.
-
-    >>> rows = Rows(tf.constant([0, 2]), tf.constant([[1.0], [5.0]]), table=3)
-    >>> rows.own_product.numpy().tolist()
-    [1.0, 0.0, 5.0]
     """
 
     table: int = 0

@@ -42,11 +42,7 @@ Found = dict[str, Any]
 def factors_of(
     gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
 ) -> FactorPair:
-    """Finds a gradient's factors: the stacked products, and the sum of all other terms in `dtype`.
-
-    `replicated` are variables with the same values on all ranks. Raises `NoFactorsError` if there
-    are no factors, or none that are certain.
-    """
+    """Finds a gradient's factors and the sum of its other terms, or raises `NoFactorsError`."""
     if not isinstance(gradient, tf.Tensor) or not hasattr(gradient, "graph"):
         raise NoFactorsError("it is not a tensor of a graph")
     products, local_terms = _terms(gradient)
@@ -71,7 +67,7 @@ def factors_of(
 
 
 def _of_width(product: FactorPair, shape: Sequence[int]) -> FactorPair:
-    """Sets widths that only the step knows, as with tensordot, and checks them in the step."""
+    """Sets widths that are unknown in the trace, as with tensordot; the step checks them."""
     if len(shape) != 2 or None not in (product.left.shape[1], product.right.shape[1]):
         return product
     pairs = zip(product.tensors, shape, strict=True)
@@ -316,7 +312,7 @@ def _described(description: Description, found: Sequence[Found]) -> Description:
 
 def _taken(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     """Reads factors of the agreed shape, or converts the matrix to such factors."""
-    # A later trace of the step may not show the same factors, and other ranks cannot know that. The
+    # A later trace of the step may contain no such factors, unlike that of the other ranks. The
     # product of the matrix with the unit matrix then replaces them.
     agreed = shape_of(description)
     assert agreed is not None

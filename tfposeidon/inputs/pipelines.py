@@ -84,11 +84,7 @@ def op_names(graph: Any) -> set[str]:
 
 
 def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may differ between runs.
-
-    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
-    generators of Keras's random layers do.
-    """
+    """Returns the ops whose results may differ between runs."""
     return set(filter(_draws, names))
 
 
@@ -125,6 +121,8 @@ def serialized(dataset: tf.data.Dataset) -> Any:
 
 
 def _draws(name: str) -> bool:
+    # Such ops are stateful and have a seed or a generator, read a clock, or change a variable.
+    # Generators of Keras's random layers change one.
     op = op_def_registry.get(name)
     if name in _UNSEEDED or op is None or not op.is_stateful:
         return name in _UNSEEDED
@@ -152,7 +150,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     if any(cache._filename.numpy() for cache in caches):
         raise _refusal(
             f"a cache in a file before {_step_kind(steps[position])}, which all ranks would write",
-            "Put the cache behind that step.",
+            "Put the cache after that step.",
         )
     share = steps[position].shard(size, rank)
     for step in steps[position + 1 :]:
@@ -161,10 +159,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
 
 
 def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the steps of a dataset in order.
-
-    The first one is a source, or a step with several inputs.
-    """
+    """Returns the steps of a dataset, from a source or a step with several inputs to the last."""
     steps = [_unwrapped(dataset)]
     while len(inputs := steps[0]._inputs()) == 1:
         steps.insert(0, _unwrapped(inputs[0]))
@@ -189,15 +184,15 @@ def groups(step: tf.data.Dataset) -> bool:
 
 
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
-    """Returns the index of the step behind which the slice is exact."""
+    """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
     # Other steps than those of `_OPS` depend on positions or numbers of all elements, and must
     # precede the slice.
     whole = [index for index, step in enumerate(steps) if index and _step_kind(step) not in _OPS]
     start = whole[-1] if whole else 0
     if start >= end:
-        behind = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
-        raise _refusal(_step_kind(steps[start]) + behind)
+        depends = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
+        raise _refusal(_step_kind(steps[start]) + depends)
     if is_share(steps[-1]):
         raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
     balanced = _balanced(steps, start, end, size)
@@ -205,7 +200,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         if _has_at_least(steps[position], size):
             return position
     if any(_step_kind(step) in _SELECTING for step in steps[end:]):
-        # Behind that step, a `shard` would select from another order on each rank.
+        # After that step, a `shard` would select from another order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {_step_kind(steps[end])}",
             "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("

@@ -35,10 +35,7 @@ from tfposeidon.state.placement import Placement, StateDescription
 
 
 class _ShardState(NamedTuple):
-    """Optimizer state of one shard: `name` as the optimizer requested it, such as "momentum".
-
-    `variable` has the shard's length, and `member` is the index of the shard's variable.
-    """
+    """Optimizer state of one shard: its name, such as "momentum", and the variable's index."""
 
     name: str
     variable: keras.Variable
@@ -50,12 +47,10 @@ class _ShardState(NamedTuple):
 
 
 class Shard(keras.Variable):
-    """A part of a variable, with the variable's name.
-
-    Optimizers derive the names of their state, and exclusions from weight decay, from it.
-    """
+    """A part of a variable, with the variable's name."""
 
     def __init__(self, whole: Any, length: int) -> None:
+        # Optimizers derive the names of their state, and exclusions from weight decay, from it.
         # Keras sanitizes the names of TensorFlow variables in this way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
@@ -227,11 +222,7 @@ class Shards:
                 self.targets[member].assign(flat[begin:end])
 
     def _gather_variables(self, constrained: set[int], counts: tf.Tensor | None = None) -> None:
-        """Assigns the gathered values of all parts to the variables.
-
-        Constraints apply to the variables in `constrained`, unless `counts` (a bool scalar) is
-        False because this step's update was dropped.
-        """
+        """Assigns the gathered values to the variables; `counts` is False for a dropped update."""
         for index, bucket, scheme in self._buckets:
             whole = self._gather_bucket(index, bucket, scheme)
             for member, value in zip(bucket.members, whole, strict=True):
@@ -251,7 +242,7 @@ class Shards:
         vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
         whole = scheme.gather(vector, bucket.length, wire, name)
-        # The method of the base class, because that of `OwnParts` unpacks parts.
+        # The method of `OwnParts` unpacks only this rank's parts.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:

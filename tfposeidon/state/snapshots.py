@@ -261,11 +261,7 @@ def _sync(folder: Path) -> None:
 
 
 def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns the arrays of a list by name, which is `prefix` and the index.
-
-    >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
-    ['own0', 'own1']
-    """
+    """Returns the arrays of a list by name, which is `prefix` and the index."""
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
