@@ -64,7 +64,8 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
     finally:
         # Has an effect only if training ended with an error.
-        worker.stop_calling()
+        if worker.link is not None:
+            worker.link.stop_calling()
 
 
 class _Worker(keras.callbacks.Callback):
@@ -73,7 +74,7 @@ class _Worker(keras.callbacks.Callback):
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
         self._arguments = arguments
-        self._link: Any = None
+        self.link: Any = None
         self._has_trained = False
 
     @override
@@ -81,7 +82,7 @@ class _Worker(keras.callbacks.Callback):
         self._optimizers, epoch = job.begin_fit(self._arguments)
         if epoch is not None:
             session.of(self.model).resume_at(epoch, 0)
-        self._link = job.start_worker(self._optimizers)
+        self.link = job.start_worker(self._optimizers)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -100,24 +101,18 @@ class _Worker(keras.callbacks.Callback):
             if is_last:
                 optimizer.exchange_last()
             optimizer.send_state()
-        self._link.end_epoch(self._has_trained)
+        self.link.end_epoch(self._has_trained)
         # Needed after an epoch without a batch.
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        if self._link.stops:
+        if self.link.stops:
             self.model.stop_training = True
 
     def end(self) -> None:
         """Waits for the other workers, and takes the final global weights."""
-        job.end_worker(self._link, self._optimizers)
-        self._link = None
+        job.end_worker(self.link, self._optimizers)
         session.of(self.model).begin_where_asked()
-
-    def stop_calling(self) -> None:
-        """Stops calling the server, unless `end` has completed."""
-        if self._link is not None:
-            self._link.stop_calling()
 
 
 # ------------------------------------------------------------------ server
