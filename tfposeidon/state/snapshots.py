@@ -228,14 +228,19 @@ class Snapshots:
 
 
 def _write_files(
-    folder: Path, rank: int, meta: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]
+    folder: Path, rank: int, meta: dict[str, Any], shared: Arrays, own: Arrays
 ) -> None:
-    _write(folder / f"rank-{rank}.npz", lambda stream: np.savez(stream, **own))
+    save_arrays(folder / f"rank-{rank}.npz", own)
     if rank == 0:
-        _write(folder / "model.npz", lambda stream: np.savez(stream, **shared))
+        save_arrays(folder / "model.npz", shared)
         _write(folder / "meta.json", lambda stream: stream.write(json.dumps(meta).encode()))
     # On every rank: each has created directory entries, possibly on a file system of another host.
     _sync(folder)
+
+
+def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes arrays and syncs them to disk."""
+    _write(path, lambda stream: np.savez(stream, **arrays))
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
