@@ -131,9 +131,8 @@ def another_seed(state: Any, number: int) -> np.ndarray:
 
 def placement_outside_variables(layer: Any) -> Placement:
     """Returns the placement of a layer's tables, lists and files."""
-    rules = [_registered[known] for known in type(layer).__mro__ if known in _registered]
-    is_local = bool(rules) and rules[0] == Placement.LOCAL
-    return Placement.LOCAL if is_local else Placement.REPLICATED
+    rule = next((_registered[cls] for cls in type(layer).__mro__ if cls in _registered), None)
+    return Placement.LOCAL if rule == Placement.LOCAL else Placement.REPLICATED
 
 
 def _checked(placement: Any) -> Placement:
