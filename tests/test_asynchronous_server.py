@@ -107,7 +107,7 @@ def test_callbacks_that_act_are_not_refused(callback):
 
 
 def test_what_is_left_without_a_snapshot_is_said():
-    fate = fit.fate_without_snapshot
+    fate = fit.outcome_without_snapshot
     assert fate([]).startswith("the global weights are lost")
     kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
     assert "only the global weights that ModelCheckpoint saved at the end of an epoch" in kept

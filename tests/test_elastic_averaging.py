@@ -14,10 +14,10 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import GroupWire
 from tfposeidon.elastic_averaging.calls import (
     Call,
-    ServedSlots,
-    Slots,
-    give_slots,
+    OptimizerState,
+    ServedState,
     make_call,
+    send_state,
     sum_of_both,
     wait_for_call,
 )
@@ -119,12 +119,12 @@ def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
 
 
 def test_the_server_has_a_mean_of_the_newest_slots():
-    served = ServedSlots(Slots(tf.constant([9.0]), 4))
+    served = ServedState(OptimizerState(tf.constant([9.0]), 4))
     assert served.now.steps == 4
     given = [(1, 2.0, 10, 2, 10), (2, 4.0, 20, 3, 15), (1, 7.0, 30, 7, 30), (2, 5.0, 40, 6, 35)]
     for worker, value, steps, mean, mean_steps in given:
         pair = _PairOfOne()
-        give_slots(pair, Slots(tf.constant([value]), steps))
+        send_state(pair, OptimizerState(tf.constant([value]), steps))
         served.take(pair, worker)
         assert (served.now.values.numpy().tolist(), served.now.steps) == ([mean], mean_steps)
 

@@ -64,10 +64,8 @@ def top_k(
     ([-3.0, 2.0], [1, 2])
     """
     x = _floating("x", x)
-    options = _options(x, method, steps)
-    values, indices = library().tfposeidon_top_k(
-        x=tf.cast(x, tf.float32), k=_scalar(k), seed=_scalar(seed), **options
-    )
+    options = _options(x, k, seed, method, steps)
+    values, indices = library().tfposeidon_top_k(x=tf.cast(x, tf.float32), **options)
     # float64 values are gathered from `x`, because the compared values were rounded to float32.
     return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
 
@@ -113,12 +111,11 @@ def error_feedback_top_k(
     >>> values.numpy().tolist(), indices.numpy().tolist(), residual.numpy().tolist()
     ([3.0], [1], [1.0, 0.0, 0.25])
     """
-    options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
+    gradient = _float32("gradient", gradient)
+    options = _options(gradient, k, seed, method, steps) | {"wire": wire_dtype or "float32"}
     return library().tfposeidon_error_feedback_top_k(
         residual=_float32("residual", residual),
         gradient=gradient,
-        k=_scalar(k),
-        seed=_scalar(seed),
         **options,
     )
 
@@ -169,13 +166,12 @@ def momentum_correction_top_k(
     >>> values.numpy().tolist(), residual.numpy().tolist(), velocity.numpy().tolist()
     ([4.0], [2.0, 0.0], [2.0, 0.0])
     """
-    options = _options(_float32("gradient", gradient), method, steps, wire=wire_dtype or "float32")
+    gradient = _float32("gradient", gradient)
+    options = _options(gradient, k, seed, method, steps) | {"wire": wire_dtype or "float32"}
     return library().tfposeidon_momentum_correction_top_k(
         residual=_float32("residual", residual),
         gradient=gradient,
         velocity=_float32("velocity", velocity),
-        k=_scalar(k),
-        seed=_scalar(seed),
         momentum=momentum,
         **options,
     )
@@ -214,9 +210,9 @@ def scatter_add(
     if indices.dtype not in (tf.int32, tf.int64):
         raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
     # By default there is one segment. Its length is dynamic, because the static one may be unknown.
-    whole = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
+    counts = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
     return library().tfposeidon_scatter_add(
-        values=values, indices=indices, counts=whole, size=_scalar(size)
+        values=values, indices=indices, counts=counts, size=_scalar(size)
     )
 
 
@@ -291,17 +287,17 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
     return library().tfposeidon_l2_norms(tensors=[tf.cast(tensor, tf.float32) for tensor in given])
 
 
-def _options(x: tf.Tensor, method: str, steps: int, **more: Any) -> dict[str, Any]:
+def _options(x: tf.Tensor, k: Any, seed: Any, method: str, steps: int) -> dict[str, Any]:
     check_method(method)
     check_integer("steps", steps, 0)
-    # The dtype of an output is fixed when the op is traced, so it depends only on the static
-    # length.
+    # An output's dtype is fixed when the op is traced, so it depends only on the static length.
     length = x.shape.num_elements() if x.shape.is_fully_defined() else 0
     return {
+        "k": _scalar(k),
+        "seed": _scalar(seed),
         "method": method,
         "steps": steps,
         "index_type": tf.int64 if length > INT32_LENGTH else tf.int32,
-        **more,
     }
 
 

@@ -14,11 +14,11 @@ from tfposeidon.state.snapshots import Snapshots
 
 WRITER = """
 import sys, numpy as np
-from tests.state.test_snapshots import WIRE, Snapshots
+from tests.state.test_snapshots import WIRE, Snapshots, write
 files = Snapshots(sys.argv[1], WIRE)
 for step in range(int(sys.argv[2]), 10**6):
     print(step, flush=True)
-    files.write({"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
+    write(files, {"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
 """
 
 

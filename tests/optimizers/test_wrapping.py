@@ -57,7 +57,7 @@ def test_another_optimizer_goes_on_with_slots_and_steps(name):
         _step(first, weights, seed)
     for weight, copy in zip(weights, copies, strict=True):
         copy.assign(weight)
-    job.assign_slots(other, job.slots_of(first))
+    job.assign_state(other, job.state_of(first))
     for seed in range(5, 8):
         _step(first, weights, seed)
         _step(other, copies, seed)

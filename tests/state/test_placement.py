@@ -21,10 +21,10 @@ from tfposeidon.state import snapshots
 from tfposeidon.state.placement import (
     Placement,
     another_seed,
+    entries_of_layers,
     is_seed,
     placement_outside_variables,
     seeds_of_layers,
-    state_of_layers,
 )
 
 L = keras.layers
@@ -128,34 +128,38 @@ def _recurrent(optimizer, dropout=0.0):
     return model
 
 
+def _state(model, *placements):
+    return [one.value for one in entries_of_layers(model) if one.placement in placements]
+
+
 def _names(variables):
     return {v.path.split("/", 1)[-1] for v in variables}
 
 
 def test_placements_by_what_state_is():
     model = _model()
-    names = {one: _names(state_of_layers(model, one)) for one in Placement}
+    names = {one: _names(_state(model, one)) for one in Placement}
     book = model.get_layer("book")
     assert names[Placement.REPLICATED] == _names([*model.get_layer("frozen").variables, book.steps])
     normalization = model.layers[2]
     statistics = [normalization.moving_mean, normalization.moving_variance]
     assert names[Placement.AVERAGED] == _names([*statistics, book.book, book.masks])
     assert names[Placement.LOCAL] == _names(seeds_of_layers(model))
-    everything = sum(len(state_of_layers(model, one)) for one in Placement)
+    everything = sum(len(_state(model, one)) for one in Placement)
     assert everything == len(model.non_trainable_variables)
     normalization.trainable = False
-    assert _names(statistics) <= _names(state_of_layers(model, Placement.REPLICATED))
+    assert _names(statistics) <= _names(_state(model, Placement.REPLICATED))
 
 
 def test_what_is_registered_counts_and_the_rest_is_by_default():
     model = _model(OwnBook)
     book = model.get_layer("book")
-    assert _names([book.book]) <= _names(state_of_layers(model, Placement.LOCAL))
-    assert _names([book.masks]) <= _names(state_of_layers(model, Placement.AVERAGED))
+    assert _names([book.book]) <= _names(_state(model, Placement.LOCAL))
+    assert _names([book.masks]) <= _names(_state(model, Placement.AVERAGED))
     # The nearest class counts.
     own = OwnStatistics()
     model = keras.Sequential([keras.Input((4,)), own])
-    assert _names([own.moving_mean]) <= _names(state_of_layers(model, Placement.LOCAL))
+    assert _names([own.moving_mean]) <= _names(_state(model, Placement.LOCAL))
     assert placement_outside_variables(OwnScale()) == Placement.LOCAL
 
 
@@ -173,13 +177,13 @@ def test_a_variable_that_an_inner_layer_shares_has_the_placement_of_the_outer_on
     tp.state.register(Memory, "partial")
     model = keras.Sequential([Memory()])
     model.layers[0].build((None, 2))
-    assert state_of_layers(model, Placement.PARTIAL) == [model.layers[0].counts]
+    assert _state(model, Placement.PARTIAL) == [model.layers[0].counts]
 
 
 def test_states_of_sequences_are_local():
     model = _recurrent("sgd")
-    assert sum("rnn_state" in v.path for v in state_of_layers(model, Placement.LOCAL)) == 4
-    assert not state_of_layers(model, Placement.AVERAGED, Placement.REPLICATED)
+    assert sum("rnn_state" in v.path for v in _state(model, Placement.LOCAL)) == 4
+    assert not _state(model, Placement.AVERAGED, Placement.REPLICATED)
 
 
 def test_bad_input():
@@ -234,7 +238,7 @@ def test_fit_leaves_equal_what_is_not_local(wire, make):
         verbose=0,
         callbacks=[*callbacks, keras.callbacks.LambdaCallback(on_train_batch_end=look)],
     )
-    equal = [*model.trainable_variables, *state_of_layers(model, "replicated", "averaged")]
+    equal = [*model.trainable_variables, *_state(model, "replicated", "averaged")]
     same_on_all_ranks([v.numpy() for v in equal], wire)
     seeds = [v.numpy().tolist() for v in seeds_of_layers(model)]
     assert len({str(one) for one in exchange_objects(seeds, wire, "seeds")}) == 2
@@ -253,7 +257,7 @@ def test_recurrent_states_are_resumed(wire):
     def go(epochs, *callbacks):
         model = _recurrent(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
         model.fit(*data, epochs=epochs, callbacks=list(callbacks), **options)
-        return [v.numpy() for v in (*model.variables, *state_of_layers(model, "local"))]
+        return [v.numpy() for v in (*model.variables, *_state(model, "local"))]
 
     whole = go(2, keras_callbacks.BroadcastVariables())
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]
@@ -283,7 +287,7 @@ def test_a_rank_that_the_saved_job_did_not_have(wire, monkeypatch):
         model = _recurrent(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), dropout=0.5)
         note = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda *_, m=model: found.append(
-                [(is_seed(v), v.numpy().tolist()) for v in state_of_layers(m, "local")]
+                [(is_seed(v), v.numpy().tolist()) for v in _state(m, "local")]
             )
         )
         callbacks = [keras_callbacks.Checkpoint(folder), note]

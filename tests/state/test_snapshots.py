@@ -18,6 +18,11 @@ from tfposeidon.state.snapshots import SnapshotError, Snapshots
 WIRE = HorovodWire(Topology(0, ((0,),)), {})
 
 
+def write(files, meta, shared, own):
+    files.start(meta, shared, own)
+    files.finish()
+
+
 def test_no_snapshots_is_a_fresh_start(tmp_path):
     assert Snapshots(tmp_path / "none", WIRE).read_latest() is None
 
@@ -25,14 +30,14 @@ def test_no_snapshots_is_a_fresh_start(tmp_path):
 def test_older_ones_are_deleted_whatever_their_step(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for step in (1, 2, 3, 3):
-        files.write({}, {"a": np.array([step])}, {})
+        write(files, {}, {"a": np.array([step])}, {})
     assert sorted(os.listdir(tmp_path)) == ["snapshot-000003", "snapshot-000004"]
 
 
 def test_only_snapshots_are_deleted(tmp_path):
     """Copies and archives of a user stay; what a killed job left goes before more is written."""
     files = Snapshots(tmp_path, WIRE, keep=1)
-    files.write({}, {}, {})
+    write(files, {}, {}, {})
     shutil.copytree(tmp_path / "snapshot-000001", tmp_path / "snapshot-000001-best")
     (tmp_path / "snapshot-000001.tar").touch()
     (tmp_path / ".snapshot-000002-abcd.part").mkdir()
@@ -49,16 +54,16 @@ def test_only_snapshots_are_deleted(tmp_path):
 def test_damaged_snapshots_do_not_count_as_kept(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for _ in range(2):
-        files.write({}, {}, {})
+        write(files, {}, {}, {})
     (tmp_path / "snapshot-000002" / "model.npz").write_bytes(b"")
     files = Snapshots(tmp_path, WIRE, keep=2)
     files.read_latest()
-    files.write({}, {}, {})
+    write(files, {}, {}, {})
     assert (tmp_path / "snapshot-000001").exists()
 
 
 def test_only_damaged_snapshots_is_an_error(tmp_path):
-    Snapshots(tmp_path, WIRE).write({}, {"a": np.arange(1000)}, {})
+    write(Snapshots(tmp_path, WIRE), {}, {"a": np.arange(1000)}, {})
     path = tmp_path / "snapshot-000001" / "model.npz"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
@@ -70,7 +75,7 @@ def test_only_damaged_snapshots_is_an_error(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"could not be written .*no complete snapshot exists"):
-        Snapshots(tmp_path / "file" / "folder", WIRE).write({}, {}, {})
+        write(Snapshots(tmp_path / "file" / "folder", WIRE), {}, {}, {})
 
 
 @pytest.mark.slow

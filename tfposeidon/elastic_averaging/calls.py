@@ -1,13 +1,13 @@
-"""Calls of workers to the server, for which the server always waits, and optimizer state in them.
+"""Calls of workers to the server, and the transfer of weights and optimizer state after a call.
 
 A worker and the server are a pair with its own communicator. A call is an all-reduce of one number,
-which identifies the next operation. So workers call at any time, and the server reads the global
-weights only after a call. To that number the server adds a stop flag, as it was when it began to
-wait. A `Worker` calls for exchanges, and a background thread calls while steps are slow.
+which identifies the next operation. The server always waits for calls, and reads the global weights
+only after a call, so a worker can call at any time. The server adds a stop flag to the number, with
+the flag's value at the time when it began to wait.
 
-Collectives here run eagerly. Horovod matches them by their order, which is the order of a worker's
-calls: a worker calls sequentially, and the server has one thread per worker. They use none of
-TensorFlow's threads, of which there may be only one, for the steps.
+Collectives run eagerly here. Horovod matches them by their order: a worker calls sequentially, and
+the server has one thread per worker. They use none of TensorFlow's threads, because the steps may
+have only one.
 """
 
 from __future__ import annotations
@@ -21,53 +21,51 @@ import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
 
+# Multiplier that packs a call and the index of a center into one integer.
 _KINDS = 16
-"""Multiplier that packs a call and the index of a center into one integer."""
+# Stop flag that the server adds to a call; larger than any call.
 _STOP = 2**32
-"""Stop flag that the server adds to a call; larger than any call."""
-
-LONGEST_SILENCE_S = 15.0
-"""Longest time in seconds between calls, unless the stall limit requires a shorter one."""
-ASKS_EVERY_S = 0.2
-"""Seconds between questions to the server whether it releases the worker."""
+# Longest time between calls, unless the stall limit requires a shorter one.
+_MAX_SILENCE_S = 15.0
+# Time between queries of a worker that waits for its release.
+_QUERY_INTERVAL_S = 0.2
 
 
 class Call(enum.IntEnum):
-    """Kinds of calls."""
+    """Kinds of calls. No data follow unless a comment describes them."""
 
+    # Prevents Horovod from reporting a stall while a worker is slow.
     ALIVE = 1
-    """Keeps Horovod from reporting the server as stalled while a worker is slow. No data follow."""
+    # An exchange with a center follows, to which both sides contribute.
     SWAP = 2
-    """An exchange with a center follows, to which both sides contribute."""
     EPOCH = 3
-    """The worker has ended an epoch. No data follow."""
     ENDED = 4
-    """The worker has finished training. No data follow."""
+    # An answer follows: 1 if the server releases the worker, else 0.
     ASK = 5
-    """An answer follows: 1 if the server releases the worker, else 0."""
+    # The worker's last call.
     LEAVE = 6
-    """The worker's last call."""
+    # End of an epoch without a batch.
     EMPTY_EPOCH = 7
-    """The worker has ended an epoch without a batch. No data follow."""
+    # The worker's optimizer state follows.
     GIVE = 8
-    """The worker's optimizer state follows."""
+    # The global weights follow, and then the server's optimizer state.
     TAKE = 9
-    """The global weights follow, and then the server's optimizer state."""
 
 
 def make_call(wire: Wire, call: Call, center: int = 0) -> bool:
     """Calls the server about a center; returns whether the server asks workers to stop."""
-    return _sum(wire, call + _KINDS * center) >= _STOP
+    return sum_of_numbers(wire, call + _KINDS * center, "tp.call") >= _STOP
 
 
 def wait_for_call(wire: Wire, stops: bool) -> tuple[Call, int]:
     """Waits for the worker's next call; returns its kind and the index of its center."""
-    number = _sum(wire, _STOP * stops) % _STOP
+    number = sum_of_numbers(wire, _STOP * stops, "tp.call") % _STOP
     return Call(number % _KINDS), number // _KINDS
 
 
-def _sum(wire: Wire, number: int) -> int:
-    return int(sum_of_both(wire, tf.constant([number], tf.int64), "tp.call").numpy()[0])
+def sum_of_numbers(wire: Wire, number: int, name: str) -> int:
+    """Returns the sum of both sides' integers."""
+    return int(sum_of_both(wire, tf.constant([number], tf.int64), name).numpy()[0])
 
 
 def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
@@ -75,81 +73,77 @@ def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
     return wire.all_reduce(mine, wire.topology.world, name)
 
 
-def give(wire: Wire, vector: tf.Tensor, name: str) -> None:
+def send(wire: Wire, vector: tf.Tensor, name: str) -> None:
     """Sends a vector, `[n]`, to the other side of a pair, which calls `receive`."""
     wire.all_gather(vector, wire.topology.world, name)
 
 
 def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
-    """Returns the vector that the other side of a pair sends with `give`."""
+    """Returns the vector that the other side of a pair sends with `send`."""
     return wire.all_gather(tf.zeros([0], dtype), wire.topology.world, name)
 
 
-class Slots(NamedTuple):
+class OptimizerState(NamedTuple):
     """Optimizer state as a float32 vector, with its number of steps, as bias correction uses it."""
 
     values: tf.Tensor
     steps: int
 
 
-def give_slots(wire: Wire, slots: Slots) -> None:
-    """Sends optimizer state to the other side of a pair, which calls `receive_slots`."""
-    give(wire, slots.values, "tp.slots")
-    give(wire, tf.constant([slots.steps], tf.int64), "tp.steps")
+def send_state(wire: Wire, state: OptimizerState) -> None:
+    """Sends optimizer state to the other side of a pair, which calls `receive_state`."""
+    send(wire, state.values, "tp.slots")
+    send(wire, tf.constant([state.steps], tf.int64), "tp.steps")
 
 
-def receive_slots(wire: Wire) -> Slots:
-    """Returns the optimizer state that the other side of a pair sends with `give_slots`."""
+def receive_state(wire: Wire) -> OptimizerState:
+    """Returns the optimizer state that the other side of a pair sends with `send_state`."""
     values = receive(wire, "tp.slots", tf.float32)
-    return Slots(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
+    return OptimizerState(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
 
 
-class ServedSlots:
+class ServedState:
     """Optimizer state on the server: a mean of the newest states that workers have sent.
 
-    Workers start with it in a resumed run, and after their weights were not finite. A second state
-    of the same worker starts a new mean, so that each worker counts once without a stored vector
-    per worker. So a fast worker's state may temporarily be the whole mean.
+    Workers start from it in a resumed run, and after their weights became non-finite. A second
+    state of the same worker starts a new mean: each worker counts once, and the server stores one
+    vector. The state of a fast worker may therefore be the whole mean for a while.
     """
 
-    def __init__(self, start: Slots) -> None:
+    def __init__(self, start: OptimizerState) -> None:
         self._start_steps = start.steps
         self._values = tf.Variable(start.values, trainable=False)
         self._steps: dict[int, int] = {}
         self._lock = threading.Lock()
 
     @property
-    def now(self) -> Slots:
+    def now(self) -> OptimizerState:
         """The mean of the states, and of their numbers of steps."""
         with self._lock:
             steps = list(self._steps.values()) or [self._start_steps]
-            return Slots(self._values.read_value(), sum(steps) // len(steps))
+            return OptimizerState(self._values.read_value(), sum(steps) // len(steps))
 
     def take(self, wire: Wire, worker: int) -> None:
         """Receives a worker's state after its call, and updates the mean."""
-        slots = receive_slots(wire)
+        state = receive_state(wire)
         with self._lock:
             if worker in self._steps:
                 self._steps.clear()
-            self._steps[worker] = slots.steps
-            # In place, since the state may be twice as large as the weights.
+            self._steps[worker] = state.steps
+            # In place, because the state may be twice as large as the weights.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._values.handle,
                 alpha=1.0 / len(self._steps),
-                delta=self._values - slots.values,
+                delta=self._values - state.values,
                 use_locking=True,
             )
-
-    def give(self, wire: Wire) -> None:
-        """Sends the state to a worker after its call."""
-        give_slots(wire, self.now)
 
 
 # ------------------------------------------------------------------ worker
 
 
 class Worker:
-    """Calls the server for exchanges, and in between, so that Horovod does not report a stall.
+    """Worker's side of a pair: exchanges, and calls in between that prevent a stall.
 
     Horovod ends a job in which a rank is late by `stall_limit_s` seconds; 0 disables the limit.
     """
@@ -157,8 +151,9 @@ class Worker:
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
         # Horovod checks at intervals of a quarter of the limit.
-        self._silence_s = min(LONGEST_SILENCE_S, stall_limit_s / 8 or LONGEST_SILENCE_S)
-        self._lock = threading.Lock()
+        self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 8 or _MAX_SILENCE_S)
+        # Held during a call and the data that follow it.
+        self._lock = threading.RLock()
         self._last_call_s = time.monotonic()
         self._quits = threading.Event()
         # True once the server has asked workers to stop.
@@ -185,14 +180,12 @@ class Worker:
                     return
 
     def _call(self, call: Call, center: int = 0) -> None:
-        self.stops = make_call(self._wire, call, center) or self.stops
-        self._last_call_s = time.monotonic()
+        with self._lock:
+            self.stops = make_call(self._wire, call, center) or self.stops
+            self._last_call_s = time.monotonic()
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
-        """Exchanges with a center; returns `values` minus the center, the same bits as the server.
-
-        `values` is a float32 vector, all finite.
-        """
+        """Exchanges finite float32 values with a center; returns their difference from it."""
         begin_s = time.perf_counter()
         with self._lock:
             self._call(Call.SWAP, center)
@@ -200,43 +193,39 @@ class Worker:
         self.waited_s += time.perf_counter() - begin_s
         return difference
 
-    def give_slots(self, center: int, slots: Slots) -> None:
+    def send_state(self, center: int, state: OptimizerState) -> None:
         """Sends this worker's optimizer state to the server."""
         with self._lock:
             self._call(Call.GIVE, center)
-            give_slots(self._wire, slots)
+            send_state(self._wire, state)
 
-    def take(self, center: int) -> tuple[tf.Tensor, Slots]:
+    def take(self, center: int) -> tuple[tf.Tensor, OptimizerState]:
         """Returns a center's values, a float32 vector, and the server's optimizer state."""
         with self._lock:
             self._call(Call.TAKE, center)
-            center_now = receive(self._wire, "tp.center", tf.float32)
-            return center_now, receive_slots(self._wire)
+            values = receive(self._wire, "tp.center", tf.float32)
+            return values, receive_state(self._wire)
 
     def end_epoch(self, has_trained: bool) -> None:
         """Notifies the server of the end of an epoch, with or without a batch."""
-        with self._lock:
-            self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
+        self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
 
     def wait_for_others(self) -> None:
         """Notifies the server of the end of training, and waits until it releases this worker."""
-        with self._lock:
-            self._call(Call.ENDED)
-        while not self._ask():
-            time.sleep(ASKS_EVERY_S)
+        self._call(Call.ENDED)
+        while not self._is_released():
+            time.sleep(_QUERY_INTERVAL_S)
 
-    def _ask(self) -> bool:
+    def _is_released(self) -> bool:
         with self._lock:
             self._call(Call.ASK)
-            answer = sum_of_both(self._wire, tf.constant([0], tf.int64), "tp.answer")
-        return bool(answer.numpy()[0])
+            return bool(sum_of_numbers(self._wire, 0, "tp.answer"))
 
     def leave(self) -> None:
         """Calls the server for the last time."""
-        with self._lock:
-            self._quits.set()
-            self._call(Call.LEAVE)
+        self._quits.set()
+        self._call(Call.LEAVE)
 
-    def fall_silent(self) -> None:
-        """Stops calling, as after an error: Horovod ends the job unless another rank does."""
+    def stop_calling(self) -> None:
+        """Stops the background calls after an error, so that Horovod ends the job."""
         self._quits.set()

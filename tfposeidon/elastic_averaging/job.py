@@ -1,15 +1,15 @@
 """Start and end of asynchronous training, collective over all ranks.
 
-`fit` and `ElasticAveraging.run` use these functions in turn: `begin_fit` or `begin_loop`, which
-make the server's values the start of all ranks, `start_worker` or `start_server`, then
-`end_worker` or `let_workers_go`. If the job ends early, `saved_at_failure` saves the global weights
-first.
+`fit` and `ElasticAveraging.run` call these functions in turn: `begin_fit` or `begin_loop`, which
+copy the server's values to all ranks, `start_worker` or `start_server`, then `end_worker` or
+`release_workers`. If the job ends early, `saved_at_failure` saves the global weights first. All
+ranks raise an error if their optimizers or other settings differ.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import logging
 import signal
 import threading
@@ -22,7 +22,7 @@ from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
 from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.elastic_averaging.calls import ServedSlots, Slots, Worker
+from tfposeidon.elastic_averaging.calls import OptimizerState, ServedState, Worker
 from tfposeidon.elastic_averaging.server import ServedCenter, Server
 from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapper import rates, slots, step_counter
@@ -31,10 +31,6 @@ from tfposeidon.text import readable_size
 from tfposeidon.training import entries, layer_state, session
 
 log = logging.getLogger("tfposeidon")
-
-
-_EQUAL = ("epochs", "initial_epoch")
-"""Arguments of `fit` that must be equal on all ranks."""
 
 
 def check_roles() -> None:
@@ -66,40 +62,35 @@ def is_server() -> bool:
     return runtime.server_rank() == runtime.rank()
 
 
+def _server_rank() -> int:
+    rank = runtime.server_rank()
+    assert rank is not None
+    return rank
+
+
 # ------------------------------------------------------------------ start
 
 
 def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
-    """Starts all ranks with the server's weights; returns optimizers and the resumed epoch.
-
-    Collective. The epoch is `None` for a new run. It raises on all ranks if optimizers or epochs
-    differ.
-    """
+    """Copies the server's state to all ranks; returns optimizers and the resumed epoch, if any."""
     model = arguments["self"]
     optimizers = _optimizers(model)
-    equal = {name: arguments[name] for name in _EQUAL}
-    own = {"equal": equal, "resumed": session.of(model).resumed_epoch}
-    everybody = _begin(optimizers, own)
+    equal = {name: arguments[name] for name in ("epochs", "initial_epoch")}
+    settings = _begin(optimizers, [equal, session.of(model).resumed_epoch])
     require_equal(
-        [given["equal"] for given in everybody],
+        [epochs for epochs, _ in settings],
         "All ranks must train for the same epochs",
         "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
         at_first_entry(),
     )
     _share_rest(model, optimizers)
-    server = runtime.server_rank()
-    assert server is not None
-    resumed = everybody[server]["resumed"]
-    return optimizers, None if resumed is None else int(resumed)
+    return optimizers, settings[_server_rank()][1]
 
 
 def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
-    """Starts a custom loop on all ranks with the server's state; collective.
-
-    It raises on all ranks if optimizers or the numbers of models differ.
-    """
+    """Copies the server's state to all ranks, for a custom loop."""
     require_equal(
-        [given["models"] for given in _begin(optimizers, {"models": len(models)})],
+        _begin(optimizers, len(models)),
         "All ranks must train the same number of models",
         "Pass the same models=[...] to run on the server and on all workers.",
     )
@@ -107,11 +98,8 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
         _share_rest(model, optimizers)
 
 
-def _begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Starts all ranks with the server's weights and optimizer state; returns all `settings`.
-
-    Collective. Optimizers must be built; it raises on all ranks if they or their variables differ.
-    """
+def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
+    """Copies the server's weights and optimizer state to all ranks; returns all `settings`."""
     for optimizer in optimizers:
         optimizer.check_detached()
     own = [
@@ -120,27 +108,19 @@ def _begin(optimizers: Sequence[Any], settings: dict[str, Any]) -> list[dict[str
     ]
     everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
     require_equal(
-        [optimizers_there for optimizers_there, _ in everybody],
+        [described for described, _ in everybody],
         "Optimizers must be the same on all ranks",
         "Build the same model with the same arguments on the server and on all workers.",
     )
-    server = runtime.server_rank()
-    assert server is not None
     for optimizer in optimizers:
         inner = optimizer.inner_optimizer
-        variables = [*optimizer.exchanged_variables, *handed_over(inner), step_counter(inner)]
-        replicas.broadcast(variables, runtime.wire(), server)
+        variables = [*optimizer.exchanged_variables, *sent_variables(inner), step_counter(inner)]
+        replicas.broadcast(variables, runtime.wire(), _server_rank())
     return [given for _, given in everybody]
 
 
 def _share_rest(model: Any, optimizers: list[Any]) -> None:
-    """Sends workers the server's state of the model that is not exchanged; collective.
-
-    This state includes frozen weights, counters, and state outside of variables. Seeds become
-    different on each rank.
-    """
-    server = runtime.server_rank()
-    assert server is not None
+    """Copies other state, such as frozen weights; each rank receives a different seed."""
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
             "ElasticAveraging does not support partial variables: its ranks train "
@@ -149,12 +129,12 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
         )
     left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
     local = entries.variables_of(model, Placement.LOCAL)
-    left_out |= {id(variable) for variable in local if not is_seed(variable)}
+    left_out |= {id(v) for v in local if not is_seed(v)}
     # Keras leaves seeds out of `weights`.
     weights = [*model.weights, *seeds_of_layers(model)]
-    rest = [variable for variable in weights if id(variable) not in left_out]
-    replicas.broadcast(rest, runtime.wire(), server)
-    layer_state.broadcast(model, runtime.wire(), server)
+    rest = [v for v in weights if id(v) not in left_out]
+    replicas.broadcast(rest, runtime.wire(), _server_rank())
+    layer_state.broadcast(model, runtime.wire(), _server_rank())
 
 
 def _optimizers(model: Any) -> list[Any]:
@@ -178,7 +158,7 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts exchanges with the server, after `begin`."""
+    """Starts exchanges with the server."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     worker.start()
     for number, optimizer in enumerate(optimizers):
@@ -187,45 +167,29 @@ def start_worker(optimizers: Sequence[Any]) -> Worker:
 
 
 def start_server(optimizers: Sequence[Any]) -> Server:
-    """Starts to serve the workers, after `begin`, from the current values of the variables."""
-    workers = runtime.workers().ranks
-    wires = {rank: runtime.pair_wire(rank) for rank in workers}
-    for optimizer in optimizers:
-        _check_finite(optimizer.exchanged_variables)
-    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    of_start = [ServedSlots(slots_of(o.inner_optimizer)) for o in optimizers]
-    server = Server(wires, centers, of_start, runtime.stall_limit_s())
-    server.start()
-    return server
-
-
-def _check_finite(variables: Sequence[Any]) -> None:
-    for variable in variables:
+    """Starts the server with the current values of the variables."""
+    for variable in itertools.chain(*(o.exchanged_variables for o in optimizers)):
         if not bool(tf.reduce_all(tf.math.is_finite(variable))):
             raise ValueError(
                 "State that workers exchange with the global weights must start with finite "
                 f"values. Received: {variable.path}, which does not. Store such state of layers "
                 "in Python, or as integers."
             )
+    wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
+    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    states = [ServedState(state_of(o.inner_optimizer)) for o in optimizers]
+    server = Server(wires, centers, states, runtime.stall_limit_s())
+    server.start()
+    return server
 
 
 # ------------------------------------------------------------------ end
 
 
-def end_epoch(worker: Worker, optimizers: Sequence[Any], has_trained: bool, is_last: bool) -> None:
-    """Sends a worker's optimizer state to the server, and notifies it of the end of an epoch."""
-    # Must precede the notification: the server evaluates and saves after it.
-    for optimizer in optimizers:
-        if is_last:
-            optimizer.give_last()
-        optimizer.give_slots()
-    worker.end_epoch(has_trained)
-
-
 def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
-    """Exchanges remaining training, waits for other workers, and takes the final global weights."""
+    """Exchanges the last steps, waits for other workers, and takes the final global weights."""
     for optimizer in optimizers:
-        optimizer.give_last()
+        optimizer.exchange_last()
     worker.wait_for_others()
     for optimizer in optimizers:
         optimizer.take_all()
@@ -236,39 +200,35 @@ def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
 
 
 def run(
-    optimizers: Sequence[Any],
-    train: Callable[[], Any],
-    on_failure: Callable[[], Any] | None = None,
+    optimizers: Sequence[Any], train: Callable[[], Any], on_failure: Callable[[], Any] | None
 ) -> None:
-    """Runs `train` on workers while the server serves; collective, after `begin`.
-
-    On the server, `on_failure` saves the global weights if the job ends with an error; otherwise
-    all variables receive the final global weights.
-    """
+    """Runs `train` on workers and the server's loop on the server; see `ElasticAveraging.run`."""
     if is_server():
         server = start_server(optimizers)
-        show = functools.partial(show_centers, server, optimizers)
         without = "the global weights are lost, because run received no on_failure"
-        with saved_at_failure(server, show, [on_failure] if on_failure else [], without):
+        savers = [on_failure] if on_failure else []
+        with saved_at_failure(server, lambda: show_centers(server, optimizers), savers, without):
             for _ in server.epochs():
                 pass
-            show()
-            let_workers_go(server, optimizers)
+            show_centers(server, optimizers)
+            release_workers(server, optimizers)
         return
     worker = start_worker(optimizers)
     try:
         train()
         for optimizer in optimizers:
-            optimizer.give_slots()
+            optimizer.send_state()
     except BaseException:
-        worker.fall_silent()
+        worker.stop_calling()
         raise
     end_worker(worker, optimizers)
 
 
-def let_workers_go(server: Server, optimizers: Sequence[Any]) -> None:
+def release_workers(server: Server, optimizers: Sequence[Any]) -> None:
     """Sends the server's variables to all workers, after all of them have finished training."""
-    server.let_go([joined(optimizer.exchanged_variables) for optimizer in optimizers])
+    for center, optimizer in zip(server.centers, optimizers, strict=True):
+        center.values = joined(optimizer.exchanged_variables)
+    server.release()
     _end_together()
 
 
@@ -282,25 +242,25 @@ def _end_together() -> None:
 
 def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
     """Assigns global weights and the workers' optimizer state to the server's variables."""
-    for number, optimizer in enumerate(optimizers):
-        assign_parts(optimizer.exchanged_variables, server.center(number))
-        assign_slots(optimizer.inner_optimizer, server.slots(number))
+    for optimizer, center, state in zip(optimizers, server.centers, server.states, strict=True):
+        assign_parts(optimizer.exchanged_variables, center.values)
+        assign_state(optimizer.inner_optimizer, state.now)
 
 
-def handed_over(inner_optimizer: Any) -> list[Any]:
+def sent_variables(inner_optimizer: Any) -> list[Any]:
     """Returns the variables that workers send: state, and rates, which callbacks may set."""
     return [*slots(inner_optimizer), *rates(inner_optimizer)]
 
 
-def slots_of(inner_optimizer: Any) -> Slots:
+def state_of(inner_optimizer: Any) -> OptimizerState:
     """Returns the optimizer state in the form in which it is sent."""
     steps = int(step_counter(inner_optimizer).numpy())
-    return Slots(joined(handed_over(inner_optimizer)), steps)
+    return OptimizerState(joined(sent_variables(inner_optimizer)), steps)
 
 
-def assign_slots(inner_optimizer: Any, given: Slots) -> None:
-    """Assigns the state that `slots_of` returned for an equal optimizer."""
-    assign_parts(handed_over(inner_optimizer), given.values)
+def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
+    """Assigns the state that `state_of` returned for an equal optimizer."""
+    assign_parts(sent_variables(inner_optimizer), given.values)
     step_counter(inner_optimizer).assign(given.steps)
 
 
@@ -312,17 +272,15 @@ def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
 
 def notes_of_layout(bytes_per_step: float) -> list[str]:
     """Returns remarks on the server's location, and its traffic for one step of each worker."""
-    topology, server = runtime.wire().topology, runtime.server_rank()
-    assert server is not None
-    workers = runtime.workers()
-    beside = [r for r in workers.ranks if topology.same_node(server, r)]
-    where = f"shares its node with worker(s) {beside}" if beside else "is alone on its node"
-    away = workers.size - len(beside)
+    topology, server, workers = runtime.wire().topology, _server_rank(), runtime.workers()
+    local = [rank for rank in workers.ranks if topology.same_node(server, rank)]
+    where = f"shares its node with worker(s) {local}" if local else "is alone on its node"
+    remote_bytes = (workers.size - len(local)) * bytes_per_step
     return [
         f"server: rank {server}, which {where}; {workers.size} worker(s) on "
-        f"{sum(any(r != server for r in node) for node in topology.nodes)} node(s)",
-        f"the server transfers up to {readable_size(away * bytes_per_step)} across nodes for a "
-        "step of all workers, in each direction, one worker at a time",
+        f"{sum(any(rank != server for rank in node) for node in topology.nodes)} node(s)",
+        f"the server transfers up to {readable_size(remote_bytes)} across nodes for a step of all "
+        "workers, in each direction, one worker at a time",
     ]
 
 
@@ -339,12 +297,12 @@ def saved_at_failure(
 ) -> Iterator[None]:
     """Saves the global weights before an error, or a launcher, ends the server.
 
-    `show` assigns them to the server's variables, and `savers` save these. `without` is the log
-    message for jobs without savers.
+    `show` assigns them to the server's variables, and `savers` save these. The log contains
+    `without` if there are no savers.
     """
     # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
-    is_main = threading.current_thread() is threading.main_thread()
     # Python installs signal handlers in the main thread only.
+    is_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, _exit) if is_main else None
     try:
         yield
@@ -354,10 +312,14 @@ def saved_at_failure(
         if isinstance(error, _Terminated):
             failure.report_signal("SIGTERM")
         # If the script continues, workers must not train without a server.
-        server.fall_silent()
+        server.is_silent = True
         # A list, so that each saver runs, regardless of earlier failures.
         done = [_succeeds(save) for save in savers] if _succeeds(show) else []
-        log.warning("tfposeidon: the job ends; %s.", _fate(done, savers, without))
+        if any(done):
+            without = "the server has saved the global weights"
+        elif savers:
+            without = "the global weights could not be saved, for the reason above"
+        log.warning("tfposeidon: the job ends; %s.", without)
         raise
     finally:
         if is_main:
@@ -365,7 +327,7 @@ def saved_at_failure(
 
 
 def _exit(*_: Any) -> None:
-    # Interrupts the current operation of the main thread.
+    # Interrupts the main thread's current operation.
     raise _Terminated(128 + signal.SIGTERM)
 
 
@@ -374,17 +336,7 @@ def _succeeds(call: Callable[[], Any]) -> bool:
         call()
     except Exception:
         # The error that ends the job must be the last one in the log.
-        log.exception("tfposeidon: %s could not save the global weights.", _name(call))
+        name = getattr(call, "__qualname__", call)
+        log.exception("tfposeidon: %s could not save the global weights.", name)
         return False
     return True
-
-
-def _name(call: Callable[[], Any]) -> str:
-    owner = getattr(call, "__self__", None)
-    return str(getattr(call, "__name__", call)) if owner is None else type(owner).__name__
-
-
-def _fate(done: list[bool], savers: Sequence[Any], without: str) -> str:
-    if any(done):
-        return "the server has saved the global weights"
-    return "the global weights could not be saved, for the reason above" if savers else without

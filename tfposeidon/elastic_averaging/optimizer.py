@@ -1,7 +1,7 @@
 """`ElasticAveraging`: workers exchange weights with a server, each at its own pace.
 
 Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights, and once
-in several steps these and the server's global weights move toward each other.
+in `sync_every` steps these and the server's global weights move toward each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.packing import joined, parted
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging import fit, job
-from tfposeidon.elastic_averaging.calls import Slots, Worker
+from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import describe, with_merged_rows
@@ -32,8 +32,8 @@ from tfposeidon.text import readable_size
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
 
-BETA = 0.9
-"""Default of workers x alpha, by Zhang et al. 2015."""
+# Default of workers x alpha, by Zhang et al. 2015.
+_BETA = 0.9
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -108,11 +108,11 @@ class ElasticAveraging(CommunicatingOptimizer):
         )
         communicating.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
-        # Used for planning only: exchanges use a pair's communicator, when a worker calls.
+        # Used only for the plan: exchanges use a pair's communicator, when a worker calls.
         self._exchange = Step(self, policy, None, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
-        self._number = self._length = self._given_steps = 0
+        self._number = self._length = self._sent_steps = 0
         self._waited_s = 0.0
 
     # ------------------------------------------------------------------ state
@@ -131,7 +131,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # On the CPU, since branches and Python read it.
+        # On the CPU, because branches and Python read it.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
@@ -170,7 +170,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if self._alpha is not None:
             return self._alpha
         job.check_begun("`alpha`, which follows from the number of workers,")
-        return BETA / max(runtime.workers().size, 1)
+        return _BETA / max(runtime.workers().size, 1)
 
     @property
     def server_alpha(self) -> float:
@@ -184,18 +184,14 @@ class ElasticAveraging(CommunicatingOptimizer):
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
-        # Callbacks set rates; a resumed server has that of its snapshot, and sends it to workers.
+        # Callbacks set rates. A resumed server sends the rate of its snapshot to workers.
         inner = {
             name: value
             for name, value in settings(self.inner_optimizer, "inner optimizer").items()
             if not (name.endswith(".learning_rate") and isinstance(value, float))
         }
-        return {
-            "sync_every": self._every,
-            "alpha": self.alpha,
-            "server_alpha": self.server_alpha,
-            **inner,
-        }
+        own = {"sync_every": self._every, "alpha": self.alpha, "server_alpha": self.server_alpha}
+        return own | inner
 
     @property
     @override
@@ -207,7 +203,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             job has not started.
         """
         check_built(self)
-        # All exchanged variables, in the dtype of the exchange.
+        # Exchanges convert all variables to float32.
         described = [
             dataclasses.replace(describe(variable), dtype="float32")
             for variable in self.exchanged_variables
@@ -216,18 +212,19 @@ class ElasticAveraging(CommunicatingOptimizer):
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
-        given = job.handed_over(self.inner_optimizer)
-        slot_bytes = 4 * sum(math.prod(variable.shape) for variable in given)
+        sent = job.sent_variables(self.inner_optimizer)
+        state_bytes = 4 * sum(math.prod(variable.shape) for variable in sent)
         notes = [
             f"a worker and the server exchange weights once in {self._every} steps of the worker: "
             f"{readable_size(plan.cost.bytes / self._every)} per step in each direction; alpha "
             f"{self.alpha:g}, server alpha {self.server_alpha:g}",
             *job.notes_of_layout(length / self._every),
-            f"at the end of an epoch a worker sends {readable_size(slot_bytes)} of optimizer state",
+            f"at the end of an epoch a worker sends {readable_size(state_bytes)} of optimizer "
+            "state",
             f"memory on the server: {readable_size(length)} for the global weights, the same "
-            f"again while a worker exchanges, and {readable_size(slot_bytes)} for optimizer "
+            f"again while a worker exchanges, and {readable_size(state_bytes)} for optimizer "
             "state, three times that while it receives a worker's; on a worker "
-            f"{readable_size(2 * length)} while it exchanges, and {readable_size(2 * slot_bytes)} "
+            f"{readable_size(2 * length)} while it exchanges, and {readable_size(2 * state_bytes)} "
             "while it sends its optimizer state",
             "workers' weights and global weights differ; results depend on the order in which "
             "workers exchange",
@@ -247,17 +244,17 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "the server. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
-        # Counts calls, not updates, since a loss scale skips updates.
+        # Counts calls, not updates, because a loss scale skips updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
     def _exchange_now(self) -> None:
         finite = [tf.reduce_all(tf.math.is_finite(v)) for v in self.exchanged_variables]
-        tf.cond(tf.reduce_all(finite), self._swap, self._begin_anew)
+        tf.cond(tf.reduce_all(finite), self._swap, self._restart_from_center)
         self._since.assign(0)
 
-    def _begin_anew(self) -> None:
-        """Restarts from the global weights with this worker's rates, which callbacks may set."""
+    def _restart_from_center(self) -> None:
+        # The worker retains its rates, which callbacks may have set.
         of_rates = rates(self.inner_optimizer)
         before = [tf.identity(rate) for rate in of_rates]
         self.take_all()
@@ -300,7 +297,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         models: Sequence[keras.Model] = (),
         on_failure: Callable[[], Any] | None = None,
     ) -> None:
-        """Trains with a custom loop: workers call `train`, and the server serves.
+        """Trains with a custom loop: workers call `train`, and the server answers their calls.
 
         All ranks call it together, and start with the server's weights. When it returns, all of
         them hold the final global weights. To evaluate or save the global weights in between, call
@@ -338,10 +335,10 @@ class ElasticAveraging(CommunicatingOptimizer):
                     f"{'built' if optimizer.built else 'not built'}. Use ElasticAveraging, and "
                     "call optimizer.build(variables) first."
                 )
-        # Only one optimizer exchanges statistics, as in `fit`.
+        # As in `fit`, only one optimizer exchanges statistics.
         for optimizer in others:
-            optimizer._carry(list)
-        self._carry(
+            optimizer._set_statistics(list)
+        self._set_statistics(
             lambda: [v for model in models for v in entries.variables_of(model, Placement.AVERAGED)]
         )
         job.check_roles()
@@ -372,11 +369,11 @@ class ElasticAveraging(CommunicatingOptimizer):
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
         reference = weakref.ref(model)
-        self._carry(lambda: entries.statistics_of(reference(), self))
+        self._set_statistics(lambda: entries.statistics_of(reference(), self))
         return FitHooks(run=fit.run, wire=runtime.own_wire, is_in_step=False)
 
-    def _carry(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        # A center cannot change its length after the start.
+    def _set_statistics(self, statistics: Callable[[], Sequence[Any]]) -> None:
+        # A center's length is fixed after the start.
         if self._worker is None:
             self._statistics = statistics
 
@@ -398,22 +395,22 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Makes steps exchange with the server's center of this index."""
         self._worker, self._number = worker, number
         self._length = sum(math.prod(v.shape) for v in self.exchanged_variables)
-        self._given_steps = int(step_counter(self.inner_optimizer).numpy())
+        self._sent_steps = int(step_counter(self.inner_optimizer).numpy())
         self._since.assign(0)
 
-    def give_last(self) -> None:
-        """Exchanges the training since the last exchange."""
+    def exchange_last(self) -> None:
+        """Exchanges once more if steps followed the last exchange."""
         if int(self._since.numpy()):
             self._exchange_now()
 
-    def give_slots(self) -> None:
+    def send_state(self) -> None:
         """Sends the optimizer state and its number of steps to the server, after new steps."""
-        given = job.slots_of(self.inner_optimizer)
+        state = job.state_of(self.inner_optimizer)
         # Non-finite values would persist in the server's mean. The next exchange logs them.
-        is_finite = bool(tf.reduce_all(tf.math.is_finite(given.values)))
-        if is_finite and given.steps != self._given_steps:
-            self._link().give_slots(self._number, given)
-            self._given_steps = given.steps
+        is_finite = bool(tf.reduce_all(tf.math.is_finite(state.values)))
+        if is_finite and state.steps != self._sent_steps:
+            self._link().send_state(self._number, state)
+            self._sent_steps = state.steps
 
     def take_all(self) -> None:
         """Assigns the server's global weights and optimizer state, with its number of steps."""
@@ -422,9 +419,9 @@ class ElasticAveraging(CommunicatingOptimizer):
             values, given = self._link().take(self._number)
             return values, given.values, given.steps
 
-        values, of_slots, steps = tf.py_function(take, [], [tf.float32, tf.float32, tf.int64])
+        values, state, steps = tf.py_function(take, [], [tf.float32, tf.float32, tf.int64])
         job.assign_parts(self.exchanged_variables, values)
-        job.assign_slots(self.inner_optimizer, Slots(of_slots, tf.ensure_shape(steps, [])))
+        job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
         """Ends the exchanges in steps."""

@@ -1,12 +1,11 @@
 """Server side of asynchronous training: global weights, and a thread for each worker.
 
 Think of `Server` as a set of request loops. Each waits for calls of one worker and answers them,
-while the main thread reads `epochs` and evaluates.
+while the main thread iterates over `epochs` and evaluates.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -18,17 +17,18 @@ import tensorflow as tf
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging.calls import (
     Call,
-    ServedSlots,
-    Slots,
-    give,
+    ServedState,
+    send,
+    send_state,
     sum_of_both,
+    sum_of_numbers,
     wait_for_call,
 )
 
 log = logging.getLogger("tfposeidon")
 
-LOOKS_EVERY_S = 1.0
-"""Seconds between checks for late workers."""
+# Time between checks for late workers.
+_CHECK_INTERVAL_S = 1.0
 
 
 class ServedCenter:
@@ -45,7 +45,7 @@ class ServedCenter:
     @property
     def values(self) -> tf.Tensor:
         """Current values, a float32 vector; they may be assigned while no worker trains."""
-        # Without the lock, which an exchange with a lost worker may hold.
+        # Reads without the lock, because an exchange with a lost worker may hold it.
         return -self._minus.read_value()
 
     @values.setter
@@ -54,18 +54,14 @@ class ServedCenter:
             self._minus.assign(-values)
 
     def swap(self, wire: Wire) -> None:
-        """Exchanges with a worker that has called."""
+        """Exchanges with a worker after its call."""
         # One worker at a time: each receives the result of the previous exchange.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # In place: the server stores two vectors instead of three. Locking makes readers wait.
+            # In place, so that the server stores two vectors instead of three. Readers wait.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
             )
-
-    def give(self, wire: Wire) -> None:
-        """Sends its values to a worker that has called."""
-        give(wire, self.values, "tp.center")
 
 
 @dataclass
@@ -74,12 +70,11 @@ class Progress:
 
     exchanges: int = 0
     epochs: int = 0
-    # True if its last epoch had no batch.
+    # True if the last epoch had no batch.
     is_idle: bool = False
     has_ended: bool = False
     # True after the worker's last call.
     has_left: bool = False
-    # As of `time.monotonic`.
     last_exchange_s: float = field(default_factory=time.monotonic)
 
 
@@ -93,57 +88,38 @@ class Server:
         self,
         wires: Mapping[int, Wire],
         centers: Sequence[ServedCenter],
-        slots: Sequence[ServedSlots],
+        states: Sequence[ServedState],
         stall_limit_s: float,
     ) -> None:
-        self._wires, self._centers, self._slots = wires, centers, slots
-        self._stall_limit_s = stall_limit_s
-        # Horovod's single thread runs ready collectives in sequence, while workers of other pairs
-        # wait for it. So only one large transfer runs at a time.
+        self.centers, self.states = centers, states
+        self.progress = {rank: Progress() for rank in wires}
+        # True to ask workers to stop; each receives the request in its second call from then.
+        self.stops = False
+        # True to stop answering after an error, so that Horovod ends the job.
+        self.is_silent = False
+        self._wires, self._stall_limit_s = wires, stall_limit_s
+        # One thread of Horovod runs the collectives of all pairs in sequence. With several large
+        # transfers at a time, all of their workers would wait.
         self._transfer = threading.Lock()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._stops = self._lets_go = self._is_silent = False
+        self._releases = False
         self._late: set[int] = set()
-        self.progress = {rank: Progress() for rank in wires}
 
     def start(self) -> None:
-        """Starts to serve."""
+        """Starts the threads."""
         for rank in self._wires:
             # Daemons: a failing server must not wait for workers.
             threading.Thread(
                 target=self._serve, args=(rank,), daemon=True, name=f"tfposeidon-serves-{rank}"
             ).start()
 
-    def stop_workers(self) -> None:
-        """Asks workers to stop; each receives the request in its second call from now."""
-        self._stops = True
+    def release(self) -> None:
+        """Releases all workers after training, and waits until they have left.
 
-    def fall_silent(self) -> None:
-        """Stops answering, as after an error: Horovod ends the job unless another rank does."""
-        self._is_silent = True
-
-    def center(self, number: int) -> tf.Tensor:
-        """Returns the values of a center, a float32 vector."""
-        return self._centers[number].values
-
-    def slots(self, number: int) -> Slots:
-        """Returns a center's optimizer state, a mean of the newest states of workers."""
-        return self._slots[number].now
-
-    @property
-    def exchanges(self) -> int:
-        """Exchanges of all workers so far."""
-        return sum(worker.exchanges for worker in self.progress.values())
-
-    def let_go(self, centers: Sequence[tf.Tensor]) -> None:
-        """Sends final weights to all workers after training, and waits until they have left.
-
-        `centers` are float32 vectors. It raises the error of a thread, such as a lost worker.
+        It raises the error of a thread, such as a lost worker.
         """
-        for served, values in zip(self._centers, centers, strict=True):
-            served.values = values
-        self._lets_go = True
+        self._releases = True
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._all("has_left"))
         if self._error is not None:
@@ -155,17 +131,18 @@ class Server:
     def epochs(self) -> Iterator[int]:
         """Yields the index of the newest epoch that workers have ended, as a mean over workers.
 
-        Only workers with batches count. It skips epochs that ended while the caller was busy. After
-        training has ended, the last epoch is that of the most advanced worker. It raises the error
-        of a thread, such as a lost worker.
+        Only workers with batches count. Epochs that ended while the caller was busy are skipped.
+        After training, the last epoch is that of the most advanced worker. It raises the error of
+        a thread, such as a lost worker.
         """
         seen = 0
         while True:
             with self._changed:
-                self._changed.wait_for(functools.partial(self._is_due, seen), LOOKS_EVERY_S)
-                ended, is_last, error = self._ended_epochs(), self._all("has_ended"), self._error
-            if error is not None:
-                raise error
+                if self._error is not None:
+                    raise self._error
+                ended, is_last = self._epochs()
+                if ended <= seen and not is_last:
+                    self._changed.wait(_CHECK_INTERVAL_S)
             self._report_late()
             if ended > seen:
                 seen = ended
@@ -173,16 +150,14 @@ class Server:
             elif is_last:
                 return
 
-    def _is_due(self, seen: int) -> bool:
-        return self._error is not None or self._ended_epochs() > seen or self._all("has_ended")
-
-    def _ended_epochs(self) -> int:
-        everybody = self.progress.values()
+    def _epochs(self) -> tuple[int, bool]:
+        """Returns the number of epochs that workers have ended, and whether it is final."""
+        workers, is_last = self.progress.values(), self._all("has_ended")
         # Epochs without a batch end immediately, and would end those of other workers early.
-        counts = [worker.epochs for worker in everybody if not worker.is_idle]
-        counts = counts or [worker.epochs for worker in everybody]
-        # A worker may have stopped early; the last epoch of the others must still be counted.
-        return max(counts) if self._all("has_ended") else sum(counts) // len(counts)
+        counts = [worker.epochs for worker in workers if not worker.is_idle]
+        counts = counts or [worker.epochs for worker in workers]
+        # A worker may have stopped early. The last epoch of the others must still be counted.
+        return max(counts) if is_last else sum(counts) // len(counts), is_last
 
     def _report_late(self) -> None:
         if not self._stall_limit_s:
@@ -193,19 +168,16 @@ class Server:
                 self._late.discard(rank)
             elif rank not in self._late:
                 self._late.add(rank)
-                log.warning(
-                    "tfposeidon: worker %d is alive but has not exchanged for %.0f s.",
-                    rank,
-                    silent_s,
-                )
+                text = "tfposeidon: worker %d is alive but has not exchanged for %.0f s."
+                log.warning(text, rank, silent_s)
 
     # ------------------------------------------------------------------ threads
 
     def _serve(self, rank: int) -> None:
         try:
             while not self.progress[rank].has_left:
-                call, center = wait_for_call(self._wires[rank], self._stops)
-                if self._is_silent:
+                call, center = wait_for_call(self._wires[rank], self.stops)
+                if self.is_silent:
                     return
                 self._answer(rank, call, center)
         except BaseException as error:  # noqa: BLE001 (`epochs` raises it)
@@ -216,19 +188,16 @@ class Server:
     def _answer(self, rank: int, call: Call, center: int) -> None:
         wire, worker = self._wires[rank], self.progress[rank]
         if call == Call.SWAP:
-            self._centers[center].swap(wire)
+            self.centers[center].swap(wire)
             worker.exchanges += 1
             worker.last_exchange_s = time.monotonic()
         elif call == Call.GIVE:
             with self._transfer:
-                self._slots[center].take(wire, rank)
+                self.states[center].take(wire, rank)
         elif call == Call.TAKE:
-            self._report_broken(rank)
-            with self._transfer:
-                self._centers[center].give(wire)
-                self._slots[center].give(wire)
+            self._send_all(rank, center)
         elif call == Call.ASK:
-            sum_of_both(wire, tf.constant([int(self._lets_go)], tf.int64), "tp.answer")
+            sum_of_numbers(wire, int(self._releases), "tp.answer")
         elif call != Call.ALIVE:
             with self._changed:
                 if call in (Call.EPOCH, Call.EMPTY_EPOCH):
@@ -238,11 +207,14 @@ class Server:
                 worker.has_left = call == Call.LEAVE
                 self._changed.notify_all()
 
-    def _report_broken(self, rank: int) -> None:
-        # At the end, all workers take the global weights.
+    def _send_all(self, rank: int, center: int) -> None:
+        # In training, only a worker with non-finite weights takes the global weights.
         if not self.progress[rank].has_ended:
             log.warning(
                 "tfposeidon: worker %d has non-finite weights and continues from the global "
                 "weights.",
                 rank,
             )
+        with self._transfer:
+            send(self._wires[rank], self.centers[center].values, "tp.center")
+            send_state(self._wires[rank], self.states[center].now)

@@ -30,7 +30,7 @@ class SchemeOfFactors(Scheme):
 
     @override
     def refusal(self, description: Description) -> str:
-        # The shape suffices, so this holds before the first step finds the factors.
+        # Reads only the shape, which is known before the first step finds the factors.
         if len(description.shape) < 2:
             return f"not a matrix, as {self.name} requires"
         why = description.why_no_structure
@@ -40,10 +40,7 @@ class SchemeOfFactors(Scheme):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        """Returns the concatenated mean products of a bucket, without the local terms.
-
-        `rows` is the sum of batch rows over all variables and ranks, a float32 scalar.
-        """
+        """Returns the concatenated mean products of a bucket; `rows` sums all batch rows."""
 
     @override
     def exchange_structures(
@@ -57,13 +54,11 @@ class SchemeOfFactors(Scheme):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         pairs = zip(gradients, descriptions, strict=True)
         factors = [_no_rows(d, zeros) if g is None else g for g, d in pairs]
-        after = [] if weight is None else [weight]
-        rows = _summed_rows(factors, wire, name, zeros, after)
+        rows = _summed_rows(factors, weight, wire, name, zeros)
         sent = [_sent(one, weight, zeros) for one in factors]
-        dtype = descriptions[0].dtype
-        mean = self.exchange_pairs(sent, rows, dtype, wire, name)
+        mean = self.exchange_pairs(sent, rows, descriptions[0].dtype, wire, name)
         mean = tf.ensure_shape(mean, [sum(d.length for d in descriptions)])
-        # The local term is the same on all ranks, so each adds it to the mean itself.
+        # The local term is equal on all ranks, so each rank adds it to the mean itself.
         if any(one.local is not None for one in factors):
             pairs = zip(factors, descriptions, strict=True)
             mean += tf.concat([_local(one, d, zeros) for one, d in pairs], 0)
@@ -162,22 +157,20 @@ class FactorScheme(SchemeOfFactors):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # Names contain the index, because Horovod matches collectives by name, which must be
-        # unique.
-        means = [
-            self.exchange_factors(one, wire, f"{name}.{index}") for index, one in enumerate(factors)
-        ]
+        # The index makes names unique, because Horovod matches collectives by name.
+        means = (self.exchange_factors(f, wire, f"{name}.{i}") for i, f in enumerate(factors))
         return tf.concat([tf.cast(mean, dtype) for mean in means], 0)
 
 
 def _summed_rows(
-    factors: Sequence[FactorPair], wire: Wire, name: str, zero: Zeros, after: Sequence[tf.Tensor]
+    factors: Sequence[FactorPair], weight: tf.Tensor | None, wire: Wire, name: str, zero: Zeros
 ) -> tf.Tensor:
     # Activations are known in the forward pass, so the sum is mostly ready before the first
-    # gradient. It waits for them and for the weight even if shapes are static, because a rank whose
-    # iterator has just ended must not have counted. Run on the CPU, because branching on a GPU
-    # tensor would wait for the GPU.
-    with tf.device("/CPU:0"), tf.control_dependencies([*(one.left for one in factors), *after]):
+    # gradient. It waits for them and for the weight even if shapes are static: a rank that has just
+    # exhausted its iterator must not count. It runs on the CPU, because branching on a GPU tensor
+    # would wait for the GPU.
+    after = [*(one.left for one in factors), *([] if weight is None else [weight])]
+    with tf.device("/CPU:0"), tf.control_dependencies(after):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
         # Static shapes are constants, which a collective must not receive.
         mine += zero["float32"].read_value()
@@ -187,7 +180,7 @@ def _summed_rows(
 def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorPair:
     if weight is not None:
         factors = factors.weighted(weight)
-    left, right = (opaque(matrix, zero["int32"]) for matrix in (factors.left, factors.right))
+    left, right = (opaque(matrix, zero["int32"]) for matrix in factors.tensors)
     return dataclasses.replace(factors, left=left, right=right)
 
 

@@ -1,4 +1,4 @@
-"""Sufficient factors of a gradient: two thin matrices whose product it is.
+"""Sufficient factors of a gradient: two thin matrices with the gradient as their product.
 
 The gradient of an embedding is the product of one-hot rows and values. The one-hot rows are sent as
 their indices.
@@ -18,16 +18,14 @@ from typing_extensions import override
 from tfposeidon.gradients import Description
 from tfposeidon.schemes.stages import Work
 
-WEIGHT_COLUMNS = 2
-"""Columns next to 16-bit factors that hold their rank's weight as a high and a low part.
-
-One part alone would be rounded, and bias the mean.
-"""
+# Columns next to 16-bit factors that hold their rank's weight as a high and a low part. A single
+# part would be rounded, and bias the mean.
+_WEIGHT_COLUMNS = 2
 
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Shape of factors as it is known before any step runs; the same on every rank.
+    """Static shape of factors; the same on every rank.
 
     Attributes:
       rows: Mean number of batch rows per rank and exchange, K: the samples of a batch, times the
@@ -62,7 +60,7 @@ class FactorShape:
     @property
     def bytes(self) -> float:
         """Bytes that one rank sends to each other rank; 0 before the first step."""
-        columns = self.left_columns + self.right + (WEIGHT_COLUMNS if self.itemsize == 2 else 0)
+        columns = self.left_columns + self.right + (_WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
     @property
@@ -129,7 +127,7 @@ class FactorPair:
 
     @property
     def tensors(self) -> list[tf.Tensor]:
-        """Tensors of which the exchange is made."""
+        """Tensors that the exchange reads."""
         return [self.left, self.right]
 
     @property
@@ -143,9 +141,8 @@ class FactorPair:
         """Product of this rank's rows without the local term, `[M * N]` float64 or float32."""
         right = self.right
         if right.dtype.size == 2:
-            right = tf.cast(right, tf.float32)
-            right = right if self.weight is None else right * self.weight
-        return tf.reshape(self._multiplied_here(self.left, right), [-1])
+            right = tf.cast(right, tf.float32) * (1.0 if self.weight is None else self.weight)
+        return tf.reshape(self._multiplied(self.left, right), [-1])
 
     @property
     def packed(self) -> tf.Tensor:
@@ -153,18 +150,15 @@ class FactorPair:
 
         Values of bfloat16 are bit-cast to uint16, because Horovod does not support bfloat16.
         """
-        both = [self.left, self.right]
-        if self.left.dtype.size == 2:
-            both += self._weight_columns()
-        rows = tf.concat(both, 1)
-        return tf.bitcast(rows, tf.uint16) if rows.dtype == tf.bfloat16 else rows
-
-    def _weight_columns(self) -> list[tf.Tensor]:
-        # Repeat the weight in every row: gathered rows do not identify their rank.
-        weight = tf.constant(1.0) if self.weight is None else self.weight
-        high = tf.cast(weight, self.left.dtype)
-        low = tf.cast(weight - tf.cast(high, tf.float32), self.left.dtype)
-        return [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
+        columns, dtype = self.tensors, self.left.dtype
+        if dtype.size == 2:
+            # Repeat the weight in every row, because gathered rows do not identify their rank.
+            weight = tf.constant(1.0) if self.weight is None else self.weight
+            high = tf.cast(weight, dtype)
+            low = tf.cast(weight - tf.cast(high, tf.float32), dtype)
+            columns += [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
+        rows = tf.concat(columns, 1)
+        return tf.bitcast(rows, tf.uint16) if dtype == tf.bfloat16 else rows
 
     def product(self, packed: tf.Tensor) -> tf.Tensor:
         """Multiplies the rows of any number of ranks.
@@ -179,7 +173,7 @@ class FactorPair:
         rows = tf.bitcast(packed, tf.bfloat16) if dtype == tf.bfloat16 else packed
         columns = [self.shape.left_columns, self.right.shape[1]]
         if dtype.size == 2:
-            left, right, weight = tf.split(rows, [*columns, WEIGHT_COLUMNS], axis=1)
+            left, right, weight = tf.split(rows, [*columns, _WEIGHT_COLUMNS], axis=1)
             right = tf.cast(right, tf.float32) * tf.reduce_sum(
                 tf.cast(weight, tf.float32), axis=1, keepdims=True
             )
@@ -188,27 +182,20 @@ class FactorPair:
         return tf.reshape(self._multiplied(left, right), [-1])
 
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-        return self._multiplied_here(left, right)
-
-    def _multiplied_here(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
         """Returns factors whose product, but not local term, is scaled by a scalar."""
         # Ignore gradients of empty batches: they may be NaN.
-        left, right = (_unless_empty(tensor, weight) for tensor in (self.left, self.right))
+        left, right = (_unless_empty(tensor, weight) for tensor in self.tensors)
         if right.dtype.size == 2:
-            return replace(
-                self,
-                left=left,
-                right=right,
-                weight=weight if self.weight is None else self.weight * weight,
-            )
+            total = weight if self.weight is None else self.weight * weight
+            return replace(self, left=left, right=right, weight=total)
         return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Returns zeros where `weight` is 0; leaves indices, because their values are zeros then."""
+    """Returns zeros if `weight` is 0; returns indices unchanged, because their values are zeros."""
     if not tensor.dtype.is_floating:
         return tensor
     # Multiply by 0 or 1, which preserves values. With multiply_no_nan, 0 times NaN is 0.
@@ -216,18 +203,14 @@ def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
 
 
 class NoFactorsError(Exception):
-    """Error for a gradient without factors; its message is the reason in a few words."""
+    """Error for a gradient without factors; its message is the reason."""
 
 
 @dataclass(frozen=True)
 class Rows(FactorPair):
-    """Gradient of an M x N table as K of its rows, where rows of equal index add up.
+    """Gradient of an M x N table as K of its rows; rows of equal index are summed.
 
     `left` holds the indices, `[K]` int32; `right` the values, `[K, N]`; `table` is M.
-
-    >>> rows = Rows(tf.constant([0, 2]), tf.constant([[1.0], [5.0]]), table=3)
-    >>> rows.own_product.numpy().tolist()
-    [1.0, 0.0, 5.0]
     """
 
     table: int = 0
@@ -251,15 +234,13 @@ class Rows(FactorPair):
 
     @override
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+        if left.dtype.is_integer:
+            return tf.math.unsorted_segment_sum(right, left, self.table)
         index_dtype = _index_dtype(left.dtype)
         bits = left if left.dtype.size < index_dtype.size else left[:, 0]
         # A GPU would add in a different order on every rank, and replicas would diverge.
         with tf.device("/CPU:0"):
-            return self._multiplied_here(tf.bitcast(bits, index_dtype), right)
-
-    @override
-    def _multiplied_here(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-        return tf.math.unsorted_segment_sum(right, left, self.table)
+            return self._multiplied(tf.bitcast(bits, index_dtype), right)
 
 
 def rows_of(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
@@ -272,9 +253,8 @@ def rows_of(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
 
 def as_product(gradient: Any, like: FactorShape) -> FactorPair:
     """Returns a matrix as a product, for a rank whose peers expect rows or factors."""
-    matrix = tf.reshape(
-        tf.cast(tf.convert_to_tensor(gradient), like.dtype), [like.left, like.right]
-    )
+    matrix = tf.cast(tf.convert_to_tensor(gradient), like.dtype)
+    matrix = tf.reshape(matrix, [like.left, like.right])
     if like.indexed:
         return Rows(tf.range(like.left), matrix, table=like.left)
     # Use the unit matrix of the shorter side, which has the fewest rows.
@@ -285,5 +265,5 @@ def as_product(gradient: Any, like: FactorShape) -> FactorPair:
 
 
 def _index_dtype(values: tf.DType) -> tf.DType:
-    # tf.bitcast needs types of equal size, or splits an int32 into two 16-bit columns.
+    # tf.bitcast requires types of equal size, or splits an int32 into two 16-bit columns.
     return tf.int64 if values.size == 8 else tf.int32

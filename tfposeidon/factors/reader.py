@@ -1,20 +1,22 @@
 """Reads sufficient factors from the graph of a step, and agrees on them with other ranks.
 
 If a kernel is multiplied with K rows, its gradient is `left^T right`, where `left` is K x M and
-`right` is K x N. In graph mode, the gradient refers to the op that multiplied them, whose inputs
-are the factors. TensorFlow prunes the product itself if it has no other use. Gradients whose
-factors cannot be identified with certainty are sent dense. A gradient is sent as factors only if
-all ranks find factors of equal shape, and later traces must follow that agreement.
+`right` is K x N. In graph mode, the gradient refers to the op that multiplied them. The inputs of
+that op are the factors. TensorFlow prunes the product itself if it has no other use. Gradients are
+sent dense if their factors are uncertain. A gradient is sent as factors only if all ranks find
+factors of equal shape, and later traces must follow that agreement.
 
 Source: Zhang et al. 2017 (Poseidon), section 2.1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import tensorflow as tf
@@ -28,47 +30,19 @@ from tfposeidon.factors.pairs import (
     rows_of,
     shape_of,
 )
-from tfposeidon.gradients import Description
+from tfposeidon.gradients import Description, of_tensorflow
 
 log = logging.getLogger("tfposeidon")
 
-
-LAYERS = "Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops"
-"""Layers with kernels whose gradients have factors."""
 
 Found = dict[str, Any]
 """Dictionary of a `FactorShape` and a digest of constants, or `{"why_not": text}`; for JSON."""
 
 
-@dataclass(frozen=True)
-class _Product:
-    """Product `left^T right` of matrices `[K, M]` and `[K, N]`."""
-
-    left: tf.Tensor
-    right: tf.Tensor
-
-    def of_width(self, shape: Sequence[int]) -> _Product:
-        """Sets widths that only the step knows, as with tensordot, and checks them in the step."""
-        if len(shape) != 2 or None not in (self.left.shape[1], self.right.shape[1]):
-            return self
-        pairs = zip((self.left, self.right), shape, strict=True)
-        return _Product(
-            *(tf.ensure_shape(tensor, [tensor.shape[0], width]) for tensor, width in pairs)
-        )
-
-    def cast(self, dtype: tf.DType) -> _Product:
-        """Returns the product with both matrices in another dtype."""
-        return _Product(tf.cast(self.left, dtype), tf.cast(self.right, dtype))
-
-
 def factors_of(
     gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
 ) -> FactorPair:
-    """Finds a gradient's factors: the stacked products, and the sum of all other terms in `dtype`.
-
-    `replicated` are variables with the same values on all ranks. Raises `NoFactorsError` if there
-    are no factors, or none that are certain.
-    """
+    """Finds a gradient's factors and the sum of its other terms, or raises `NoFactorsError`."""
     if not isinstance(gradient, tf.Tensor) or not hasattr(gradient, "graph"):
         raise NoFactorsError("it is not a tensor of a graph")
     products, local_terms = _terms(gradient)
@@ -76,38 +50,40 @@ def factors_of(
         raise NoFactorsError(
             f"it comes from {_source(gradient).type}, which is not a product of two matrices"
         )
-    products = [p.of_width(shape) for p in products]
-    widths = {(p.left.shape[1], p.right.shape[1]) for p in products}
-    (m, n), *others = widths
+    products = [_of_width(product, shape) for product in products]
+    (m, n), *others = {(p.left.shape[1], p.right.shape[1]) for p in products}
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():
         raise NoFactorsError("its products do not have the variable's size")
-    constants = _constants_of_replicated(local_terms, _handles(replicated))
-    narrow = {p.left.dtype for p in products} | {p.right.dtype for p in products}
-    # Stacked rows need one dtype.
-    if len(narrow) > 1:
-        products = [p.cast(tf.float32) for p in products]
+    constants = _constants_of_replicated(local_terms, replicated)
+    # Stacked rows need one dtype. A sum of products is the product of the stacked factors.
+    first, *more = {tensor.dtype for p in products for tensor in p.tensors}
+    common = tf.float32 if more else first
+    left, right = (
+        tf.concat([tf.cast(matrix, common) for matrix in side], 0)
+        for side in zip(*(p.tensors for p in products), strict=True)
+    )
     parts = [tf.reshape(tf.cast(term, dtype), shape) for term in local_terms]
-    left, right = _stacked([p.left for p in products]), _stacked([p.right for p in products])
     return FactorPair(left, right, tf.add_n(parts) if parts else None, constants)
 
 
-def _stacked(matrices: list[tf.Tensor]) -> tf.Tensor:
-    """Concatenates rows, because a sum of products is the product of the stacked factors."""
-    return matrices[0] if len(matrices) == 1 else tf.concat(matrices, 0)
+def _of_width(product: FactorPair, shape: Sequence[int]) -> FactorPair:
+    """Sets widths that are unknown in the trace, as with tensordot; the step checks them."""
+    if len(shape) != 2 or None not in (product.left.shape[1], product.right.shape[1]):
+        return product
+    pairs = zip(product.tensors, shape, strict=True)
+    return FactorPair(*(tf.ensure_shape(t, [t.shape[0], width]) for t, width in pairs))
 
 
 # ---------------------------------------------------------------------- terms
 
 
-def _terms(tensor: tf.Tensor) -> tuple[list[_Product], list[tf.Tensor]]:
+def _terms(tensor: tf.Tensor) -> tuple[list[FactorPair], list[tf.Tensor]]:
     """Returns the products and other terms that sum to the tensor, up to its shape."""
     op = _source(tensor)
     # Require equal shapes, because an Add may also broadcast.
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
-        pairs = [_terms(term) for term in op.inputs]
-        return [p for products, _ in pairs for p in products], [
-            t for _, others in pairs for t in others
-        ]
+        products, others = zip(*map(_terms, op.inputs), strict=True)
+        return [*itertools.chain(*products)], [*itertools.chain(*others)]
     product = _product(op)
     return ([product], []) if product else ([], [tensor])
 
@@ -122,10 +98,10 @@ def _source(tensor: tf.Tensor) -> tf.Operation:
     return op
 
 
-def _product(op: tf.Operation) -> _Product | None:
+def _product(op: tf.Operation) -> FactorPair | None:
     if op.type == "MatMul":
         left, right = op.inputs
-        return _Product(
+        return FactorPair(
             left if op.get_attr("transpose_a") else tf.transpose(left),
             tf.transpose(right) if op.get_attr("transpose_b") else right,
         )
@@ -145,8 +121,8 @@ def _permutation(tensor: tf.Tensor) -> Any:
     return _value(tensor.op.inputs[0] if tensor.op.type == "InvertPermutation" else tensor)
 
 
-def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
-    """Reads a batch of products summed over the batch: one product with all elements' rows."""
+def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> FactorPair | None:
+    """Reads a batch of products summed over the batch: one product with the rows of all."""
     op = tensor.op
     while op.type in ("Identity", "Cast"):
         op = op.inputs[0].op
@@ -157,27 +133,21 @@ def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> _Product | None:
     right = tf.linalg.matrix_transpose(right) if op.get_attr("adj_y") else right
     if left.shape.rank != right.shape.rank or not left.shape[-1] or not right.shape[-1]:
         return None
-    return _Product(
-        tf.reshape(left, [-1, left.shape[-1]]), tf.reshape(right, [-1, right.shape[-1]])
-    )
+    return FactorPair(*(tf.reshape(t, [-1, t.shape[-1]]) for t in (left, right)))
 
 
 def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
-    """Returns whether a sum is over all dimensions of a batch of matrices.
-
-    The gradient of a matrix that is multiplied with a batch is summed over the dimensions that
-    `BroadcastGradientArgs` computes from the batch shapes. These are all batch dimensions if the
-    sum has no more elements than one product, which `read` checks.
-    """
+    """Returns whether a sum is over all dimensions of a batch of matrices."""
+    if rank is None:
+        return False
+    # The gradient of a matrix that is multiplied with a batch is summed over the dimensions that
+    # this op computes from the batch shapes. These are all batch dimensions if the sum has no more
+    # elements than one product, which `factors_of` checks.
     if axes.op.type == "BroadcastGradientArgs":
         sizes = [shape.shape[0] for shape in axes.op.inputs]
-        return rank is not None and None not in sizes and max(sizes) == rank - 2
+        return None not in sizes and max(sizes) == rank - 2
     value = _value(axes)
-    return (
-        rank is not None
-        and value is not None
-        and sorted(axis % rank for axis in value) == list(range(rank - 2))
-    )
+    return value is not None and sorted(axis % rank for axis in value) == list(range(rank - 2))
 
 
 def _value(tensor: tf.Tensor) -> Any:
@@ -188,13 +158,10 @@ def _value(tensor: tf.Tensor) -> Any:
 # ---------------------------------------------------- terms equal on all ranks
 
 
-def _handles(variables: Collection[Any]) -> set[int]:
-    # Functions capture a variable's handle, not the variable.
-    return {id((v if hasattr(v, "handle") else v.value).handle) for v in variables}
-
-
-def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> str:
+def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collection[Any]) -> str:
     """Returns a digest of the constants behind tensors; raises if tensors may differ by rank."""
+    # Functions capture a variable's handle, not the variable.
+    known = {id(of_tensorflow(variable).handle) for variable in replicated}
     seen: dict[str, tf.Operation] = {}
     ahead = [tensor.op for tensor in tensors]
     while ahead:
@@ -203,8 +170,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], known: set[int]) -> s
             continue
         seen[op.name] = op
         unknown = op.type == "Placeholder" and id(_captured(op.outputs[0])) not in known
-        # Reading a variable is also stateful, but the handle among its inputs identifies the
-        # variable.
+        # Reading a variable is also stateful, but the handle in its inputs identifies the variable.
         if unknown or (op.op_def.is_stateful and op.type != "ReadVariableOp"):
             raise NoFactorsError(
                 f"a term that is not a product depends on {op.name!r}, which may differ between "
@@ -240,17 +206,21 @@ class FactorReader:
         replicated: Collection[Any],
     ) -> list[Found]:
         """Returns the shape of each gradient's factors, or why there are none, for JSON."""
-        pairs = zip(gradients, descriptions, strict=True)
-        return [_found(gradient, d, replicated) for gradient, d in pairs]
+        found: list[Found] = []
+        for gradient, description in zip(gradients, descriptions, strict=True):
+            try:
+                factors = _read(gradient, description, replicated)
+                found.append({**asdict(factors.shape), "constants": factors.constants})
+            except NoFactorsError as error:
+                found.append({"why_not": str(error)})
+        return found
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
     ) -> list[Description]:
         """Adds to descriptions the factors that all ranks found, or the first reason for none."""
-        return [
-            _described(description, [found[index] for found in everybody])
-            for index, description in enumerate(descriptions)
-        ]
+        columns = zip(*everybody, strict=True)
+        return [_described(d, found) for d, found in zip(descriptions, columns, strict=True)]
 
     def missing(self, scheme: str, description: Description) -> str:
         """Returns the error if no gradient has factors; empty for vectors, such as biases."""
@@ -258,9 +228,10 @@ class FactorReader:
             return ""
         return (
             f"{scheme!r} requires gradients that are products of two thin matrices: those of "
-            f"kernels of {LAYERS}. Received: none; the gradient of {description.path!r} has "
-            f'no factors, because {description.why_no_structure}. Use "hybcomm", or rules that '
-            "select another scheme for it."
+            "kernels of Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops. "
+            f"Received: none; the gradient of {description.path!r} has no factors, because "
+            f'{description.why_no_structure}. Use "hybcomm", or rules that select another scheme '
+            "for it."
         )
 
     def take(
@@ -279,11 +250,9 @@ class FactorReader:
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if ranks disagree on whether a regularized variable has a gradient.
-
-        Each rank adds the regularizer's gradient to the mean itself, which requires a gradient of
-        its own.
-        """
+        """Makes a step fail if ranks disagree on whether a regularized variable has a gradient."""
+        # Each rank adds the regularizer's gradient to the mean itself, which requires a gradient of
+        # its own.
         for member, description in structured.items():
             shape = shape_of(description)
             if shape is not None and shape.has_local:
@@ -302,8 +271,15 @@ class FactorReader:
         replicated: Collection[Any],
     ) -> tf.Tensor:
         """Returns the rows of each gradient's factors, even if sent dense; `[variables]`."""
-        pairs = zip(gradients, descriptions, strict=True)
-        return tf.stack([_row_count(gradient, d, replicated) for gradient, d in pairs])
+        rows = []
+        for gradient, description in zip(gradients, descriptions, strict=True):
+            count = tf.zeros([])
+            if gradient is not None and description.structure is not None:
+                with contextlib.suppress(NoFactorsError):
+                    left = _read(gradient, description, replicated).left
+                    count = tf.cast(tf.shape(left)[0], tf.float32)
+            rows.append(count)
+        return tf.stack(rows)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
         """Returns factors of the known number of rows, made of a vector of values."""
@@ -317,14 +293,6 @@ class FactorReader:
         return FactorPair(tf.cast(_matrix(values, count, shape.left), shape.dtype), right)
 
 
-def _found(gradient: Any, description: Description, replicated: Collection[Any]) -> Found:
-    try:
-        factors = _read(gradient, description, replicated)
-    except NoFactorsError as error:
-        return {"why_not": str(error)}
-    return {**asdict(factors.shape), "constants": factors.constants}
-
-
 def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     if isinstance(gradient, tf.IndexedSlices):
         return rows_of(gradient, description.shape)
@@ -332,10 +300,8 @@ def _read(gradient: Any, description: Description, replicated: Collection[Any]) 
 
 
 def _described(description: Description, found: Sequence[Found]) -> Description:
-    why = next(
-        (f"{one['why_not']} (rank {rank})" for rank, one in enumerate(found) if "why_not" in one),
-        "",
-    )
+    reasons = (f"{f['why_not']} (rank {rank})" for rank, f in enumerate(found) if "why_not" in f)
+    why = next(reasons, "")
     if not why and any(one != found[0] for one in found):
         why = "its factors or the constants of its local term differ between ranks"
     if why:
@@ -345,23 +311,19 @@ def _described(description: Description, found: Sequence[Found]) -> Description:
 
 
 def _taken(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
-    """Reads factors of the agreed shape, or turns the matrix into such factors.
-
-    A later trace of the step may not show the same factors, which other ranks cannot know. The
-    product of the matrix with the unit matrix then takes their place. It raises for a regularized
-    variable: other ranks add the regularizer's gradient themselves, and a matrix includes it
-    inseparably.
-    """
+    """Reads factors of the agreed shape, or converts the matrix to such factors."""
+    # A later trace of the step may contain no such factors, unlike that of the other ranks. The
+    # product of the matrix with the unit matrix then replaces them.
     agreed = shape_of(description)
     assert agreed is not None
     try:
         factors = _read(gradient, description, replicated)
-    except NoFactorsError as error:
-        reason = str(error)
-    else:
         if factors.shape == agreed.sized(None):
             return factors
         reason = f"its factors are {factors.shape}, not {agreed}"
+    except NoFactorsError as error:
+        reason = str(error)
+    # Other ranks add the regularizer's gradient themselves, and a matrix includes it inseparably.
     if agreed.has_local:
         raise ValueError(
             "A regularized variable must have factors in all traces of the step, or in none. "
@@ -372,15 +334,6 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
         "tfposeidon: %s is sent as a full matrix in this trace: %s.", description.path, reason
     )
     return as_product(gradient, agreed)
-
-
-def _row_count(gradient: Any, description: Description, replicated: Collection[Any]) -> tf.Tensor:
-    if gradient is None or description.structure is None:
-        return tf.zeros([])
-    try:
-        return tf.cast(tf.shape(_read(gradient, description, replicated).left)[0], tf.float32)
-    except NoFactorsError:
-        return tf.zeros([])
 
 
 def _matrix(values: tf.Tensor, count: int, width: int) -> tf.Tensor:

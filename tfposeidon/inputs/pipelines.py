@@ -1,12 +1,12 @@
-"""This rank's share of a `tf.data.Dataset`: the place of the slice, and the steps after it.
+"""This rank's share of a `tf.data.Dataset`: the position of the slice, and the steps after it.
 
-Think of a pipeline as a chain of steps from a source to the last one. A share is exact only where
-the order of elements is equal on all ranks, which ends with the first shuffle; TensorFlow's own
-automatic sharding by data slices the end of the chain, behind the shuffle. So the slice is put
-behind the last step that depends on the position or number of elements (`take`, `zip`), and the
-later steps are applied to it again, with the same functions, seeds and resources.
+Think of a pipeline as a chain of steps that begins with a source. A share is exact only where the
+order of elements is equal on all ranks, and that ends with the first shuffle. TensorFlow's own
+sharding by data slices after the last step, and therefore after the shuffle. `share_of` slices
+after the last step that depends on the position or number of elements (`take`, `zip`), and applies
+the later steps to the slice, with the same functions, seeds and resources.
 
-The first functions read ops and inputs of datasets, for which TensorFlow has no public API.
+TensorFlow has no public API for the ops, functions and inputs of datasets.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from tensorflow.python.framework import op_def_registry
 
 PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 """Ops that call Python."""
-_UNSTEADY = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
-"""Random ops that are not stateful, or have neither a seed nor a generator."""
+# Random ops that are not stateful, or have neither a seed nor a generator.
+_UNSEEDED = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
+# Ops that change a variable.
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
-_ALONE = {
+# Classes of steps, with their ops. These make one element of each.
+_ELEMENTWISE = {
     "MapDataset": "MapDataset",
     "ParallelMapDataset": "ParallelMapDatasetV2",
     "PrefetchDataset": "PrefetchDataset",
     "OptionsDataset": "OptionsDataset",
-    "RestructuredDataset": "",  # of `unbatch`, and not an op
+    "RestructuredDataset": "",  # Part of `unbatch`, without an op.
 }
-"""Classes of steps that make one element of each, with their ops."""
+# Steps that make any number of elements of each.
 _SELECTING = {
     "FilterDataset": "FilterDataset",
     "FlatMapDataset": "FlatMapDataset",
@@ -43,7 +45,7 @@ _SELECTING = {
     "LegacyParallelInterleaveDataset": "LegacyParallelInterleaveDatasetV2",
     "UnbatchDataset": "UnbatchDataset",
 }
-"""Steps that make any number of elements of each one."""
+# Steps that order, repeat, batch or store elements, in a share as in the whole dataset.
 _GROUPING = {
     "ShuffleDataset": "ShuffleDatasetV3",
     "RepeatDataset": "RepeatDataset",
@@ -53,18 +55,17 @@ _GROUPING = {
     "CacheDataset": "CacheDatasetV2",
     "GroupByWindowDataset": "GroupByWindowDataset",
 }
-"""Steps that order, repeat, batch or hold the elements of a share as they do those of all."""
-_OPS = _ALONE | _SELECTING | _GROUPING
-_IN_POSITION = {
-    *(set(_ALONE | _GROUPING) - {"GroupByWindowDataset"}),
+_OPS = _ELEMENTWISE | _SELECTING | _GROUPING
+# Steps that select elements only by position.
+_BY_POSITION = {
+    *(set(_ELEMENTWISE | _GROUPING) - {"GroupByWindowDataset"}),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "ZipDataset", "ConcatenateDataset"),
     *("TakeDataset", "SkipDataset", "WindowDataset", "AssertCardinalityDataset"),
 }
-"""Steps that select elements by their position alone."""
-_PER_ELEMENT = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
-"""Steps whose function may differ between ranks if it calls Python, such as NumPy's generators."""
+# Steps whose results may differ between ranks if their function calls Python.
+_WITH_FUNCTION = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
+# Ops in a function, or in a dataset without steps, whose order may differ between ranks.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
-"""Ops within a function, or within a dataset without steps, whose order may differ."""
 
 
 # ------------------------------------------------------------------ ops and datasets
@@ -83,11 +84,7 @@ def op_names(graph: Any) -> set[str]:
 
 
 def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may differ between runs.
-
-    They are stateful and have a seed or a generator, read a clock, or change a variable, as the
-    generators of Keras's random layers do.
-    """
+    """Returns the ops whose results may differ between runs."""
     return set(filter(_draws, names))
 
 
@@ -99,9 +96,8 @@ def file_ops(names: set[str]) -> set[str]:
 def datasets(data: Any) -> Iterator[tf.data.Dataset]:
     """Yields all inputs of a dataset, recursively, and the dataset itself last."""
     if isinstance(data, tf.data.Dataset):
-        # TensorFlow has no public API for the inputs of a dataset.
-        for below in data._inputs():
-            yield from datasets(below)
+        for source in data._inputs():
+            yield from datasets(source)
         yield data
 
 
@@ -125,15 +121,17 @@ def serialized(dataset: tf.data.Dataset) -> Any:
 
 
 def _draws(name: str) -> bool:
+    # Such ops are stateful and have a seed or a generator, read a clock, or change a variable.
+    # Generators of Keras's random layers change one.
     op = op_def_registry.get(name)
-    if name in _UNSTEADY or op is None or not op.is_stateful:
-        return name in _UNSTEADY
+    if name in _UNSEEDED or op is None or not op.is_stateful:
+        return name in _UNSEEDED
     # Datasets within a function are analyzed separately.
     if re.search(r"Dataset(V\d+)?$", name):
         return False
-    attributes = {attribute.name for attribute in op.attr}
-    has_seed = "seed" in attributes or bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or re.match(_WRITES, name) is not None
+    has_seed = any(attribute.name == "seed" for attribute in op.attr)
+    has_generator = bool(_inputs(name) & {"seed", "alg", "algorithm"})
+    return has_seed or has_generator or re.match(_WRITES, name) is not None
 
 
 def _inputs(name: str) -> set[str]:
@@ -147,28 +145,22 @@ def _inputs(name: str) -> set[str]:
 def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Returns a rank's share of a dataset, or raises an error with the line to write instead."""
     steps = chain(dataset)
-    place = _place(steps, size)
-    if any(
-        _step_kind(one) == "CacheDataset" and one._filename.numpy()
-        for one in unwrapped_datasets(steps[place])
-    ):
+    position = _position(steps, size)
+    caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "CacheDataset"]
+    if any(cache._filename.numpy() for cache in caches):
         raise _refusal(
-            f"a cache in a file before {_step_kind(steps[place])}, which all ranks would write",
-            "Put the cache behind that step.",
+            f"a cache in a file before {_step_kind(steps[position])}, which all ranks would write",
+            "Put the cache after that step.",
         )
-    share = steps[place].shard(size, rank)
-    for step in steps[place + 1 :]:
+    share = steps[position].shard(size, rank)
+    for step in steps[position + 1 :]:
         share = _applied_to(share, step, f".{rank}_of_{size}")
     return share
 
 
 def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the steps of a dataset, the last one last.
-
-    The first one is a source, or a step with several inputs.
-    """
+    """Returns the steps of a dataset, from a source or a step with several inputs to the last."""
     steps = [_unwrapped(dataset)]
-    # TensorFlow has no public API for the inputs of a dataset.
     while len(inputs := steps[0]._inputs()) == 1:
         steps.insert(0, _unwrapped(inputs[0]))
     return steps
@@ -181,40 +173,40 @@ def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _step_kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
-    # That of files which are read in parallel has the name of another step, with another op.
+    # The class that reads files in parallel has the name of another class, with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
     return ("Legacy" if is_legacy else "") + kind_of(step)
 
 
 def groups(step: tf.data.Dataset) -> bool:
-    """Returns whether a step orders, repeats, batches or holds elements."""
+    """Returns whether a step orders, repeats, batches or stores elements."""
     return _step_kind(step) in _GROUPING
 
 
-def _place(steps: list[tf.data.Dataset], size: int) -> int:
-    """Returns the index of the step behind which the slice is exact."""
+def _position(steps: list[tf.data.Dataset], size: int) -> int:
+    """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Such steps see positions or numbers of all elements, and stay before the slice.
-    whole = [index for index, step in enumerate(steps) if index and not _can_follow(step)]
+    # Other steps than those of `_OPS` depend on positions or numbers of all elements, and must
+    # precede the slice.
+    whole = [index for index, step in enumerate(steps) if index and _step_kind(step) not in _OPS]
     start = whole[-1] if whole else 0
     if start >= end:
-        behind = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
-        raise _refusal(_step_kind(steps[start]) + behind)
+        depends = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
+        raise _refusal(_step_kind(steps[start]) + depends)
     if is_share(steps[-1]):
         raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
-    place = _balanced(steps, start, end, size)
-    if _has_at_least(steps[place], size):
-        return place
-    if _has_at_least(steps[end - 1], size):
-        return end - 1
+    balanced = _balanced(steps, start, end, size)
+    for position in (balanced, end - 1):
+        if _has_at_least(steps[position], size):
+            return position
     if any(_step_kind(step) in _SELECTING for step in steps[end:]):
-        # Behind that step, a `shard` would select from another order on each rank.
+        # After that step, a `shard` would select from another order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {_step_kind(steps[end])}",
             "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
             "tf.data.Dataset.list_files(pattern, shuffle=False)).",
         )
-    return place
+    return balanced
 
 
 def is_share(dataset: tf.data.Dataset) -> bool:
@@ -227,21 +219,17 @@ def is_share(dataset: tf.data.Dataset) -> bool:
 
 
 def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
-    """Returns the first place with equal shares, or the list of files if there are enough."""
-    place = start
+    """Returns the first position with equal shares, or a list of files with enough of them."""
+    position = start
     for index in range(start + 1, end):
         if groups(steps[index]):
             break
         if _step_kind(steps[index]) in _SELECTING:
-            if _reads_files(steps[index]) and int(steps[index - 1].cardinality()) >= size:
+            reads_files = bool(file_ops({node.op for node in nodes_of_step(steps[index])}))
+            if reads_files and int(steps[index - 1].cardinality()) >= size:
                 break
-            place = index
-    return place
-
-
-def _can_follow(step: tf.data.Dataset) -> bool:
-    """Returns whether a step may be applied to a share instead of all elements."""
-    return _step_kind(step) in _OPS
+            position = index
+    return position
 
 
 def first_random(steps: list[tf.data.Dataset]) -> int:
@@ -251,17 +239,16 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
     for index, step in enumerate(steps):
         # The first step may have several inputs.
         for one in [step] if index else unwrapped_datasets(step):
-            ops = {node.op for node in nodes_of_step(one)}
-            draws = draws or _step_kind(one) == "RandomDataset" or bool(drawing_ops(ops))
-            draws = draws or (_step_kind(one) in _PER_ELEMENT and bool(ops & PYTHON_OPS))
-            selects = _step_kind(one) not in _IN_POSITION
-            if _reorders(one, is_free) or (draws and selects):
+            kind, ops = _step_kind(one), {node.op for node in nodes_of_step(one)}
+            draws |= kind == "RandomDataset" or bool(drawing_ops(ops))
+            draws |= kind in _WITH_FUNCTION and bool(ops & PYTHON_OPS)
+            if _reorders(one, is_free) or (draws and kind not in _BY_POSITION):
                 return index
     return len(steps)
 
 
 def unwrapped_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Returns all steps of a dataset and of its inputs, the last one last."""
+    """Returns all inputs of a dataset, recursively, and the dataset itself last."""
     return map(_unwrapped, datasets(dataset))
 
 
@@ -269,7 +256,7 @@ def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
     deterministic = _deterministic(step)
     if deterministic == "false" or (is_free and deterministic == "default"):
         return True
-    # TensorFlow then chooses by the processors of the rank.
+    # With AUTOTUNE, TensorFlow chooses the cycle by the rank's processors.
     if int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE:
         return True
     return _step_kind(step).startswith("Shuffle") or any(
@@ -296,29 +283,25 @@ def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
         yield from nodes_of_graph(definition)
 
 
-def _reads_files(step: tf.data.Dataset) -> bool:
-    return bool(file_ops({node.op for node in nodes_of_step(step)}))
-
-
 def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
-    number = int(step.cardinality())
     # Unknown and infinite numbers are negative.
-    return number < 0 or number >= size
+    return not 0 <= int(step.cardinality()) < size
 
 
 def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> tf.data.Dataset:
     """Returns the same step with another input; its functions are not traced again.
 
-    A cache in a file receives a file of its own, whose name ends in `suffix`.
+    A cache in a file receives a separate file with a name that ends in `suffix`.
     """
-    if _step_kind(step) == "OptionsDataset":
+    kind = _step_kind(step)
+    if kind == "OptionsDataset":
         return share.with_options(step.options())
-    if _step_kind(step) == "RestructuredDataset":
+    if kind == "RestructuredDataset":
         return type(step)(share, step.element_spec)
-    if _step_kind(step) == "PrefetchDataset":
+    if kind == "PrefetchDataset":
         return share.prefetch(int(step._buffer_size))
-    op = getattr(tf.raw_ops, _OPS[_step_kind(step)])
-    given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
+    op = getattr(tf.raw_ops, _OPS[kind])
+    given = _arguments(step, kind) | {"input_dataset": tf.data.experimental.to_variant(share)}
     if given.get("filename", b"") != b"":
         given["filename"] = tf.strings.join([given["filename"], suffix])
     names = inspect.signature(op).parameters
@@ -328,9 +311,9 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
     return again
 
 
-def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
+def _arguments(step: tf.data.Dataset, kind: str) -> dict[str, Any]:
     """Returns the arguments of a step's op by name, and others."""
-    # TensorFlow's constructors of steps pass the same values.
+    # TensorFlow's constructors of steps pass the same values to the op.
     found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
     found |= step._common_args
     for name, value in list(found.items()):
@@ -341,11 +324,11 @@ def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
     for name in ("padded_shapes", "padding_values"):
         if name in found:
             found[name] = tf.nest.flatten(found[name])
-    if _step_kind(step) == "ParallelInterleaveDataset":
+    if kind == "ParallelInterleaveDataset":
         found["deterministic"] = _deterministic(step)
-    if _step_kind(step) == "ShuffleDataset":
+    if kind == "ShuffleDataset":
         found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
-    if _step_kind(step) == "CacheDataset":
+    if kind == "CacheDataset":
         found["cache"] = tf.raw_ops.DummyMemoryCache()
     return found
 

@@ -1,7 +1,7 @@
 """This rank's share of training data, for each kind of data that `fit` accepts.
 
-Think of a share as the slice `data[rank::size]`. What is already batched is shared by batches, all
-else by samples. `pipelines` finds the place of that slice in a `tf.data.Dataset`.
+Think of a share as the slice `data[rank::size]`: of batches if the data are batched, else of
+samples. `pipelines` finds the position of that slice in a `tf.data.Dataset`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
       size: Number of shares; by default the number of ranks that train.
 
     Returns:
-      Data of the same kind: views of NumPy arrays, slices of tensors and frames, and else what
-      reads the share lazily. The server of
-      `init(server_rank=...)` gets `data` itself, which it does not train on.
+      Data of the same kind: views of NumPy arrays, slices of tensors and frames, and objects that
+      read other shares lazily. The server of `init(server_rank=...)` receives `data` itself, and
+      does not train with it.
 
     Raises:
       TypeError: If `data` is of another kind.
-      ValueError: If arrays differ in their first axis, if a `tf.data.Dataset` has no place at which
-        its order is equal on all ranks, or if only one of `rank` and `size` is given.
+      ValueError: If arrays differ in their first axis, if the order of a `tf.data.Dataset` differs
+        between ranks at every step, or if only one of `rank` and `size` is given.
 
     Example:
       >>> import numpy as np, tfposeidon as tp
@@ -60,19 +60,6 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
         if runtime.rank() not in workers.ranks:
             return data
         rank, size = workers.index(runtime.rank()), workers.size
-    _check(rank, size)
-    assert rank is not None
-    assert size is not None
-    if isinstance(data, tf.data.Dataset):
-        return data if size == 1 else pipelines.share_of(data, rank, size)
-    if isinstance(data, keras.utils.PyDataset):
-        return ShareOfBatches(data, rank, size)
-    if isinstance(data, Iterator):
-        return _items(data, rank, size)
-    return _rows(data, slice(rank, None, size))
-
-
-def _check(rank: int | None, size: int | None) -> None:
     if rank is None or size is None:
         raise ValueError(
             "`rank` and `size` must be given together. Received: "
@@ -82,10 +69,17 @@ def _check(rank: int | None, size: int | None) -> None:
     checks.check_integer("rank", rank, 0)
     if rank >= size:
         raise ValueError(f"`rank` must be below `size`. Received: rank={rank}, size={size}.")
+    if isinstance(data, tf.data.Dataset):
+        return data if size == 1 else pipelines.share_of(data, rank, size)
+    if isinstance(data, keras.utils.PyDataset):
+        return _ShareOfBatches(data, rank, size)
+    if isinstance(data, Iterator):
+        return _items(data, rank, size)
+    return _rows(data, slice(rank, None, size))
 
 
 def _items(data: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
-    # A generator, which is the only kind of iterator that `fit` accepts.
+    # A generator, because `fit` accepts no other iterators.
     yield from itertools.islice(data, rank, None, size)
 
 
@@ -117,7 +111,7 @@ def _rows(data: Any, rows: slice) -> Any:
     return keras.tree.map_structure(share, data)
 
 
-class ShareOfBatches(keras.utils.PyDataset):
+class _ShareOfBatches(keras.utils.PyDataset):
     """`PyDataset` of every `size`-th batch of another one, read with the same workers."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:

@@ -24,7 +24,9 @@ from tfposeidon.sharded.shards import Shards
 from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
 
-ELEMENTWISE = (
+# Optimizers that update each element independently. Keras's Lamb, Adafactor and Muon do not:
+# they use norms, rows or products of whole variables.
+_ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
     keras.optimizers.Adagrad,
@@ -35,10 +37,6 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-"""Optimizers that update each element independently.
-
-Not Keras's Lamb, Adafactor and Muon: these use norms, rows or products of whole variables.
-"""
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -109,14 +107,15 @@ class ShardedOptimizer(DistributedOptimizer):
             name=name or "sharded_optimizer",
         )
         _check_elementwise(inner_optimizer)
-        self._shards: Shards | None = None
+        # A `Shards` after `build`.
+        self._shards: Any = None
 
     # ------------------------------------------------------------------ state
 
     @override
     def _build_inner(self, variables: Sequence[Any]) -> None:
         inner = self.inner_optimizer
-        # Must be unbuilt, so that it creates state for this rank's part only.
+        # Requires an unbuilt optimizer, so that it creates state for this rank's part only.
         if inner.built:
             raise ValueError(
                 "ShardedOptimizer must create the optimizer state, in shards. Received: "
@@ -129,7 +128,7 @@ class ShardedOptimizer(DistributedOptimizer):
                 "DistributedOptimizer."
             )
         self._shards = Shards(self._exchange.exchanger(variables), variables)
-        if not self._shards.has_any:
+        if not self._shards.parts:
             raise ValueError(
                 '`scheme` must send some variables by "ps", which shards them. Received: '
                 f"scheme={self.policy}, which selects another scheme for all variables, such as "
@@ -142,8 +141,8 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def variables(self) -> list[Any]:
         """Variables of the inner optimizer that are equal on all ranks, without state of shards."""
-        variables = super().variables
-        return variables if self._shards is None else self._shards.without_slots(variables)
+        own = {id(state.variable) for state in self._shards.states} if self._shards else ()
+        return [variable for variable in super().variables if id(variable) not in own]
 
     @property
     @override
@@ -185,25 +184,22 @@ class ShardedOptimizer(DistributedOptimizer):
                 "another order. Use a separate optimizer for each list of variables, or "
                 "DistributedOptimizer."
             )
-        assert self._shards is not None
         self._shards.use(self.updater)
         self._afterwards = self._shards.afterwards
         super()._step(grads, variables, count)
 
     @override
     def _received(self, means: Means) -> Means:
-        assert self._shards is not None
         return replace(means, values=self._shards.received(means.values))
 
     @override
     def _update(self, means: Means, variables: list[Any]) -> None:
-        assert self._shards is not None
         self._shards.apply(means)
 
     @override
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
-        assert self._shards is not None
-        super()._apply_to_all(self._shards.refreshed(), value)
+        self._shards.refresh()
+        super()._apply_to_all(self._shards.targets, value)
 
     @override
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
@@ -238,14 +234,13 @@ def _check_policy(policy: policies.Policy) -> None:
 
 def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     optimizer = innermost(inner)
-    # An explicit list instead of `isinstance`: a subclass with its own `update_step` may need whole
-    # variables. Subclasses that change only the constructor inherit it: AdamW uses Adam's.
+    # Compares the class that defines `update_step`, because a subclass with its own may need whole
+    # variables. AdamW inherits Adam's.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
-    # These optimizers sum the norms of layers over the parts.
-    sums_norms = isinstance(optimizer, LayerWiseOptimizer)
     declared = getattr(optimizer, "updates_elementwise", False)
-    if rule not in ELEMENTWISE and not sums_norms and not declared:
-        names = ", ".join([*(cls.__name__ for cls in ELEMENTWISE), "LARS", "LAMB"])
+    # LARS and LAMB sum the norms of layers over the parts.
+    if not (rule in _ELEMENTWISE or declared or isinstance(optimizer, LayerWiseOptimizer)):
+        names = ", ".join([*(cls.__name__ for cls in _ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(
             f"ShardedOptimizer requires an optimizer that can update parts of variables: {names}. "
             f"Received: {type(optimizer).__name__}, whose update requires whole variables or is "

@@ -1,12 +1,11 @@
 """Scheme of sharded updates: reduce-scatter of gradients, and all-gather of updated variables.
 
-`OwnParts` leaves each mean with its shard owner; the optimizer gathers the updated values later.
-Squared norms of parts are summed over ranks, so that all ranks clip and skip steps identically.
+`OwnParts` leaves each mean with its shard owner. The optimizer gathers the updated values later.
+Ranks sum the squared norms of parts, so that all ranks clip and skip steps identically.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -52,15 +51,14 @@ class OwnParts(ParameterServer):
     ) -> list[tuple[int, int]]:
         """Returns the range of each variable that `topology.rank` owns; (0, 0) for none."""
         # A bucket is split as one vector, regardless of variables: a part may hold the end of one
-        # variable and the start of the next. `starts` has one entry more than there are variables,
-        # the end of the last one.
-        starts = itertools.accumulate((d.length for d in descriptions), initial=0)
+        # variable and the start of the next.
         begin, end = self.own_range(sum(d.length for d in descriptions), topology)
-        parts = [
-            (max(begin - start, 0), min(end - start, d.length))
-            for start, d in zip(starts, descriptions, strict=False)
-        ]
-        return [(first, last) if first < last else (0, 0) for first, last in parts]
+        parts, start = [], 0
+        for description in descriptions:
+            first, last = max(begin - start, 0), min(end - start, description.length)
+            parts.append((first, last) if first < last else (0, 0))
+            start += description.length
+        return parts
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Sharded(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         choice = self.policy.choose(description, topology)
-        # Excludes subclasses, which have their own exchange.
+        # Subclasses have their own exchange.
         if type(choice.scheme) is not ParameterServer:
             return choice
         return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
@@ -96,78 +94,73 @@ class Sharded(Policy):
 
 
 def clip_by_whole_norms(
-    gradients: list[Any], served: Sequence[int], optimizer: Any, wire: Wire, name: str
+    gradients: list[Any], sharded: Sequence[int], optimizer: Any, wire: Wire, name: str
 ) -> list[Any]:
     """Clips by norms of whole gradients, and propagates non-finite values to all ranks.
 
-    `gradients` holds this rank's parts at the indices in `served`, and whole gradients or `None`
+    `gradients` holds this rank's parts at the indices in `sharded`, and whole gradients or `None`
     elsewhere. If the optimizer clips by norm or scales losses, a non-finite part on any rank makes
     all parts NaN on all ranks, so that all skip the step.
     """
-    # The optimizer must not clip again afterwards: norms of parts differ between ranks.
+    # The optimizer must not clip again afterwards, because norms of parts differ between ranks.
     inner = innermost(optimizer)
-    by_norm = bool(inner.clipnorm or inner.global_clipnorm)
-    if not (by_norm or (served and isinstance(optimizer, keras.optimizers.LossScaleOptimizer))):
+    limit = inner.clipnorm or inner.global_clipnorm
+    has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if not (limit or (sharded and has_scale)):
         return gradients
-    result = list(gradients)
-    squares, finite = _reduced([gradients[index] for index in served], wire, name)
-    for index in served:
-        # One non-finite value affects the whole gradient, as on a single rank.
-        result[index] = tf.where(finite, gradients[index], float("nan"))
-    if not by_norm:
-        return result
-    # Clipping precedes the division by the loss scale, so the limit is scaled, too.
-    scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
-    known = dict(zip(served, squares, strict=True))
-    squared_norms = {
-        m: known[m] if m in known else _square(g) for m, g in enumerate(result) if g is not None
+    result, squares = list(gradients), {}
+    if sharded:
+        parts = [gradients[index] for index in sharded]
+        # Counted separately, because squares may overflow although all values are finite.
+        unbounded = tf.add_n(
+            [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
+        )
+        own = tf.stack([*map(_square, parts), unbounded])
+        *sums, unbounded = tf.unstack(wire.all_reduce(own, wire.topology.world, name))
+        squares = dict(zip(sharded, sums, strict=True))
+        for index in sharded:
+            # One non-finite value affects the whole gradient, as on a single rank.
+            result[index] = tf.where(unbounded == 0.0, gradients[index], float("nan"))
+    return _clipped(result, squares, optimizer) if limit else result
+
+
+def _clipped(gradients: list[Any], squares: dict[int, tf.Tensor], optimizer: Any) -> list[Any]:
+    """Clips gradients by their norms; `squares` are the squared norms of sharded ones."""
+    inner, result = innermost(optimizer), list(gradients)
+    squares = {
+        m: squares[m] if m in squares else _square(g)
+        for m, g in enumerate(gradients)
+        if g is not None
     }
     if inner.global_clipnorm:
-        squared_norms = dict.fromkeys(squared_norms, tf.add_n(list(squared_norms.values())))
+        squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
+    # Clipping precedes the division by the loss scale, so the limit is scaled, too.
+    scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
     limit = (inner.clipnorm or inner.global_clipnorm) * scale
-    for index, square in squared_norms.items():
-        result[index] = _clipped(result[index], tf.sqrt(square), limit)
+    for index, square in squares.items():
+        norm = tf.sqrt(square)
+        # As in Keras, a non-finite norm makes all values NaN, because norm - norm is NaN then.
+        factor = limit / tf.maximum(norm, limit) + (norm - norm)
+        result[index] *= tf.cast(factor, result[index].dtype)
     return result
-
-
-def _reduced(
-    parts: Sequence[tf.Tensor], wire: Wire, name: str
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Returns squared norms of gradients, and whether all values are finite, over all ranks."""
-    if not parts:
-        return [], tf.constant(True)
-    # Counted separately, since squares may overflow although all values are finite.
-    unbounded = tf.add_n(
-        [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
-    )
-    total = wire.all_reduce(tf.stack([*map(_square, parts), unbounded]), wire.topology.world, name)
-    *squares, unbounded = tf.unstack(total)
-    return squares, unbounded == 0.0
-
-
-def _clipped(gradient: tf.Tensor, norm: tf.Tensor, limit: tf.Tensor) -> tf.Tensor:
-    # As in Keras: a norm that is not finite makes all values NaN (norm - norm is NaN then).
-    factor = limit / tf.maximum(norm, limit) + (norm - norm)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _square(gradient: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
 
 
-def sharded_norms(wire: Wire, served: Callable[[Any], bool], name: str) -> Norms:
+def sharded_norms(wire: Wire, is_sharded: Callable[[Any], bool], name: str) -> Norms:
     """Returns a function for norms of variables, which sums the squares of parts over ranks.
 
-    `served` is True for variables of which each rank holds a part; `name` is for a small
-    all-reduce.
+    `is_sharded` is True for variables with a part on each rank. `name` is that of an all-reduce.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         own = local_norms(variables, rows)
-        parts = [index for index, variable in enumerate(variables) if served(variable)]
+        parts = [index for index, variable in enumerate(variables) if is_sharded(variable)]
         if not parts:
             return own
-        # In float64, since the square of a float32 value may exceed the range of float32.
+        # In float64, because the square of a float32 value may exceed the range of float32.
         squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
         total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
         whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)

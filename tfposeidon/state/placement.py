@@ -1,15 +1,16 @@
 """Placement of state on ranks: state of a model's layers, and state that differs between ranks.
 
-Think of a placement as the rule for combining the values of all ranks: take any, average, sum,
-concatenate, or leave each rank its own. Checkpoints, broadcasts and comparisons follow it. A job
-that resumes on other ranks preserves sums: a residual is the part of a gradient that a rank has not
-sent yet, so only its elementwise sum over all ranks matters. The vectors of all ranks are summed by
-variable, and split again for the current ranks and buckets.
+Think of a placement as the rule for combining the values of all ranks: use any of them, average,
+sum or concatenate them, or let each rank retain its own. Checkpoints, broadcasts and comparisons
+follow it. A job that resumes on other ranks preserves sums. For example, a residual is the part of
+a gradient that a rank has not sent yet, so only its elementwise sum over all ranks matters. The
+vectors of all ranks are summed by variable, and split again for the current ranks and buckets.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +19,6 @@ from typing import Any
 
 import keras
 import numpy as np
-
-# Field names in older checkpoints, which predate the attribute names.
-_ON_DISK = {"owners": "holders"}
-
-WholeKey = tuple[str, tuple[str, ...]]
-"""Name of a quantity, and the paths of its variables."""
 
 
 class Placement(enum.StrEnum):
@@ -101,10 +96,7 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
 def placed(pairs: Placed) -> list[StateEntry]:
     """Returns an entry for each pair of variable and placement."""
     # A `tf.Variable` has no `path`.
-    return [
-        StateEntry(getattr(variable, "path", None) or variable.name, variable, _checked(placement))
-        for variable, placement in pairs
-    ]
+    return [StateEntry(getattr(v, "path", None) or v.name, v, _checked(p)) for v, p in pairs]
 
 
 def entries_of_layers(model: Any) -> list[StateEntry]:
@@ -117,11 +109,6 @@ def entries_of_layers(model: Any) -> list[StateEntry]:
     for variable in model.trainable_variables:
         found.pop(id(variable), None)
     return placed(found.values())
-
-
-def state_of_layers(model: Any, *placements: Placement) -> list[Any]:
-    """Returns the variables of `entries_of_layers` with one of these placements."""
-    return [one.value for one in entries_of_layers(model) if one.placement in placements]
 
 
 def seeds_of_layers(model: Any) -> list[Any]:
@@ -137,21 +124,19 @@ def is_seed(variable: Any) -> bool:
 def another_seed(state: Any, number: int) -> np.ndarray:
     """Returns a generator's state with the same count and another seed; for 0, with its own."""
     seed, count = np.asarray(state)
-    # The golden ratio of 2**32 is odd, so its multiples differ for all `number` below 2**32.
-    return np.asarray([(int(seed) + number * 0x9E3779B9) % 2**32, count]).astype(
-        state.dtype.as_numpy_dtype
-    )
+    # The factor, 2**32 divided by the golden ratio, is odd, so all multiples below 2**32 differ.
+    other = (int(seed) + number * 0x9E3779B9) % 2**32
+    return np.asarray([other, count]).astype(state.dtype.as_numpy_dtype)
 
 
 def placement_outside_variables(layer: Any) -> Placement:
     """Returns the placement of a layer's tables, lists and files."""
-    rules = [_registered[known] for known in type(layer).__mro__ if known in _registered]
-    is_local = bool(rules) and rules[0] == Placement.LOCAL
-    return Placement.LOCAL if is_local else Placement.REPLICATED
+    rule = next((_registered[cls] for cls in type(layer).__mro__ if cls in _registered), None)
+    return Placement.LOCAL if rule == Placement.LOCAL else Placement.REPLICATED
 
 
 def _checked(placement: Any) -> Placement:
-    # Not sharded: readers of layer and callback state could not join the shards.
+    # Sharded is refused, because readers of layer and callback state could not join the shards.
     known = [str(one) for one in Placement if one != Placement.SHARDED]
     if placement not in known:
         raise ValueError(
@@ -163,8 +148,8 @@ def _checked(placement: Any) -> Placement:
 
 def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
     """Returns a layer's variables with placements, without those of inner layers."""
-    found: dict[int, tuple[Any, Placement | str]]
     statistics, seeds = _untrained(layer)
+    found: dict[int, tuple[Any, Placement | str]]
     found = {id(v): (v, Placement.REPLICATED) for v in layer._trainable_variables}
     found |= {id(v): (v, by_dtype(v)) for v in statistics}
     for known in reversed(type(layer).__mro__):
@@ -195,21 +180,19 @@ def by_dtype(variable: Any) -> Placement:
 
 
 def _place_statistics(layer: Any) -> Placed:
-    # Statistics of a frozen layer are constant; averaging could round them.
+    # Statistics of a frozen layer are constant, and averaging could round them.
     placement = Placement.AVERAGED if layer.trainable else Placement.REPLICATED
-    statistics, _ = _untrained(layer)
-    return [(variable, placement) for variable in statistics]
-
-
-def _place_sequences(layer: Any) -> Placed:
-    # Keras does not list these states among a layer's variables.
-    return [(variable, Placement.LOCAL) for variable in keras.tree.flatten(layer.states or [])]
+    return [(variable, placement) for variable in _untrained(layer)[0]]
 
 
 register(keras.layers.BatchNormalization, _place_statistics)
-# Adapted before training, and constant then.
+# Its statistics are adapted before training, and constant in training.
 register(keras.layers.Normalization, Placement.REPLICATED)
-register(keras.layers.RNN, _place_sequences)
+# Keras does not list the states of sequences among a layer's variables.
+register(
+    keras.layers.RNN,
+    lambda layer: [(v, Placement.LOCAL) for v in keras.tree.flatten(layer.states or [])],
+)
 
 
 # ------------------------------------------------------------------ state of ranks
@@ -246,16 +229,18 @@ class StateDescription:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a dictionary for JSON that `from_dict` reads."""
-        return {_ON_DISK.get(name, name): value for name, value in asdict(self).items()}
+        content = asdict(self)
+        # Checkpoints of older releases have this name.
+        content["holders"] = content.pop("owners")
+        return content
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
         """Creates a description from a result of `to_dict`, also if its tuples are lists."""
-        names = {on_disk: name for name, on_disk in _ON_DISK.items()}
-        values = {names.get(name, name): value for name, value in content.items()}
-        members = tuple((path, length) for path, length in content["members"])
-        placement = Placement(content["placement"])
-        return cls(**values | {"members": members, "placement": placement})
+        values = dict(content)
+        values["owners"] = values.pop("holders")
+        values["members"] = tuple(map(tuple, content["members"]))
+        return cls(**values | {"placement": Placement(content["placement"])})
 
     @property
     def is_cut(self) -> bool:
@@ -263,8 +248,8 @@ class StateDescription:
         return bool(self.members) and self.owners > 0
 
     @property
-    def whole_key(self) -> WholeKey:
-        """Key of an array that is never split."""
+    def whole_key(self) -> tuple[str, tuple[str, ...]]:
+        """Key of an array that is never split: its name, and the paths of its variables."""
         return self.name, tuple(path for path, _ in self.members)
 
     def overlaps(self, length: int) -> Iterator[tuple[tuple[str, str], int, slice, slice]]:
@@ -287,19 +272,6 @@ RankState = Sequence[tuple[StateDescription, np.ndarray]]
 """Arrays of one rank's state with their descriptions."""
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Combined state of all ranks.
-
-    `whole` holds arrays that are never split, in the order of ranks. `totals` are sums over all
-    ranks, as vectors, by quantity and path; `scalars` are equal on all ranks.
-    """
-
-    totals: dict[tuple[str, str], np.ndarray]
-    scalars: dict[tuple[str, str], np.ndarray]
-    whole: dict[WholeKey, list[np.ndarray]]
-
-
 def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarray]:
     """Creates the arrays of one rank in a job from the state of all ranks of an earlier job.
 
@@ -307,40 +279,33 @@ def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarr
     that was not saved becomes zeros. It raises a `ValueError` if a saved sum has no place in
     `wanted`, or if variables of one bucket had different scalars.
     """
-    found = _put_together(saved)
-    _check_all_wanted(found, wanted)
+    # Sums over all ranks and scalars, by name and path, and arrays that are never split.
+    totals: dict[tuple[str, str], np.ndarray] = {}
+    scalars: dict[tuple[str, str], np.ndarray] = {}
+    whole: dict[tuple[str, tuple[str, ...]], list[np.ndarray]] = defaultdict(list)
+    for description, array in itertools.chain(*saved):
+        if description.scalar:
+            scalars |= {(description.name, path): array for path, _ in description.members}
+        elif not description.is_cut:
+            whole[description.whole_key].append(array)
+        for key, elements, inside, in_array in description.overlaps(array.size):
+            total = totals.setdefault(key, np.zeros(elements, array.dtype))
+            total[inside] += array[in_array]
+    _check_all_wanted(totals, wanted)
     arrays = []
     for description, like in wanted:
         if description.scalar:
-            arrays.append(_common_scalar(description, like, found.scalars))
+            arrays.append(_common_scalar(description, like, scalars))
         elif description.is_cut:
-            arrays.append(_cut(description, like, found.totals))
+            arrays.append(_cut(description, like, totals))
         else:
-            arrays.append(_whole(description, like, found.whole))
+            arrays.append(_whole(description, like, whole.get(description.whole_key)))
     return arrays
 
 
-def _put_together(saved: Sequence[RankState]) -> _Saved:
-    found = _Saved({}, {}, defaultdict(list))
-    for state in saved:
-        for description, array in state:
-            if description.scalar:
-                found.scalars.update(
-                    {(description.name, path): array for path, _ in description.members}
-                )
-            elif not description.is_cut:
-                found.whole[description.whole_key].append(array)
-            for key, elements, inside, in_array in description.overlaps(array.size):
-                total = found.totals.setdefault(key, np.zeros(elements, array.dtype))
-                total[inside] += array[in_array]
-    return found
-
-
-def _check_all_wanted(found: _Saved, wanted: RankState) -> None:
+def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankState) -> None:
     """Refuses to drop sums: computed gradients that were not sent would be lost silently."""
-    unwanted = set(found.totals) - {
-        (description.name, path) for description, _ in wanted for path, _ in description.members
-    }
+    unwanted = set(totals) - {(d.name, path) for d, _ in wanted for path, _ in d.members}
     if unwanted:
         name, path = min(unwanted)
         raise ValueError(f"the snapshot holds a {name} of {path}, which another scheme now sends")
@@ -350,11 +315,8 @@ def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
     """Returns the saved number of all members, or the current number if none was saved."""
-    found = {
-        path: scalars[description.name, path]
-        for path, _ in description.members
-        if (description.name, path) in scalars
-    }
+    keys = {path: (description.name, path) for path, _ in description.members}
+    found = {path: scalars[key] for path, key in keys.items() if key in scalars}
     if len({float(number) for number in found.values()}) > 1:
         shown = ", ".join(f"{float(number):g} of {path}" for path, number in found.items())
         raise ValueError(f"variables of one bucket had different {description.name}: {shown}")
@@ -373,11 +335,10 @@ def _cut(
 
 
 def _whole(
-    description: StateDescription, like: np.ndarray, whole: dict[WholeKey, list[np.ndarray]]
+    description: StateDescription, like: np.ndarray, arrays: list[np.ndarray] | None
 ) -> np.ndarray:
-    arrays = whole.get(description.whole_key, [np.zeros_like(like)])
-    if description.placement == Placement.LOCAL:
-        # Local state has no meaning on other ranks.
+    # Local state has no meaning on other ranks.
+    if arrays is None or description.placement == Placement.LOCAL:
         return np.zeros_like(like)
     if description.placement == Placement.AVERAGED:
         return np.asarray(np.mean(arrays, axis=0), like.dtype)
@@ -387,7 +348,7 @@ def _whole(
 
 
 def saved_descriptions(own: dict[str, np.ndarray], names: dict[str, str]) -> list[StateDescription]:
-    """Returns the descriptions that a snapshot has of a rank's state, with current paths."""
+    """Returns a snapshot's descriptions of a rank's state, with current paths."""
     saved = with_names(json.loads(own["pieces"].tobytes()), names)
     return [StateDescription.from_dict(content) for content in saved]
 

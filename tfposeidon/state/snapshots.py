@@ -13,6 +13,7 @@ snapshot intact. The newest snapshot has the highest number, regardless of its s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -21,11 +22,11 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,9 +37,8 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 
 log = logging.getLogger("tfposeidon")
 
-FORMAT = 9
-"""Format number of a snapshot's contents; every change increments it."""
-_NAME = re.compile(r"snapshot-\d{6,}")
+# Format number of a snapshot's contents; every change increments it.
+_FORMAT = 9
 
 Arrays = dict[str, np.ndarray]
 
@@ -49,9 +49,10 @@ class SnapshotError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Snapshot as one rank has read it: `own` holds all ranks' arrays if the layout has changed.
+    """Snapshot in the memory of one rank.
 
-    The layout is the assignment of ranks to nodes. `meta` and `shared` are equal on all ranks.
+    `meta` and `shared` are equal on all ranks. `own` holds this rank's arrays, or those of all
+    ranks if the layout (the assignment of ranks to nodes) has changed.
     """
 
     meta: dict[str, Any]
@@ -71,64 +72,52 @@ class Snapshots:
         self.folder = Path(folder)
         self.wire = wire
         self.keep = check_integer("keep", keep, 1)
-        self._writing: tuple[Path, Path, Future[tuple[Any, str | None]]] | None = None
+        self._writing: tuple[Path, Path, Future[None]] | None = None
         self._unreadable: set[str] = set()
         # Steps since the writing of a snapshot started, and the step of the next poll.
         self._steps = self._next_poll = 0
 
-    def write(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Writes a snapshot with rank 0's `meta` and `shared`; raises on all if one fails."""
-        self.start(meta, shared, own)
-        self.finish()
-
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
-        """Starts to write a snapshot in the background, after finishing an earlier one.
+        """Starts to write a snapshot with rank 0's `meta` and `shared` in the background.
 
-        The snapshot is valid once `poll` or `finish` has completed it. The arrays must not change
-        before.
+        It first finishes an earlier snapshot. The snapshot is valid once `poll_at_step` or `finish`
+        has completed it. The arrays must not change before.
         """
         self.finish()
-        rank = self.wire.topology.rank
+        rank, names = self.wire.topology.rank, self._names()
+        number = int(names[-1].rpartition("-")[2]) + 1 if names else 1
         # The token prevents the thread of an interrupted `fit` from writing into this folder.
-        mine = [self._next_name(), secrets.token_hex(4)]
+        mine = [f"snapshot-{number:06d}", secrets.token_hex(4)]
         name, token = exchange_objects(mine, self.wire, "tp.snapshot.name")[0]
         part = self.folder / f".{name}-{token}.part"
-        # All ranks wait here: none may write before rank 0 has created the folder.
+        # All ranks wait here, because none may write before rank 0 has created the folder.
         self._together("prepare", lambda: self._make(part) if rank == 0 else None)
-        meta = meta | {"format": FORMAT, "nodes": self.wire.topology.nodes}
+        meta = meta | {"format": _FORMAT, "nodes": self.wire.topology.nodes}
         thread = ThreadPoolExecutor(1, "snapshot")
-        self._writing = (
-            part,
-            self.folder / name,
-            thread.submit(_attempt, lambda: _write_files(part, rank, meta, shared, own)),
-        )
-        # No second task follows: the thread ends with this one.
+        written = thread.submit(_write_files, part, rank, meta, shared, own)
+        self._writing = part, self.folder / name, written
+        # The thread ends with its only task.
         thread.shutdown(wait=False)
         self._steps, self._next_poll = 0, 1
 
-    def poll(self) -> bool:
-        """Returns whether no snapshot is being written; costs one small exchange if one was."""
-        if self._writing is not None and all(
-            exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")
-        ):
-            self.finish()
-        return self._writing is None
-
     def poll_at_step(self) -> None:
-        """Polls 1, 2, 4, ... steps after `start`; all ranks call it after each step."""
-        # All ranks must poll at the same steps, and each poll is an exchange. So polls are few, and
-        # early.
+        """Finishes a snapshot that all ranks have written; all ranks call it after each step."""
+        # All ranks must poll at the same steps, and each poll is an exchange. They poll 1, 2, 4,
+        # ... steps after `start`: early and rarely.
         self._steps += 1
-        if self._steps == self._next_poll:
-            self._next_poll = 0 if self.poll() else 2 * self._next_poll
+        if self._writing is None or self._steps != self._next_poll:
+            return
+        self._next_poll *= 2
+        if all(exchange_objects(self._writing[2].done(), self.wire, "tp.snapshot.poll")):
+            self.finish()
 
     def finish(self) -> None:
-        """Waits for the snapshot of `start`; raises on all ranks if one fails, as `write` does."""
+        """Waits for the snapshot of `start`; raises on all ranks if one fails."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
         # The folder is renamed only after every rank's file is on disk.
-        self._raise_together("write", written.result()[1])
+        self._together("write", written.result)
         self._together(
             "finish", lambda: self._rename(part, final) if self.wire.topology.rank == 0 else None
         )
@@ -139,13 +128,21 @@ class Snapshots:
         problems: list[str] = []
         # All ranks try the same snapshot, and fall back to an older one if any of them fails.
         for name in reversed(names):
-            snapshot, problem = _attempt(lambda name=name: self._read_files(self.folder / name))
-            everybody = exchange_objects(problem, self.wire, f"tp.read.{name}")
-            if not any(everybody):
-                self._check_format(snapshot)
-                return snapshot
-            problems.append(f"{name}: {next(p for p in everybody if p)}")
-            self._unreadable.add(name)
+            read = functools.partial(self._read_files, self.folder / name)
+            snapshot, failed = self._on_all(f"tp.read.{name}", read)
+            if failed:
+                problems.append(f"{name}: {failed[0]}")
+                self._unreadable.add(name)
+                continue
+            # The first formats had no number.
+            found = snapshot.meta.get("format", 1)
+            if found != _FORMAT:
+                raise SnapshotError(
+                    f"A checkpoint must have format {_FORMAT}. Received: format {found} in "
+                    f"{self.folder}, from another release of tfposeidon. Resume with that "
+                    "release, use another folder, or use Checkpoint(..., resume=False)."
+                )
+            return snapshot
         if problems:
             raise SnapshotError(
                 f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
@@ -153,16 +150,6 @@ class Snapshots:
                 "beginning."
             )
         return None
-
-    def _check_format(self, snapshot: Snapshot) -> None:
-        # The first formats had no number.
-        found = snapshot.meta.get("format", 1)
-        if found != FORMAT:
-            raise SnapshotError(
-                f"A checkpoint must have format {FORMAT}. Received: format {found} in "
-                f"{self.folder}, from another release of tfposeidon. Resume with that release, use "
-                "another folder, or use Checkpoint(..., resume=False)."
-            )
 
     def _read_files(self, folder: Path) -> Snapshot:
         meta = json.loads((folder / "meta.json").read_text())
@@ -176,27 +163,26 @@ class Snapshots:
         """Returns the arrays of all ranks; raises on all if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
-        ranks = [rank for node in snapshot.meta["nodes"] for rank in node]
-        own, problem = _attempt(
-            lambda: {rank: _load(snapshot.folder / f"rank-{rank}.npz") for rank in ranks}
+        files = {
+            rank: snapshot.folder / f"rank-{rank}.npz"
+            for rank in itertools.chain(*snapshot.meta["nodes"])
+        }
+        own, failed = self._on_all(
+            "tp.read_all_ranks", lambda: {rank: _load(path) for rank, path in files.items()}
         )
-        everybody = exchange_objects(problem, self.wire, "tp.read_all_ranks")
-        if any(everybody):
+        if failed:
             raise SnapshotError(
                 "The files of all ranks must be readable on every rank. Received: "
-                f"{next(p for p in everybody if p)}. Make {self.folder} visible to all nodes, or "
-                "use the scheme and bucket_bytes of the snapshot."
+                f"{failed[0]}. Make {self.folder} visible to all nodes, or use the scheme and "
+                "bucket_bytes of the snapshot."
             )
         return own
 
     def _names(self) -> list[str]:
-        # Users may keep copies and archives beside them, under other names.
+        # The folder may also contain a user's copies and archives, under other names.
         found = self.folder.glob("snapshot-*") if self.folder.exists() else ()
-        return sorted(one.name for one in found if _NAME.fullmatch(one.name) and one.is_dir())
-
-    def _next_name(self) -> str:
-        names = self._names()
-        return f"snapshot-{int(names[-1].rpartition('-')[2]) + 1 if names else 1:06d}"
+        name = re.compile(r"snapshot-\d{6,}")
+        return sorted(one.name for one in found if name.fullmatch(one.name) and one.is_dir())
 
     def _rename(self, part: Path, final: Path) -> None:
         # Atomic in the file system: a killed job leaves the folder under one of its two names.
@@ -207,42 +193,38 @@ class Snapshots:
             shutil.rmtree(self.folder / name)
 
     def _make(self, part: Path) -> None:
-        # Left by jobs that were killed while they wrote. Deleted first, for their disk space.
+        # Delete folders of killed jobs first, to free disk space.
         for leftover in self.folder.glob(".snapshot-*.part"):
             # A thread may still write into one if a server saves again after a failure.
             shutil.rmtree(leftover, ignore_errors=True)
         part.mkdir(parents=True)
 
-    def _together(self, stage: str, action: Any) -> None:
+    def _together(self, stage: str, action: Callable[[], Any]) -> None:
         """Runs an action on this rank; all ranks raise an error if it fails on any."""
-        self._raise_together(stage, _attempt(action)[1])
-
-    def _raise_together(self, stage: str, problem: str | None) -> None:
-        everybody = exchange_objects(problem, self.wire, f"tp.snapshot.{stage}")
-        failed = [f"rank {rank}: {p}" for rank, p in enumerate(everybody) if p]
+        _, failed = self._on_all(f"tp.snapshot.{stage}", action)
         if failed:
             names = self._names()
-            last = (
-                f"the last complete snapshot is {names[-1]}"
-                if names
-                else "no complete snapshot exists"
-            )
+            last = f"the last complete snapshot is {names[-1]}" if names else ""
             raise SnapshotError(
-                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); {last}. "
-                "Free disk space or correct the folder, and start again."
+                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); "
+                f"{last or 'no complete snapshot exists'}. Free disk space or correct the folder, "
+                "and start again."
             )
 
-
-def _attempt(action: Any) -> tuple[Any, str | None]:
-    """Returns the action's result and `None`, or `None` and its error as text."""
-    # Damaged JSON and arrays raise ValueError, KeyError or EOFError; damaged archives raise their
-    # own error.
-    try:
-        return action(), None
-    except Exception as error:
-        if not isinstance(error, OSError | ValueError | KeyError | EOFError | zipfile.BadZipFile):
-            log.exception("tfposeidon: unexpected error while a snapshot was read or written")
-        return None, f"{type(error).__name__}: {error}"
+    def _on_all(self, name: str, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Runs an action on this rank; returns its result, and the errors of all ranks as text."""
+        result, problem = None, None
+        # Damaged JSON and arrays raise ValueError, KeyError or EOFError. Damaged archives raise
+        # their own error.
+        expected = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+        try:
+            result = action()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            if not isinstance(error, expected):
+                log.exception("tfposeidon: unexpected error while a snapshot was read or written")
+        everybody = exchange_objects(problem, self.wire, name)
+        return result, [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]
 
 
 def _write_files(
@@ -251,18 +233,19 @@ def _write_files(
     save_arrays(folder / f"rank-{rank}.npz", own)
     if rank == 0:
         save_arrays(folder / "model.npz", shared)
-        with (folder / "meta.json").open("w") as stream:
-            json.dump(meta, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write(folder / "meta.json", lambda stream: stream.write(json.dumps(meta).encode()))
     # On every rank: each has created directory entries, possibly on a file system of another host.
     _sync(folder)
 
 
-def save_arrays(path: Path, arrays: Arrays) -> None:
+def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
     """Writes arrays and syncs them to disk."""
+    _write(path, lambda stream: np.savez(stream, **arrays))
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     with path.open("wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]
+        write(stream)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -274,7 +257,7 @@ def _load(path: Path) -> Arrays:
 
 
 def _sync(folder: Path) -> None:
-    # Syncing a file does not make its name survive a power loss: the name belongs to the folder.
+    # A file's name survives a power loss only if its folder is synced.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -283,11 +266,7 @@ def _sync(folder: Path) -> None:
 
 
 def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns the arrays of a list by name, which is `prefix` and the index, for a file.
-
-    >>> list(to_named_arrays([np.zeros(2), np.zeros(3)], "own"))
-    ['own0', 'own1']
-    """
+    """Returns the arrays of a list by name, which is `prefix` and the index."""
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
