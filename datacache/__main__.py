@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ def _ls(options: argparse.Namespace) -> int:
     found = [path for root in roots for path in find_pools(root)]
     reports = [report for path in found if (report := inspect_pool(path))]
     if options.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=2))
+        print(json.dumps([asdict(report) for report in reports], indent=2, default=str))
     elif reports:
         reasons = [f"{one.folder} cannot be used. {one.trouble}" for one in reports if one.trouble]
         print("\n".join([*table([HEADINGS, *map(_row, reports)]), *reasons]))
@@ -141,14 +142,13 @@ def _own_memory(others: Others = "refused") -> list[Path]:
 
 
 def _row(report: PoolReport) -> tuple[str, ...]:
-    of, state = report.spec, "in use" if report.in_use else "idle"
-    counts = (report.ready, of.shard.kept_samples, of.shard.samples) if of else ()
+    counts = (report.source, report.ready, report.slots, report.samples)
     return (
         str(report.folder),
-        *((of.source, *map(str, counts)) if of else ("?",) * 4),
+        *("?" if report.trouble else str(value) for value in counts),
         readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
-        state if of else f"unusable, {state}",
+        ("unusable, " if report.trouble else "") + ("in use" if report.in_use else "idle"),
     )
 
 

@@ -61,31 +61,6 @@ def _gather_in_python(
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
 
-def mark_words(
-    words: np.ndarray,
-    indices: np.ndarray,
-    seen: np.ndarray,
-    intact: np.ndarray,
-    kept_bits: np.uint64,
-    mark: np.uint64,
-) -> np.ndarray | None:
-    """Makes words that equal `seen` `seen & kept_bits | mark` where `intact`, else 0, atomically.
-
-    Returns which words were equal, `[k]` bool, or `None` without the library, and no word changes.
-    """
-    library = _compiled()
-    if library is None:
-        return None
-    unchanged = np.empty(len(indices), bool)
-    wanted = (words, np.uint64), (indices, np.int64), (seen, np.uint64), (intact, bool)
-    # Hold references in a list, so that the addresses stay valid during the call. `words` is
-    # contiguous and therefore not copied.
-    given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
-    addresses = (array.ctypes.data for array in given)
-    library.mark_words(*addresses, int(kept_bits), int(mark), unchanged.ctypes.data, len(indices))
-    return unchanged
-
-
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     """Creates the page tables of a part of a mapping; returns whether it did."""
     library = _compiled()
@@ -189,14 +164,11 @@ def _warn_slow(cause: str) -> None:
 
 def _declare(library: Any) -> None:
     """Declares results and arguments; by default `ctypes` would truncate addresses to 32 bits."""
-    number, bits, address = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+    number, address = ctypes.c_int64, ctypes.c_void_p
     records = [address, address, number, address, number]
-    # PyDLL keeps Python's lock: the call is shorter than it takes to get the lock back.
-    library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "gather_records": (None, records),
         "check_records": (None, [*records, address, number]),
-        "mark_words": (None, [address] * 4 + [bits, bits, address, number]),
         "map_pages": (number, [address, number, number]),
         "parts_at_a_time": (number, []),
         "read_file": (number, [ctypes.c_char_p, number, number, address, address]),

@@ -198,20 +198,3 @@ __attribute__((visibility("default"))) void check_records(char* into, const char
       (void)at_a_time;
 #endif
 }
-
-// Where words[indices[i]] still equals seen[i] in the bits of `kept`, it becomes these bits and
-// `mark`, or 0 unless intact[i]; unchanged[i] says whether it did. Whoever writes a sample
-// withdraws its word before, so that the word of a sample that was rewritten is left alone. The
-// loop is for words that others mark at the same time, which changes none of these bits.
-__attribute__((visibility("default"))) void mark_words(uint64_t* words, const int64_t* indices,
-                                                       const uint64_t* seen, const uint8_t* intact,
-                                                       uint64_t kept, uint64_t mark,
-                                                       uint8_t* unchanged, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t by = intact[i] ? (seen[i] & kept) | mark : 0;
-    uint64_t word = __atomic_load_n(words + indices[i], __ATOMIC_RELAXED);
-    do unchanged[i] = !((word ^ seen[i]) & kept);
-    while (unchanged[i] && !__atomic_compare_exchange_n(words + indices[i], &word, by, 0,
-                                                        __ATOMIC_RELEASE, __ATOMIC_RELAXED));
-  }
-}

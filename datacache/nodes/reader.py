@@ -245,8 +245,7 @@ def open_reader(tiers: StoreTier, samples: int, keeps_any: bool) -> Reader:
     if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return Reader(tiers)
     keep = tiers.first_pool is not None and tiers.first_pool.spec.shard.nodes == 1
-    # Must be the seed of the stores' shards: the owner of a sample is the node with space for it.
-    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    owners = owner_nodes(samples, len(wire.topology.nodes))
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(tiers, wire, name, owners, keep)
     # Must be closed before Horovod shuts down, which would end the collectives of the exchange.

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
-from datacache.pool.folder import Folder
-from datacache.pool.samples import CONTENT, READY, Columns, SampleWords, match_checksums
+from datacache.pool.folder import StoreFile
+from datacache.pool.samples import READY, Columns, SampleWords, match_checksums
 from datacache.pool.spec import Arrays, PoolSpec
 from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
@@ -35,20 +36,20 @@ class Pool(Owner):
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
-        with contextlib.ExitStack() as on_error:
-            self._folder = on_error.enter_context(Folder(folder, make_spec))
-            self.folder, self.is_only_user = self._folder.path, self._folder.is_only_user
-            self.spec = PoolSpec.from_dict(self._folder.header)
-            self.layout = self.spec.layout
-            self._slot_indices = self.spec.shard.slot_indices()
-            self.slots = self.spec.shard.kept_samples
-            numbers = np.flatnonzero(self._slot_indices >= 0)
-            self._columns = Columns(self._folder, self.layout, numbers)
-            self._heap = self._columns.heap
-            self._words = SampleWords(self._folder.map_file("words"), self.slots)
-            on_error.pop_all()
+        self.folder, self._reads = Path(folder), 0
         self._background: BackgroundSteps | None = None
-        self._reads = 0
+        with contextlib.ExitStack() as opened:
+            opened.push(self._drop_mappings)
+            self._file = opened.enter_context(StoreFile(self.folder, make_spec))
+            self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
+            self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
+            self._slot_indices = self.spec.shard.slot_indices()
+            self._columns = Columns(self._file, np.flatnonzero(self._slot_indices >= 0))
+            self._heap = self._columns.heap
+            self._words = SampleWords(self._file.sections["words"])
+            if self._heap:
+                self._heap.reset()
+            opened.pop_all()
 
     @property
     def filled(self) -> int:
@@ -58,14 +59,13 @@ class Pool(Owner):
     @property
     def size_bytes(self) -> int:
         """Bytes of columns and words, and of the heap's samples."""
-        return sum(self.spec.files.values()) + (
-            int(self._extents()[:, 1].sum()) if self._heap else 0
-        )
+        in_heap = int(self._extents()[:, 1].sum()) if self._heap else 0
+        return self.spec.reserved_bytes + in_heap
 
     def prepare(self, verify: bool = True) -> None:
         """Creates the page tables of a full store in memory on a thread, which also verifies it."""
         # For a store on a disk, this would read all of it.
-        in_memory = is_memory(os.fstat(self._folder.directory.fileno()).st_dev)
+        in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
@@ -87,10 +87,9 @@ class Pool(Owner):
                 time.sleep(READER_PAUSE_S)
                 yield
             indices = indices[self._words.unverified(indices, self._words.array[indices])]
-            if indices.size:
-                words = self._words.array[indices]
-                intact = match_checksums(words, self._columns.checksums(indices)[0])
-                self.settle(indices[intact], words[intact], intact[intact])
+            words = self._words.array[indices]
+            intact = match_checksums(words, self._columns.checksums(indices)[0])
+            self.settle(indices[intact], words[intact], intact[intact])
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
@@ -109,25 +108,20 @@ class Pool(Owner):
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
-        components = self.layout.check(arrays, "sample {}".format, sample)
+        rows: Arrays | None = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
-        if self._heap is None:
-            self._write(index, components)
-            return True
-        with self._heap.adding():
-            if self._words.array[index]:
-                # Its old bytes become a gap.
-                self._words.withdraw(index)
-                self._heap.note_freed()
-            rows = self._columns.add_to_heap(components, self._extents)
+        with self._heap.adding() if self._heap else contextlib.nullcontext():
+            # Readers compare the word before and after a copy, so it is cleared first and set last.
+            was_ready = self._words.array[index]
+            self._words.withdraw(index)
+            if self._heap:
+                if was_ready:
+                    # Its old bytes become a gap.
+                    self._heap.note_freed()
+                rows = self._columns.add_to_heap(rows, self._extents)
             if rows is not None:
-                self._write(index, rows)
+                self._words.publish(index, self._columns.write(index, rows))
         return rows is not None
-
-    def _write(self, index: int, rows: Arrays) -> None:
-        # Readers compare the word before and after a copy, so it is cleared first and set last.
-        self._words.withdraw(index)
-        self._words.publish(index, self._columns.write(index, rows))
 
     def _extents(self) -> np.ndarray:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
@@ -163,13 +157,13 @@ class Pool(Owner):
         """Returns one ready sample, or `None` if another process has cleared it since."""
         index = self._slot_indices[sample]
         if self._heap is None:
-            return self._columns.views(index)
+            return [column[index] for column in self._columns.arrays]
         # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
         rows, contents = self._columns.read(index)
         # The writer of another sample may have reused these bytes during the copy, but only after
         # it withdrew the word.
-        if word < READY or (word ^ self._words.array[index]) & CONTENT:
+        if word < READY or word != self._words.array[index]:
             return None
         if None in contents:
             # The row is corrupted and points outside of the heap; detected here with
@@ -189,13 +183,12 @@ class Pool(Owner):
         # Read words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
         checksums, inside = self._columns.checksums(indices)
-        intact = inside & match_checksums(words, checksums)
-        return samples[self.settle(indices, words, intact)]
+        return samples[self.settle(indices, words, inside & match_checksums(words, checksums))]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
         """Marks samples by the result of their verification; see `SampleWords.settle`."""
         corrupt = self._words.settle(indices, words, intact)
-        if corrupt.any() and self._heap is not None:
+        if self._heap and corrupt.any():
             self._heap.note_freed()
         return corrupt
 
@@ -203,7 +196,7 @@ class Pool(Owner):
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
         """Claims samples for filling; yields those that are neither ready nor claimed, `[k]`."""
         # The kernel releases the claims of a process that is killed.
-        with self._folder.claim(self._slot_indices[samples].tolist()) as mine:
+        with self._file.locked_bytes(self._slot_indices[samples].tolist()) as mine:
             # The previous holder of a claim may have just finished the sample.
             yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
@@ -211,7 +204,7 @@ class Pool(Owner):
     def claim_all(self) -> Iterator[bool]:
         """Claims the whole store for filling from a stream; yields whether it was free."""
         # Lock one byte after those of the samples, which stay free for `claim`.
-        with self._folder.claim([self.slots]) as (mine,):
+        with self._file.locked_bytes([self.slots]) as (mine,):
             yield mine
 
     def clear(self) -> None:
@@ -223,11 +216,19 @@ class Pool(Owner):
 
     @override
     def close(self) -> None:
-        # The thread must end first, because it reads the mappings; its steps hold this store.
+        # The thread must end first, because it reads the mapping; its steps hold this store.
         if self._background is not None:
             self._background.close()
             self._background = None
-        # Mappings and their descriptors end with the last array into them.
+        self._drop_mappings()
+        self._file.close()
+
+    def _drop_mappings(
+        self, _: object = None, error: BaseException | None = None, __: object = None
+    ) -> None:
+        # The mapping and its descriptor end with the last array into it.
         for name in ("_columns", "_heap", "_words"):
             vars(self).pop(name, None)
-        self._folder.close()
+        if error is not None:
+            # The frames of an exception that is kept would keep the arrays.
+            traceback.clear_frames(error.__traceback__)

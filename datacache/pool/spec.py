@@ -6,6 +6,7 @@ Components of samples lie in columns, so that batches are one copy.
 from __future__ import annotations
 
 import itertools
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,8 +21,8 @@ ALIGNMENT = 64
 """Alignment of columns in bytes: cache lines, from which TensorFlow needs no copy."""
 TEXT = "string"
 """Dtype of components of Python's bytes, in object arrays."""
-WORD = np.dtype(np.uint64)
-"""Dtype of the metadata word of each sample, which is stored next to the columns."""
+WORD_BYTES = 2 * 8
+"""Metadata bytes of each sample, in addition to its columns: its word, and the verified one."""
 HEAP_STATE_BYTES = 4 * 8
 """Bytes of the state that processes share for a heap: positions, and the bytes last refused."""
 Arrays = list[np.ndarray]
@@ -253,29 +254,32 @@ def _stack_padded(arrays: list[Any], component: Component) -> np.ndarray:
     return joined
 
 
-def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
+def owner_nodes(samples: int, nodes: int) -> np.ndarray:
     """Returns the node that owns each sample, `[samples]` int64: equal numbers, up to one."""
     # At random, so that samples of a class, which are adjacent, are spread over all nodes.
-    return _shuffled_positions(samples, seed) % nodes
+    return _shuffled_positions(samples) % nodes
+
+
+def _shuffled_positions(samples: int) -> np.ndarray:
+    return np.argsort(permutation(samples, 0, samples), kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
     """Samples that a store retains: those that its node owns, of which `slots` fit."""
 
-    # If not all fit, the choice depends on the seed and never changes. Evicting the least recently
-    # used samples would have fewer hits: an epoch uses each sample once, so a sample would be
-    # evicted just before its next use.
+    # If not all fit, the choice never changes. Evicting the least recently used samples would have
+    # fewer hits: an epoch uses each sample once, so a sample would be evicted just before its next
+    # use.
     samples: int
     slots: int
-    seed: int = 0
     node: int = 0
     nodes: int = 1
 
     def slot_indices(self) -> np.ndarray:
         """Returns the slot of each sample, or -1 if it has none, `[samples]` int64."""
         # Slots follow the order of the samples, so that a pass in order reads memory in order.
-        positions = _shuffled_positions(self.samples, self.seed)
+        positions = _shuffled_positions(self.samples)
         kept = (positions % self.nodes == self.node) & (positions // self.nodes < self.slots)
         return np.where(kept, np.cumsum(kept) - 1, -1)
 
@@ -290,36 +294,50 @@ class SampleShard:
         return len(range(self.node, self.samples, self.nodes))
 
 
-def _shuffled_positions(samples: int, seed: int) -> np.ndarray:
-    return np.argsort(permutation(samples, seed, samples), kind="stable")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a store; `source` is the user's name of the source."""
+    """Immutable description of a store; `source` is the user's name of the source.
+
+    `heap_bytes` limits the components that differ in size.
+    """
 
     layout: Layout
     shard: SampleShard
-    # Limit of components that differ in size; it is not saved, because the file has this size.
     heap_bytes: int = 0
     source: str = ""
 
-    @property
-    def files(self) -> dict[str, int]:
-        """Bytes of each file whose space is reserved when the store is created."""
-        slots = self.shard.kept_samples
-        files = {"samples": self.layout.offsets(slots)[-1], "words": WORD.itemsize * slots}
-        return files | ({"end": HEAP_STATE_BYTES} if self.layout.varies else {})
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Start and end of each section after the header, in bytes; each begins at a page."""
+        slots, varies = self.shard.kept_samples, self.layout.varies
+        sizes = {
+            "words": WORD_BYTES * slots,
+            "heap_state": HEAP_STATE_BYTES if varies else 0,
+            "columns": self.layout.offsets(slots)[-1],
+            # The last section, because its space is reserved as it fills.
+            "heap": self.heap_bytes if varies else 0,
+        }
+        sections, begin = {}, 0
+        for name, size in sizes.items():
+            sections[name] = begin, begin + size
+            begin += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return sections
 
     @property
-    def growing_files(self) -> dict[str, int]:
-        """Most bytes of each file whose space is reserved as it fills."""
-        return {"heap": self.heap_bytes} if self.layout.varies else {}
+    def reserved_bytes(self) -> int:
+        """Bytes of the sections whose space is reserved when the store is created."""
+        return self.sections["heap"][0]
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of all sections."""
+        return self.sections["heap"][1]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the description as values for JSON."""
         # The keys are the format on disk, independent of the names of the attributes.
-        return {"layout": asdict(self.layout), "part": asdict(self.shard), "source": self.source}
+        content = {"layout": asdict(self.layout), "part": asdict(self.shard)}
+        return content | {"source": self.source, "heap_bytes": self.heap_bytes}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
@@ -327,5 +345,6 @@ class PoolSpec:
         return cls(
             layout=Layout.from_dict(content["layout"]),
             shard=SampleShard(**content["part"]),
-            source=content.get("source", ""),
+            heap_bytes=content["heap_bytes"],
+            source=content["source"],
         )

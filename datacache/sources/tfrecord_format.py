@@ -16,6 +16,7 @@ import numpy as np
 
 from datacache.errors import NoRoomError
 from datacache.native import FileStatus, crc32c
+from datacache.pool.folder import INDEX
 from datacache.sources.source import read_listed, refuse_changed
 from datacache.system.access import Directory
 from datacache.system.descriptors import Descriptor, closed_on_fork, lock_byte
@@ -62,7 +63,7 @@ class Index:
 
     def _open(self) -> Descriptor:
         with Directory(self._folder, "removed") as directory:
-            return directory.open("index", make=True)
+            return directory.open(INDEX, make=True)
 
 
 class TfRecords:

@@ -15,7 +15,7 @@ from datacache.errors import NoRoomError
 from datacache.pool.folder import is_pool
 from datacache.pool.inspection import find_idle_pools, make_room
 from datacache.pool.pool import Pool
-from datacache.pool.spec import Arrays, Layout, PoolSpec, SampleShard
+from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
 from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
@@ -28,8 +28,6 @@ DISK_BUDGET = "95%"
 """Share of a disk's free bytes that a new store may take."""
 UNLIMITED = 2**62
 """More bytes than any machine has."""
-WORD_BYTES = 8
-"""Metadata bytes of each sample, in addition to its columns."""
 FOLDER_DIGITS = 20
 """Hexadecimal digits of a fingerprint in a folder's name: 80 bits."""
 Root = str | os.PathLike[str] | None

@@ -98,9 +98,8 @@ def test_many_begin_at_once(tmp_path):
 
 def test_a_kill_while_it_is_made(tmp_path):
     new_pool(tmp_path)
-    (tmp_path / "header.json").unlink()
-    (tmp_path / "samples").write_bytes(b"half")
-    (tmp_path / "header.part").write_text("{")
+    (tmp_path / "datacache.store").rename(tmp_path / "datacache.part")
+    os.truncate(tmp_path / "datacache.part", 99)
     pool = new_pool(tmp_path)
     pool.put(1, drawn_sample(1))
     check_samples(pool, np.array([1]))

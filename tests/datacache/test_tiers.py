@@ -18,6 +18,7 @@ from datacache.pool.pool import Pool
 from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from datacache.statistics import Counts
 from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier
+from tests.datacache.pools import section
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
@@ -224,11 +225,12 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
     if level != "memory":
         for name in ("memory", "decoded")[: 1 + (level == "stored")]:
             _remove(tmp_path / name)
-    for name, size in (("samples", 64), ("heap", 8)):
-        with (tmp_path / level / name).open("r+b") as stream:
-            stream.seek(size)
+    for name, size in (("columns", 64), ("heap", 8)):
+        place = section(tmp_path / level, name) + size
+        with (tmp_path / level / "datacache.store").open("r+b") as stream:
+            stream.seek(place)
             byte = stream.read(1)
-            stream.seek(size)
+            stream.seek(place)
             stream.write(bytes([byte[0] ^ 255]))
     reader = open_reader(tmp_path)
     check_epoch(reader, 1)
