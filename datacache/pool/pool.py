@@ -30,9 +30,7 @@ class Pool(Owner):
 
     A sample is written first, then its word: a checksum and a mark that the sample is ready. A
     process that is killed in between leaves a sample that is not ready and locks that the kernel
-    releases; nothing has to be repaired. Components of one size lie in columns, so that a batch is
-    one copy per component, and others lie in a heap that their columns refer to. Without
-    `make_spec`, the store must exist.
+    releases; nothing has to be repaired. Without `make_spec`, the store must exist.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
@@ -59,7 +57,7 @@ class Pool(Owner):
     @property
     def size_bytes(self) -> int:
         """Bytes of columns and words, and of the heap's samples."""
-        in_heap = int(self._extents()[:, 1].sum()) if self._heap else 0
+        in_heap = int(self._places()[:, 1].sum()) if self._heap else 0
         return self.spec.reserved_bytes + in_heap
 
     def prepare(self, verify: bool = True) -> None:
@@ -108,24 +106,30 @@ class Pool(Owner):
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
-        rows: Arrays | None = self.layout.check(arrays, "sample {}".format, sample)
+        arrays = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
-        with self._heap.adding() if self._heap else contextlib.nullcontext():
-            # Readers compare the word before and after a copy, so it is cleared first and set last.
-            was_ready = self._words.array[index]
-            self._words.withdraw(index)
-            if self._heap:
-                if was_ready:
-                    # Its old bytes become a gap.
-                    self._heap.note_freed()
-                rows = self._columns.add_to_heap(rows, self._extents)
-            if rows is not None:
-                self._words.publish(index, self._columns.write(index, rows))
-        return rows is not None
+        if self._heap is None:
+            self._write(index, arrays)
+            return True
+        content = self.layout.pack(arrays)
+        with self._heap.adding():
+            if self._words.array[index]:
+                # Its old bytes become a gap.
+                self._words.withdraw(index)
+                self._heap.note_freed()
+            offset = self._heap.add(content, self._places)
+            if offset is not None:
+                self._write(index, [(offset, len(content))])
+        return offset is not None
 
-    def _extents(self) -> np.ndarray:
+    def _write(self, index: int, rows: Sequence[Any]) -> None:
+        # Readers compare the word before and after a copy, so it is cleared first and set last.
+        self._words.withdraw(index)
+        self._words.publish(index, self._columns.write(index, rows))
+
+    def _places(self) -> np.ndarray:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
-        return self._columns.extents(self._words.array >= READY)
+        return self._columns.arrays[0][self._words.array >= READY]
 
     def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Copies samples for which `can_copy` holds into an array per component, not verified."""
@@ -160,17 +164,17 @@ class Pool(Owner):
             return [column[index] for column in self._columns.arrays]
         # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
-        rows, contents = self._columns.read(index)
+        packed = self._columns.packed(index)
+        content = None if packed is None else bytes(packed)
         # The writer of another sample may have reused these bytes during the copy, but only after
         # it withdrew the word.
         if word < READY or word != self._words.array[index]:
             return None
-        if None in contents:
-            # The row is corrupted and points outside of the heap; detected here with
-            # verify="never".
+        if content is None:
+            # The place is corrupted and outside of the heap; detected here with verify="never".
             self._words.withdraw(index)
             return None
-        return self._columns.decode(rows, contents)
+        return self.layout.unpack(np.frombuffer(content, np.uint8))
 
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
         """Returns which of these ready samples are corrupted, and marks them as not ready."""

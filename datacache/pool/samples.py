@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
 
 
 class Heap:
-    """The heap of a store, for the components that differ in size.
+    """The heap of a store, for packed samples that differ in size.
 
     Samples are appended. At the end of the space, gaps are filled: samples that were cleared,
     corrupted or never finished. Nothing has to be freed explicitly, and a killed process leaves at
@@ -219,10 +219,10 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
 
 
 class Columns:
-    """The columns of a store, one per component, so that a batch is one copy each.
+    """The columns of a store, so that a batch is one copy per component.
 
-    Components that differ in size lie in `heap`; their columns contain its offset and length, and
-    the dimensions. `arrays` are the columns, each `[slots, ...]`, in the section `pages`.
+    `arrays` are the columns, each `[slots, ...]`, in the section `pages`. Samples that differ in
+    size are packed in `heap`, and their column has the place of each.
     """
 
     def __init__(self, file: StoreFile, samples: np.ndarray) -> None:
@@ -231,38 +231,13 @@ class Columns:
         self.arrays = self._layout.columns(self.pages, len(samples))
         self.heap = Heap(file) if self._layout.varies else None
 
-    def write(self, index: int, rows: Sequence[np.ndarray]) -> int:
+    def write(self, index: int, rows: Sequence[Any]) -> int:
         """Writes a sample to its slot; returns the CRC-32 of its bytes."""
         for column, row in zip(self.arrays, rows, strict=True):
             column[index] = row
         # Computed from the mapping, which readers will see, not from the arrays.
         (checksum,), _ = self.checksums(np.array([index]))
         return int(checksum)
-
-    def add_to_heap(self, arrays: Arrays, extents: Callable[[], np.ndarray]) -> Arrays | None:
-        """Adds components within `heap.adding`; returns the rows, or `None` without space."""
-        assert self.heap is not None
-        pairs = list(zip(self._layout.components, arrays, strict=True))
-        contents = [
-            component.encode(array) if component.varies else b"" for component, array in pairs
-        ]
-        # In one piece, so that a sample that does not fit is not written partially.
-        begin = self.heap.add(b"".join(contents), extents)
-        if begin is None:
-            return None
-        # There is one more offset than components: the end of the last one.
-        offsets = itertools.accumulate(map(len, contents), initial=begin)
-        return [
-            np.array([offset, len(content), *array.shape]) if component.varies else array
-            for (component, array), content, offset in zip(pairs, contents, offsets, strict=False)
-        ]
-
-    def extents(self, ready: np.ndarray) -> np.ndarray:
-        """Returns offset and length in the heap of components of some slots, `[k, 2]` int64."""
-        pairs = zip(self.arrays, self._layout.components, strict=True)
-        return np.concatenate(
-            [column[ready, :2] for column, component in pairs if component.varies]
-        )
 
     def copy(
         self,
@@ -279,21 +254,10 @@ class Columns:
             gather(column, indices, target, checksums)
         return list(into)
 
-    def read(self, index: int) -> tuple[Arrays, list[bytes | None]]:
-        """Returns copies of a sample's rows, and of its contents in the heap, not verified."""
-        rows = [np.array(column[index]) for column in self.arrays]
-        contents = [
-            self._heap_content(row) if component.varies else b""
-            for row, component in zip(rows, self._layout.components, strict=True)
-        ]
-        return rows, [None if content is None else bytes(content) for content in contents]
-
-    def decode(self, rows: Arrays, contents: Sequence[bytes | None]) -> Arrays:
-        """Returns the components of a sample from the result of `read`."""
-        return [
-            component.decode(content, row[2:].tolist()) if component.varies else row
-            for component, content, row in zip(self._layout.components, contents, rows, strict=True)
-        ]
+    def packed(self, index: int) -> memoryview | None:
+        """Returns the bytes of a sample in the heap, or `None` if its place is out of bounds."""
+        assert self.heap is not None
+        return self.heap.content(*self.arrays[0][index].tolist())
 
     def begin_checksums(self, indices: np.ndarray) -> np.ndarray:
         """Returns checksums of the samples' indices, `[n]` uint32, to update with their bytes."""
@@ -309,14 +273,10 @@ class Columns:
     def checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
         checksums, inside = self.begin_checksums(indices), np.ones(len(indices), bool)
-        for column, component in zip(self.arrays, self._layout.components, strict=True):
+        for column in self.arrays:
             gather(column, indices, None, checksums)
-            for i, index in enumerate(indices if component.varies else ()):
-                content = self._heap_content(column[index])
-                inside[i] &= content is not None
-                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
+        for i, index in enumerate(indices if self.heap else ()):
+            content = self.packed(index)
+            inside[i] = content is not None
+            checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
         return checksums, inside
-
-    def _heap_content(self, row: np.ndarray) -> memoryview | None:
-        assert self.heap is not None
-        return self.heap.content(*row[:2].tolist())

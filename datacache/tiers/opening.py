@@ -125,9 +125,8 @@ class _NewStores:
         # One that is not complete shows only what its own samples need.
         if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes
-        if not self.layout.varies:
-            return len(self._source) * (self.layout.bytes + WORD_BYTES)
-        return len(self._source) * (len(self.layout.pack([self.first])[0]) + WORD_BYTES)
+        packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
+        return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
     def spec(self, room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:
         """Returns the description of a store for as many samples as fit into the bytes."""

@@ -49,11 +49,11 @@ def test_corrupt_samples_of_many_sizes(tmp_path, damage):
         pool.put(index, varying_sample(index))
     where = {"offset": 0, "length": 1}
     if damage == "content":
-        offset, length = map(int, pool._columns.arrays[1][7][:2])
+        offset, length = map(int, pool._columns.arrays[0][7])
         assert length
         pool._heap.content(offset, length)[0] ^= 1
     else:
-        pool._columns.arrays[1][7][where[damage]] += 2**40
+        pool._columns.arrays[0][7][where[damage]] += 2**40
     reader = varying_pool(tmp_path)
     assert reader.find_corrupt(np.arange(SAMPLES)).tolist() == [7]
     reader.put(7, varying_sample(7))

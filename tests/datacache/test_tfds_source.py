@@ -291,7 +291,7 @@ def test_where_records_begin_is_found_once_for_all_jobs(tmp_path, monkeypatch, s
     again = datacache.Cache(datacache.from_tfds(builder, split), memory=tmp_path / "memory")
     again.warm(progress=False)
     assert (again.stats().source_reads, first.stats().source_reads) == (0, before)
-    (index,) = (tmp_path / level).glob("*/index")
+    (index,) = (tmp_path / level).glob("*/datacache.index")
     entries = np.memmap(index, np.int64, "r+", shape=(len(expected), 2))
     for damage in (0, -1, 7, 2**60):
         for place in (0, 1):
