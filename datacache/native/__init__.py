@@ -110,8 +110,7 @@ def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
 
 def crc32c(content: bytes) -> int:
     """Returns the CRC-32C of bytes, as used in TFRecord files."""
-    library = _compiled()
-    if library is not None:
+    if library := _compiled():
         return library.crc32c(content, len(content))
     checksum = 0xFFFFFFFF
     for byte in content:
@@ -130,50 +129,38 @@ def _crc32c_table() -> list[int]:
 @functools.cache
 def checksum_lanes() -> int:
     """Returns how many lanes the CPU multiplies in parallel for checksums; 0 if unsupported."""
-    library = _compiled()
-    return 0 if library is None else library.parts_at_a_time()
+    return library.parts_at_a_time() if (library := _compiled()) else 0
 
 
 @functools.cache
 def _compiled() -> Any:
     """Returns the compiled library, or `None` with a warning."""
-    if not LIBRARY.exists():
-        _warn_slow(f"{LIBRARY} is missing")
-        return None
-    try:
-        library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    except OSError as error:
-        # It was compiled for another processor or with a newer C library.
-        _warn_slow(f"{LIBRARY} cannot be loaded ({error})")
-        return None
-    # Check its newest function: an older library would be called with wrong arguments.
-    if not hasattr(library, "crc32c"):
-        _warn_slow(f"{LIBRARY} is outdated")
-        return None
-    _declare(library)
-    return library
-
-
-def _warn_slow(cause: str) -> None:
+    cause = f"{LIBRARY} is missing"
+    if LIBRARY.exists():
+        try:
+            library = ctypes.CDLL(str(LIBRARY), use_errno=True)
+            number, address = ctypes.c_int64, ctypes.c_void_p
+            records = [address, address, number, address, number]
+            # By default `ctypes` would truncate addresses to 32 bits.
+            for name, result, arguments in (
+                ("gather_records", None, records),
+                ("check_records", None, [*records, address, number]),
+                ("map_pages", number, [address, number, number]),
+                ("parts_at_a_time", number, []),
+                ("read_file", number, [ctypes.c_char_p, number, number, address, address]),
+                ("crc32c", number, [ctypes.c_char_p, number]),
+            ):
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+            return library
+        except AttributeError as error:
+            cause = f"{LIBRARY} is outdated ({error})"
+        except OSError as error:
+            # It was compiled for another processor or with a newer C library.
+            cause = f"{LIBRARY} cannot be loaded ({error})"
     log.warning(
         "datacache: copies and reads run in Python, which is slower: %s. Build the library: "
         "pip install .",
         cause,
     )
-
-
-def _declare(library: Any) -> None:
-    """Declares results and arguments; by default `ctypes` would truncate addresses to 32 bits."""
-    number, address = ctypes.c_int64, ctypes.c_void_p
-    records = [address, address, number, address, number]
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "gather_records": (None, records),
-        "check_records": (None, [*records, address, number]),
-        "map_pages": (number, [address, number, number]),
-        "parts_at_a_time": (number, []),
-        "read_file": (number, [ctypes.c_char_p, number, number, address, address]),
-        "crc32c": (number, [ctypes.c_char_p, number]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    return None

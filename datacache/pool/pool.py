@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
+from datacache.native import gather
 from datacache.pool.folder import StoreFile
-from datacache.pool.samples import READY, Columns, SampleWords, match_checksums
+from datacache.pool.samples import READY, Heap, SampleWords, match_checksums
 from datacache.pool.spec import Arrays, PoolSpec
 from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
@@ -42,11 +45,10 @@ class Pool(Owner):
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()
-            self._columns = Columns(self._file, np.flatnonzero(self._slot_indices >= 0))
-            self._heap = self._columns.heap
+            # Samples that differ in size are in the heap; the only column has the place of each.
+            self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
             self._words = SampleWords(self._file.sections["words"])
-            if self._heap:
-                self._heap.reset()
+            self._heap = Heap(self._file) if self.layout.varies else None
             opened.pop_all()
 
     @property
@@ -67,7 +69,7 @@ class Pool(Owner):
         if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
-                itertools.chain(populate_page_tables([self._columns.pages]), steps)
+                itertools.chain(populate_page_tables([self._file.sections["columns"]]), steps)
             )
 
     def verify_in_steps(self) -> Iterator[None]:
@@ -86,7 +88,7 @@ class Pool(Owner):
                 yield
             indices = indices[self._words.unverified(indices, self._words.array[indices])]
             words = self._words.array[indices]
-            intact = match_checksums(words, self._columns.checksums(indices)[0])
+            intact = match_checksums(words, self._checksums(indices)[0])
             self.settle(indices[intact], words[intact], intact[intact])
             yield
 
@@ -125,15 +127,50 @@ class Pool(Owner):
     def _write(self, index: int, rows: Sequence[Any]) -> None:
         # Readers compare the word before and after a copy, so it is cleared first and set last.
         self._words.withdraw(index)
-        self._words.publish(index, self._columns.write(index, rows))
+        for column, row in zip(self._columns, rows, strict=True):
+            column[index] = row
+        # Computed from the mapping, which readers will see, not from the arrays.
+        (checksum,), _ = self._checksums(np.array([index]))
+        self._words.publish(index, int(checksum))
+
+    @functools.cached_property
+    def _index_checksums(self) -> np.ndarray:
+        # Including the index makes an intact sample in the slot of another one corrupted.
+        samples, checksums = (
+            np.flatnonzero(self._slot_indices >= 0),
+            np.zeros(self.slots, np.uint32),
+        )
+        gather(samples, np.arange(self.slots), None, checksums)
+        return checksums
+
+    def _checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
+        checksums, inside = self._index_checksums[indices], np.ones(len(indices), bool)
+        for column in self._columns:
+            gather(column, indices, None, checksums)
+        if self._heap:
+            for i, place in enumerate(self._columns[0][indices].tolist()):
+                content = self._heap.content(*place)
+                inside[i] = content is not None
+                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
+        return checksums, inside
 
     def _places(self) -> np.ndarray:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
-        return self._columns.arrays[0][self._words.array >= READY]
+        return self._columns[0][self._words.array >= READY]
 
-    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+    def gather(
+        self,
+        samples: np.ndarray,
+        into: Sequence[np.ndarray] | None = None,
+        checksums: np.ndarray | None = None,
+    ) -> Arrays:
         """Copies samples for which `can_copy` holds into an array per component, not verified."""
-        return self._columns.copy(self._slot_indices[samples], into)
+        if into is None:
+            into = [np.empty((len(samples), *one.shape[1:]), one.dtype) for one in self._columns]
+        for column, target in zip(self._columns, into, strict=True):
+            gather(column, self._slot_indices[samples], target, checksums)
+        return list(into)
 
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
@@ -150,8 +187,8 @@ class Pool(Owner):
         # Read words before bytes, so that a concurrent rewrite is detected as a change.
         words, checksums = self._words.array[indices], None
         if recheck or self._words.unverified(indices, words).any():
-            checksums = self._columns.begin_checksums(indices)
-        targets = self._columns.copy(indices, into, checksums)
+            checksums = self._index_checksums[indices]
+        targets = self.gather(samples, into, checksums)
         if checksums is not None:
             corrupt = samples[self.settle(indices, words, match_checksums(words, checksums))]
         whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
@@ -161,10 +198,10 @@ class Pool(Owner):
         """Returns one ready sample, or `None` if another process has cleared it since."""
         index = self._slot_indices[sample]
         if self._heap is None:
-            return [column[index] for column in self._columns.arrays]
+            return [column[index] for column in self._columns]
         # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
-        packed = self._columns.packed(index)
+        packed = self._heap.content(*self._columns[0][index].tolist())
         content = None if packed is None else bytes(packed)
         # The writer of another sample may have reused these bytes during the copy, but only after
         # it withdrew the word.
@@ -186,7 +223,7 @@ class Pool(Owner):
             return samples
         # Read words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
-        checksums, inside = self._columns.checksums(indices)
+        checksums, inside = self._checksums(indices)
         return samples[self.settle(indices, words, inside & match_checksums(words, checksums))]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:

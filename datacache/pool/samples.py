@@ -1,4 +1,4 @@
-"""Samples in the sections of a store: metadata words, columns, and a heap for those that vary.
+"""Metadata words of samples, and the heap for samples that differ in size.
 
 The word of a sample shows whether it is ready, with its checksum. Only these words determine which
 bytes of the columns and the heap are in use.
@@ -10,16 +10,12 @@ import contextlib
 import functools
 import hashlib
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from datacache.native import gather
 from datacache.pool.folder import StoreFile
-from datacache.pool.spec import Arrays
 from datacache.system.room import means_full, reserve
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -119,12 +115,9 @@ class Heap:
         self._file, self._lock = file, threading.Lock()
         self._bytes = file.sections["heap"]
         self.capacity_bytes = len(self._bytes)
-        # The shared cursor merely saves the search: zeros are an empty gap, which makes the next
-        # sample search.
         self._state = file.sections["heap_state"].view(np.int64)
-
-    def reset(self) -> None:
-        """Discards the cursor: after a power failure, samples on a disk may be newer."""
+        # The shared cursor merely saves the search: zeros are an empty gap, which makes the next
+        # sample search. After a power failure, samples on a disk may be newer than the cursor.
         with self.adding():
             self._state[:] = 0, 0, 0, NONE_REFUSED
 
@@ -216,67 +209,3 @@ def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple
     sizes = free[:, 1] - free[:, 0]
     order = np.argsort(sizes, kind="stable")
     return [(int(begin), int(end)) for begin, end in free[order[sizes[order] >= length]]]
-
-
-class Columns:
-    """The columns of a store, so that a batch is one copy per component.
-
-    `arrays` are the columns, each `[slots, ...]`, in the section `pages`. Samples that differ in
-    size are packed in `heap`, and their column has the place of each.
-    """
-
-    def __init__(self, file: StoreFile, samples: np.ndarray) -> None:
-        self._layout, self._samples = file.spec.layout, samples
-        self.pages = file.sections["columns"]
-        self.arrays = self._layout.columns(self.pages, len(samples))
-        self.heap = Heap(file) if self._layout.varies else None
-
-    def write(self, index: int, rows: Sequence[Any]) -> int:
-        """Writes a sample to its slot; returns the CRC-32 of its bytes."""
-        for column, row in zip(self.arrays, rows, strict=True):
-            column[index] = row
-        # Computed from the mapping, which readers will see, not from the arrays.
-        (checksum,), _ = self.checksums(np.array([index]))
-        return int(checksum)
-
-    def copy(
-        self,
-        indices: np.ndarray,
-        into: Sequence[np.ndarray] | None = None,
-        checksums: np.ndarray | None = None,
-    ) -> Arrays:
-        """Copies rows into one array `[n, *shape]` per component; no component may vary."""
-        if into is None:
-            into = [
-                np.empty((len(indices), *column.shape[1:]), column.dtype) for column in self.arrays
-            ]
-        for column, target in zip(self.arrays, into, strict=True):
-            gather(column, indices, target, checksums)
-        return list(into)
-
-    def packed(self, index: int) -> memoryview | None:
-        """Returns the bytes of a sample in the heap, or `None` if its place is out of bounds."""
-        assert self.heap is not None
-        return self.heap.content(*self.arrays[0][index].tolist())
-
-    def begin_checksums(self, indices: np.ndarray) -> np.ndarray:
-        """Returns checksums of the samples' indices, `[n]` uint32, to update with their bytes."""
-        # Including the index makes an intact sample in the slot of another one corrupted.
-        return self._index_checksums[indices]
-
-    @functools.cached_property
-    def _index_checksums(self) -> np.ndarray:
-        checksums = np.zeros(len(self._samples), np.uint32)
-        gather(self._samples, np.arange(len(self._samples)), None, checksums)
-        return checksums
-
-    def checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
-        checksums, inside = self.begin_checksums(indices), np.ones(len(indices), bool)
-        for column in self.arrays:
-            gather(column, indices, None, checksums)
-        for i, index in enumerate(indices if self.heap else ()):
-            content = self.packed(index)
-            inside[i] = content is not None
-            checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
-        return checksums, inside

@@ -21,7 +21,14 @@ from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
 from datacache.tiers.preprocessing import Preprocessing
-from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier, Tier, Verify
+from datacache.tiers.tier import (
+    PreprocessingTier,
+    SourceTier,
+    StoreTier,
+    Stream,
+    Tier,
+    Verify,
+)
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
@@ -59,27 +66,33 @@ def open_tiers(
         last = on_error.enter_context(SourceTier(source, counts))
         on_disk = opened(disk, lambda root: open_stored_pool(source, root))
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
-        new = _NewStores(source, make, lambda: _first_stored(stored, last))
+        new = _NewStores(source, make, stored, last.stream)
         name = fingerprint[:FOLDER_DIGITS]
         new.decoded = in_decoded = opened(
             decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
         )
         whole = Path(memory or "").expanduser() / name
 
+        def shard_folder(node: int, nodes: int) -> Path:
+            return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
+
         def fits(node: int, nodes: int) -> bool:
-            return _fits(whole, _shard_folder(whole, node, nodes), new, budget)
+            # Existing stores are used with their size, without reading a sample.
+            if is_pool(whole) or is_pool(shard_folder(node, nodes)):
+                return is_pool(whole)
+            return new.needed_bytes() <= reclaimable_bytes(whole, budget)
 
         node, nodes = (0, 1) if memory is None else choose_shard(fits)
-        folder = _shard_folder(whole, node, nodes)
+        folder = shard_folder(node, nodes)
         in_memory = opened(
             memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
         )
         if in_memory:
             in_memory.prepare(verify=verify == "first")
-        _forget_interrupted(last, [on_disk, in_decoded, in_memory])
-        _keep_index(source, [on_disk, in_memory, in_decoded])
-        cached = in_memory.layout if in_memory else new.layout
-        preprocessed = PreprocessingTier(stored, make, cached, source.name)
+        _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
+        _keep_index(source, on_disk or in_memory or in_decoded)
+        layout = in_memory.layout if in_memory else new.layout
+        preprocessed = PreprocessingTier(stored, make, layout, source.name)
         below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
         top = StoreTier(in_memory, below, counts, verify)
         if "first" in vars(new):
@@ -92,15 +105,20 @@ class _NewStores:
     """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
 
     def __init__(
-        self, source: Source, make: Preprocessing, first_stored: Callable[[], Arrays]
+        self, source: Source, make: Preprocessing, stored: Tier, stream: Stream | None
     ) -> None:
-        self._source, self._make, self._first_stored = source, make, first_stored
+        self._source, self._make, self._stored, self._stream = source, make, stored, stream
         self.decoded: Pool | None = None
 
     @functools.cached_property
     def first(self) -> Arrays:
         """First cached sample."""
-        return self._make([self._first_stored()], np.array([0]))[0]
+        # Not from a store above a stream, which would read the whole stream first.
+        if self._stream:
+            _, stored = next(self._stream({0}))
+        else:
+            (stored,) = self._stored.samples(np.array([0]))
+        return self._make([stored], np.array([0]))[0]
 
     @property
     def layout(self) -> Layout:
@@ -110,14 +128,12 @@ class _NewStores:
         if not self._make.variable_shapes:
             return Layout.of(self.first)
         # An unknown rank is replaced by that of the first sample.
+        shapes = [
+            [None] * np.ndim(array) if shape.rank is None else list(shape)
+            for array, shape in zip(self.first, self._make.shapes, strict=True)
+        ]
         return Layout.of(
-            self.first,
-            [
-                range(np.ndim(array))
-                if shape.rank is None
-                else [axis for axis, size in enumerate(shape) if size is None]
-                for array, shape in zip(self.first, self._make.shapes, strict=True)
-            ],
+            self.first, [[i for i, size in enumerate(shape) if size is None] for shape in shapes]
         )
 
     def needed_bytes(self) -> int:
@@ -141,11 +157,6 @@ class _NewStores:
         needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
         make_room(folder.parent, folder, room, needed_bytes)
         return self.spec(room(), node, nodes)
-
-
-def _first_stored(stored: Tier, last: SourceTier) -> Arrays:
-    # Not from a store above a stream, which would read the whole stream first.
-    return next(last.stream({0}))[1] if last.stream else stored.samples(np.array([0]))[0]
 
 
 def open_stored_pool(source: Source, root: Path) -> Pool:
@@ -176,31 +187,16 @@ def reclaimable_bytes(folder: Path, budget: int | str) -> int:
     return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
-def _fits(whole: Path, shard: Path, new: _NewStores, budget: int | str) -> bool:
-    # Existing stores are used with their size, without reading a sample.
-    if is_pool(whole) or is_pool(shard):
-        return is_pool(whole)
-    return new.needed_bytes() <= reclaimable_bytes(whole, budget)
-
-
-def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
-    return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
-
-
-def _forget_interrupted(last: SourceTier, pools: list[Pool | None]) -> None:
+def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
     """Clears stores, lowest first, if filling the lowest from a stream was interrupted."""
     # The stream is read again from its start in any case, and its order may have changed.
-    lowest = next(filter(None, pools), None)
-    if last.stream is None or lowest is None or not lowest.is_only_user:
-        return
-    if 0 < lowest.filled < lowest.slots:
-        for pool in filter(None, pools):
+    if last.stream and pools and pools[0].is_only_user and 0 < pools[0].filled < pools[0].slots:
+        for pool in pools:
             pool.clear()
 
 
-def _keep_index(source: Source, pools: list[Pool | None]) -> None:
-    """Stores the index of a source's records next to the first existing store."""
-    pool = next(filter(None, pools), None)
+def _keep_index(source: Source, pool: Pool | None) -> None:
+    """Stores the index of a source's records next to a store."""
     if pool is not None and hasattr(source, "keep_index"):
         with _warned_without_room("each process searches the files for records"):
             source.keep_index(Index(pool.folder, len(source)))
@@ -218,12 +214,8 @@ def _pool_spec(
             f"samples of {sample_bytes} bytes. Free space, or increase `budget`."
         )
     shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
-    return PoolSpec(
-        layout=layout,
-        shard=shard,
-        heap_bytes=room_bytes - shard.kept_samples * sample_bytes,
-        source=str(source),
-    )
+    heap_bytes = room_bytes - shard.kept_samples * sample_bytes
+    return PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes, source=str(source))
 
 
 @contextlib.contextmanager

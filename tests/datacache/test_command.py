@@ -209,7 +209,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
         )
     )
     user = Pool(pools / "a")
-    user._columns.arrays[0][[3, 7]] ^= 1
+    user._columns[0][[3, 7]] ^= 1
     assert main(["verify", str(pools / "a"), str(pools / "nowhere")]) == 2
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: 10 samples intact, 2 corrupted, which jobs regenerate\n"
@@ -219,7 +219,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
     user.put(3, [np.zeros((5, 3), "uint8"), np.float32(3)])
-    user._columns.arrays[0][3] += 1
+    user._columns[0][3] += 1
     user.close()
     assert main(["verify", str(pools)]) == 1
     assert "a: 10 samples intact, 1 corrupted" in capsys.readouterr().out

@@ -29,7 +29,7 @@ def _large_pools(filled, look=True, corrupt=None):
         for index in range(filled):
             pools[0].put(index, [np.full(100_000, index, "uint8")])
         if corrupt is not None:
-            pools[0]._columns.arrays[0][corrupt] += 1
+            pools[0]._columns[0][corrupt] += 1
         pools.append(Pool(Path(folder), lambda: pools[0].spec))
         pools[1].prepare(look)
         if pools[1]._background is not None:
@@ -57,9 +57,9 @@ def _resident_kb(address):
 def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
     """The kernel says that all of the mapping is there before anybody reads."""
     with _large_pools(filled) as pools:
-        assert (
-            _resident_kb(pools[1]._columns.arrays[0].ctypes.data) * 1024 >= 100_000 * SAMPLES
-        ) == (filled == SAMPLES)
+        assert (_resident_kb(pools[1]._columns[0].ctypes.data) * 1024 >= 100_000 * SAMPLES) == (
+            filled == SAMPLES
+        )
 
 
 @pytest.mark.parametrize("look", [True, False])

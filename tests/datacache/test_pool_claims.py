@@ -35,7 +35,7 @@ def _fill(folder, die_at):
 
     pool = new_pool(folder)
     pool._words.array = pool._words.array.view(Mortal)
-    pool._columns.arrays = [column.view(Mortal) for column in pool._columns.arrays]
+    pool._columns = [column.view(Mortal) for column in pool._columns]
     for index in range(4):
         with pool.claim(np.array([index])) as mine:
             assert mine.tolist() == [index]

@@ -40,9 +40,9 @@ def test_a_closed_store_has_nothing_open(tmp_path):
     "step",
     [
         "system.access.os.fchmod",
-        "pool.pool.Columns",
+        "pool.folder.lock_file",
         "pool.pool.SampleWords",
-        "pool.samples.Heap.reset",
+        "pool.samples.Heap.adding",
     ],
 )
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):

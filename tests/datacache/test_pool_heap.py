@@ -94,7 +94,7 @@ def test_what_heals_leaves_room(tmp_path):
     assert fill_all(pool, range(SAMPLES))
     for step in range(60):
         corrupt = step * 7 % SAMPLES
-        pool._columns.arrays[0][corrupt, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
+        pool._columns[0][corrupt, step % 2] += [1, -1, 2**40, -(2**40)][step % 4]
         assert other.find_corrupt(np.arange(SAMPLES), recheck=True).tolist() == [corrupt]
         assert other.put(corrupt, varying_sample(corrupt))
         check_varying(pool, np.arange(SAMPLES))

@@ -249,7 +249,7 @@ def _remove(folder):
 
 @pytest.mark.parametrize("slots", [1, 100, SAMPLES])
 def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
-    reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
+    reader = open_reader(tmp_path, slots=slots, heap_bytes=4000)
     for epoch in range(3):
         check_epoch(reader, epoch)
     stats = reader.tiers.counts.now()
@@ -262,8 +262,8 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
 def test_who_clears_disturbs_no_other(tmp_path):
     """Others read each sample whole and make again what has gone; all has room afterwards."""
     reader, other = (
-        open_reader(tmp_path, heap_bytes=12_000),
-        open_reader(tmp_path, heap_bytes=12_000),
+        open_reader(tmp_path, heap_bytes=24_000),
+        open_reader(tmp_path, heap_bytes=24_000),
     )
     ends = threading.Event()
 
