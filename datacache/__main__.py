@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,37 +84,24 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    def folders(parser: argparse.ArgumentParser, count: str, help_text: str) -> None:
-        parser.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
-
-    ls = command("ls", _ls, LS)
-    folders(ls, "*", f"a store, or a folder of stores (default: {default_memory()})")
+    folders: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
+    ls, verify = command("ls", _ls, LS), command("verify", _verify, VERIFY)
+    ls_help = f"a store, or a folder of stores (default: {default_memory()})"
+    ls.add_argument("folders", nargs="*", help=ls_help, **folders)
     ls.add_argument("--json", action="store_true", help="print JSON")
-    folders(command("verify", _verify, VERIFY), "+", "a store, or a folder of stores")
-    _add_warm(command("warm", _warm, WARM))
-    rm = command("rm", _rm, RM)
-    folders(rm, "*", "a store; with --all a folder of stores")
+    verify.add_argument("folders", nargs="+", help="a store, or a folder of stores", **folders)
+    warm, rm = command("warm", _warm, WARM), command("rm", _rm, RM)
+    warm_help = "folder with one folder of files per class"
+    warm.add_argument("source", type=Path, metavar="SOURCE", help=warm_help)
+    warm.add_argument("--disk", required=True, help="folder on a local disk", **folders)
+    extensions_help = "extensions of the files to copy; without values all files (default: images)"
+    warm.add_argument("--extensions", nargs="*", metavar="EXTENSION", help=extensions_help)
+    labels_help = "copy files for from_folder(..., labels=False)"
+    warm.add_argument("--no-labels", action="store_true", help=labels_help)
+    rm.add_argument("folders", nargs="*", help="a store; with --all a folder of stores", **folders)
     all_help = f"remove all stores in these folders (default: {default_memory()})"
     rm.add_argument("--all", action="store_true", help=all_help)
     return parser
-
-
-def _add_warm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder with one folder of files per class"
-    )
-    parser.add_argument(
-        "--disk", type=Path, required=True, metavar="FOLDER", help="folder on a local disk"
-    )
-    parser.add_argument(
-        "--extensions",
-        nargs="*",
-        metavar="EXTENSION",
-        help="extensions of the files to copy; without values all files (default: images)",
-    )
-    parser.add_argument(
-        "--no-labels", action="store_true", help="copy files for from_folder(..., labels=False)"
-    )
 
 
 def _ls(options: argparse.Namespace) -> int:

@@ -58,36 +58,23 @@ class Reader:
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Returns an array `[n, *shape]` per component, padded at the end where components vary."""
-        if self.tiers.can_copy(indices):
-            return self._copy(indices, into)
-        missing = self.tiers.missing(indices)
-        self._count(indices, len(missing))
-        made = self._timed_fill(missing)
-        return stack_samples(self.tiers.collect(indices, made), self.tiers.layout)
-
-    def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
-        """Copies a batch whose samples all have space, and repeats until all of them are intact."""
-        made = 0
-        while True:
-            # Verification happens in the pass over the bytes that copies them.
-            missing = self.tiers.not_ready(indices)
+        can_copy, made, arrays = self.tiers.can_copy(indices), 0, None
+        while arrays is None:
+            # Samples that can be copied are verified in the pass over the bytes that copies them.
+            missing = (self.tiers.not_ready if can_copy else self.tiers.missing)(indices)
+            filled: dict[int, Arrays] = {}
+            if missing.size:
+                begin = time.perf_counter()
+                filled = self.fill(missing)
+                self._counts.add(wait_s=time.perf_counter() - begin)
             made += len(missing)
-            self._timed_fill(missing)
-            arrays = self.tiers.gather(indices, into)
-            if arrays is not None:
-                self._count(indices, made)
-                return arrays
-
-    def _timed_fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        if not indices.size:
-            return {}
-        begin = time.perf_counter()
-        made = self.fill(indices)
-        self._counts.add(wait_s=time.perf_counter() - begin)
-        return made
-
-    def _count(self, indices: np.ndarray, made: int) -> None:
+            if can_copy:
+                # `None` if a sample was corrupted or cleared.
+                arrays = self.tiers.gather(indices, into)
+            else:
+                arrays = stack_samples(self.tiers.collect(indices, filled), self.tiers.layout)
         self._counts.add(memory_hits=len(indices) - made, memory_misses=made)
+        return arrays
 
 
 class PartitionedReader(Reader):
@@ -118,9 +105,7 @@ class PartitionedReader(Reader):
         lock, asked = threading.Lock(), 0
         # Drop received samples of an epoch that was left early.
         with self._lock:
-            self._coming = {
-                sample: future for sample, future in self._coming.items() if not future.done()
-            }
+            self._coming = {n: future for n, future in self._coming.items() if not future.done()}
 
         def reach(step: int) -> None:
             nonlocal asked
@@ -140,11 +125,8 @@ class PartitionedReader(Reader):
         # `Cache.warm` does not look ahead, and samples may have been cleared since.
         self._ask(indices)
         with self._lock:
-            coming = {
-                sample: self._coming.pop(sample)
-                for sample in indices.tolist()
-                if sample in self._coming
-            }
+            asked = [sample for sample in indices.tolist() if sample in self._coming]
+            coming = {sample: self._coming.pop(sample) for sample in asked}
         # Own samples are produced while the others are transferred.
         made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():

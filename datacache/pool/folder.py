@@ -30,7 +30,6 @@ from datacache.system.descriptors import (
     closed_on_fork,
     lock_byte,
     lock_file,
-    opened_again,
 )
 from datacache.system.room import means_full, reserve
 
@@ -108,7 +107,8 @@ class StoreFile(Owner):
         # These locks belong to a separate open file description, so that they also exclude other
         # threads, and the kernel releases them with it. They do not depend on the content, and a
         # cleaner of temporary files may have removed the file's name.
-        with opened_again(self.file) as handle:
+        path, flags = f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR | os.O_CLOEXEC
+        with closed_on_fork(lambda: Descriptor(os.open(path, flags))) as handle:
             yield [lock_byte(handle, index, wait) for index in indices]
 
     @override

@@ -95,7 +95,9 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     if is_text and (dtype is None or dtype.kind != "S"):
         texts = np.array(value, object)
         if all(isinstance(text, (str, bytes)) for text in texts.flat):
-            return np.vectorize(_as_bytes, [object])(texts)
+            return np.vectorize(
+                lambda text: text.encode() if isinstance(text, str) else text, [object]
+            )(texts)
     elif not is_text:
         array = np.asarray(value)
         if array.dtype.kind != "O":
@@ -114,10 +116,6 @@ def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
     """Returns the type of arrays for a type of TensorFlow, and whether it is of texts."""
     # Cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
-
-
-def _as_bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
 
 
 def digest(content: Any) -> str:
@@ -180,13 +178,9 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
 
 def check_source(source: Any) -> None:
     """Refuses objects without the methods of a source, and sources without samples."""
-    missing = [
-        name
-        for name in ("identity", "signature", "name", "decode", "__len__")
-        if not hasattr(source, name)
-    ]
-    if not hasattr(source, "read") and not hasattr(source, "stream"):
-        missing.append("read")
+    reader = "stream" if hasattr(source, "stream") else "read"
+    required = ("identity", "signature", "name", "decode", "__len__", reader)
+    missing = [name for name in required if not hasattr(source, name)]
     if missing:
         raise SourceError(
             "A source must implement the protocol datacache.sources.source.Source. Received: "
