@@ -260,8 +260,8 @@ class Positions:
             raise RuntimeError(
                 "`data` must identify the dataset in training if a cache has created several. "
                 f"Received: a cache with {len(self._made)} datasets, and data={data!r:.100}, "
-                f"derived from {len(found)} of them. Pass the dataset in training, or the result of "
-                "its `map`: CachePosition(cache, data), cache.counted(data), "
+                f"derived from {len(found)} of them. Pass the dataset in training, or the result "
+                "of its `map`: CachePosition(cache, data), cache.counted(data), "
                 "cache.state_dict(data)."
             )
         return candidates[0]

@@ -36,13 +36,13 @@ from datacache.system.room import means_full, reserve
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
 FORMAT = 4
-STORE, UNFINISHED, INDEX = "datacache.store", "datacache.part", "datacache.index"
+STORE, UNFINISHED = "datacache.store", "datacache.part"
 OLD_FILES = {
     *("lock", "users", "claims", "samples", "words", "heap", "end", "index"),
     *("header.json", "header.part"),
 }
 """Files of stores in formats up to 3."""
-FILES = {STORE, UNFINISHED, INDEX} | OLD_FILES
+FILES = {STORE, UNFINISHED} | OLD_FILES
 """Names of all files of a store in any format."""
 MOST_HEADER_BYTES = 2**24
 """Limit of the header, because a damaged file may have no end of a line."""

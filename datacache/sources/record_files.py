@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from datacache.native import FileStatus
 from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
-from datacache.sources.tfrecord_format import Index, TfRecords, find_all_records
+from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32
 """Files that are searched concurrently: on a network file system each read waits."""
@@ -53,11 +53,6 @@ class RecordSource(RandomSource):
     def read(self, sample: int) -> list[np.ndarray]:
         file, record = self._locate(sample)
         return [np.array(self._files[file].read(record), object)]
-
-    def keep_index(self, index: Index) -> None:
-        """Stores the offsets of records in an index, and uses those that are there."""
-        for number, (file, end) in enumerate(zip(self._files, self._ends.tolist(), strict=True)):
-            file.keep_index(index, number, end)
 
     def _locate(self, sample: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._ends, sample, side="right"))

@@ -33,8 +33,7 @@ class Source(Protocol):
     Sources of equal `identity` share their samples, so it must hold everything that determines
     them, as values for JSON, except the location of the data. Names, sizes and times of files do
     not distinguish two folders of an archive: add a part, a version, or a digest of contents.
-    `signature` is the `tf.TypeSpec` of each component of a stored sample. A source of records may
-    have `keep_index(index)`, which stores their offsets in an `Index` that processes share.
+    `signature` is the `tf.TypeSpec` of each component of a stored sample.
     """
 
     identity: Any

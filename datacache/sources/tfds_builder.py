@@ -12,7 +12,7 @@ from typing_extensions import override
 from datacache.native import FileStatus
 from datacache.sources.record_files import RecordSource
 from datacache.sources.source import SourceError, refuse_changed
-from datacache.sources.tfrecord_format import Index, TfRecords
+from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RecordSource):
@@ -45,9 +45,9 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     """Creates a source from a split of a tensorflow-datasets builder.
 
     `preprocess` receives the dictionary of the builder's features. Records are read by index from
-    the files that `download_and_prepare` left (TFRecord or ArrayRecord). The record offsets of a
-    TFRecord file are searched once per file and node, and stored with the cached samples. Checksums
-    within the files are verified.
+    the files that `download_and_prepare` left (TFRecord or ArrayRecord). Each process searches a
+    TFRecord file for its records when it first reads one of them. Checksums within the files are
+    verified.
 
     Args:
       builder: Name of a builder, or the builder itself.
@@ -147,9 +147,6 @@ class _ArrayRecords:
         del skip, take
         self._path, self._listed, self._lock = path, listed, threading.Lock()
         self._reader: Any = None
-
-    def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Does nothing, because these files contain an index."""
 
     def read(self, record: int) -> bytes:
         try:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from datacache.pool.inspection import find_idle_pools, make_room
 from datacache.pool.pool import Pool
 from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
-from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
 from datacache.tiers.preprocessing import Preprocessing
@@ -58,10 +57,8 @@ def open_tiers(
     with contextlib.ExitStack() as on_error:
 
         def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
-            if root is not None:
-                with _warned_without_room("the cache skips a tier"):
-                    return on_error.enter_context(open_pool(Path(root).expanduser()))
-            return None
+            pool = _open_if_room(root, open_pool)
+            return on_error.enter_context(pool) if pool else None
 
         last = on_error.enter_context(SourceTier(source, counts))
         on_disk = opened(disk, lambda root: open_stored_pool(source, root))
@@ -90,7 +87,6 @@ def open_tiers(
         if in_memory:
             in_memory.prepare(verify=verify == "first")
         _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
-        _keep_index(source, on_disk or in_memory or in_decoded)
         layout = in_memory.layout if in_memory else new.layout
         preprocessed = PreprocessingTier(stored, make, layout, source.name)
         below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
@@ -99,6 +95,19 @@ def open_tiers(
             top.put(0, new.first)
         on_error.pop_all()
         return top
+
+
+def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
+    """Opens a store below a folder; logs a warning and returns `None` if it has no space."""
+    if root is None:
+        return None
+    try:
+        return open_pool(Path(root).expanduser())
+    except (NoRoomError, OSError) as error:
+        if isinstance(error, OSError) and not means_full(error):
+            raise
+        log.warning("datacache: the cache skips a tier. %s", error)
+        return None
 
 
 class _NewStores:
@@ -195,13 +204,6 @@ def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
             pool.clear()
 
 
-def _keep_index(source: Source, pool: Pool | None) -> None:
-    """Stores the index of a source's records next to a store."""
-    if pool is not None and hasattr(source, "keep_index"):
-        with _warned_without_room("each process searches the files for records"):
-            source.keep_index(Index(pool.folder, len(source)))
-
-
 def _pool_spec(
     layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
 ) -> PoolSpec:
@@ -216,14 +218,3 @@ def _pool_spec(
     shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
     heap_bytes = room_bytes - shard.kept_samples * sample_bytes
     return PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes, source=str(source))
-
-
-@contextlib.contextmanager
-def _warned_without_room(consequence: str) -> Iterator[None]:
-    """Logs a warning if the context runs out of space, and suppresses the error."""
-    try:
-        yield
-    except (NoRoomError, OSError) as error:
-        if isinstance(error, OSError) and not means_full(error):
-            raise
-        log.warning("datacache: %s. %s", consequence, error)

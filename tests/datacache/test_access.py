@@ -20,7 +20,6 @@ from datacache.pool.folder import own_memory, remove
 from datacache.pool.inspection import find_pools, inspect_pool
 from datacache.pool.pool import Pool
 from datacache.pool.spec import Layout, PoolSpec, SampleShard
-from datacache.sources.tfrecord_format import ENTRY_BYTES, Index
 from tests.launch import ROOT
 
 SAMPLES = 5
@@ -156,7 +155,7 @@ def test_links_are_not_followed(shared):
         ):
             opened(shared / "link")
     assert [path.name for path in elsewhere.iterdir()] == ["datacache.store"]
-    for name in ("datacache.store", "datacache.part", "datacache.index", "users"):
+    for name in ("datacache.store", "datacache.part", "index", "users"):
         folder = shared / name
         filled(folder).close()
         (folder / "datacache.store").unlink()
@@ -218,39 +217,3 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     remaining = own_memory()
     remaining.chmod(0o755)
     assert own_memory().stat().st_mode & 0o7777 == 0o700
-
-
-def test_an_index_outlives_its_pool(shared):
-    with contextlib.closing(filled(shared / "pool")) as made:
-        index = Index(made.folder, SAMPLES)
-    with index.locked_part(3):
-        pass
-    remove(made.folder)
-    with index.locked_part(3):
-        index.entries[3] = 7
-    assert not made.folder.exists()
-
-
-def test_an_index_is_opened_as_its_pool(shared):
-    folder, victim = filled(shared / "pool").folder, shared / "victim"
-    path = folder / "datacache.index"
-    Index(folder, SAMPLES).entries[:] = 7
-    assert path.stat().st_mode & 0o7777 == 0o600
-    path.chmod(0o602)
-    with pytest.raises(
-        CacheError, match=rf"accessible to user \d+ only. Received: {path} with mode 602"
-    ):
-        Index(folder, SAMPLES)
-    path.chmod(0o600)
-    for left in (0, 2, SAMPLES, 100):
-        os.truncate(path, left * ENTRY_BYTES)
-        assert (
-            Index(folder, SAMPLES).entries[:, 0] == np.where(np.arange(SAMPLES) < left, 7, 0)
-        ).all()
-        Index(folder, SAMPLES).entries[:] = 7
-    path.unlink()
-    victim.write_text("mine")
-    path.symlink_to(victim)
-    with pytest.raises(CacheError, match=r"a link to .*victim"):
-        Index(folder, SAMPLES)
-    assert victim.read_text() == "mine"

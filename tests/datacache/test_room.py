@@ -184,7 +184,7 @@ def test_only_pools_are_removed_for_room(memory):
     """Files of others under the same names stay, and so does what cannot be removed."""
     files = {
         "lock": ["lock"],
-        "several": ["lock", "words", "datacache.index"],
+        "several": ["lock", "words", "index"],
         "users": ["users", "claims"],
         "deep": ["datacache.part"],
     }
