@@ -153,21 +153,21 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
     Cost: reads at most 64 files, three blocks of 64 KiB of each, or 64 blocks in total of few
     files.
     """
-    chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int)
+    chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int).tolist()
     blocks = max(LEAST_BLOCKS, SAMPLED_BLOCKS // len(chosen))
 
     def sample(index: int) -> bytes:
         path, listed = file(index)
-        size, last = listed.size, max(0, listed.size - BLOCK_BYTES)
-        parts = [(int(begin), BLOCK_BYTES) for begin in np.linspace(0, last, blocks)]
-        if size <= blocks * BLOCK_BYTES:
-            parts = [(0, size)]
+        begins = np.linspace(0, max(0, listed.size - BLOCK_BYTES), blocks).astype(int).tolist()
+        parts = [(begin, BLOCK_BYTES) for begin in begins]
+        if listed.size <= blocks * BLOCK_BYTES:
+            parts = [(0, listed.size)]
         content = b"".join(read_listed(path, *part, listed) for part in parts)
         return hashlib.sha256(content).digest()
 
     with ThreadPoolExecutor(READERS) as threads:
         try:
-            return hashlib.sha256(b"".join(threads.map(sample, chosen.tolist()))).hexdigest()
+            return hashlib.sha256(b"".join(threads.map(sample, chosen))).hexdigest()
         except OSError as error:
             raise SourceError(
                 f"Files of a source must be readable. Received: {error}. Check the file and the "

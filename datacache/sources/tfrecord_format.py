@@ -27,7 +27,7 @@ class TfRecords:
     def __init__(
         self, path: str, skip: int, take: int, listed: FileStatus, entries: np.ndarray | None = None
     ) -> None:
-        self._path, self._skip, self._take, self._listed = path, skip, take, listed
+        self.path, self.skip, self.take, self.listed = path, skip, take, listed
         self._entries, self._lock = entries, threading.Lock()
 
     def read(self, record: int) -> bytes:
@@ -36,17 +36,17 @@ class TfRecords:
             with self._lock:
                 # Another thread may have found them by now.
                 if self._entries is None:
-                    self._entries = find_records(self._path, self._skip, self._take)
-        offset, length = self._entries[record - self._skip].tolist()
+                    self._entries = find_records(self.path, self.skip, self.take)
+        offset, length = self._entries[record - self.skip].tolist()
         if offset == 0:
-            refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
-            raise OSError(f"{self._path} ends before record {record}")
+            refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
+            raise OSError(f"{self.path} ends before record {record}")
         size = HEADER_BYTES + length + CHECKSUM_BYTES
-        found = read_listed(self._path, offset - HEADER_BYTES, size, self._listed)
+        found = read_listed(self.path, offset - HEADER_BYTES, size, self.listed)
         content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
         checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
         if checksums != (masked_checksum(found[:LENGTH_BYTES]), masked_checksum(content)):
-            raise OSError(f"{self._path} is damaged at record {record}")
+            raise OSError(f"{self.path} is damaged at record {record}")
         return content
 
 

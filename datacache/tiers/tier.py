@@ -61,17 +61,6 @@ class Tier(Owner):
     def samples(self, indices: np.ndarray) -> list[Arrays]:
         """Returns the components of samples, in the order of `indices`."""
 
-    def put(self, index: int, arrays: Arrays) -> bool:
-        """Stores a sample in this and all tiers below of its form; returns whether it is here."""
-        return False
-
-    def lacks(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that no store of this tier and those below of its form holds."""
-        return indices
-
-    def clear(self) -> None:
-        """Removes the samples of this tier and of those below of its form."""
-
     def refuse_in_child(self, indices: np.ndarray) -> None:
         """Raises `CacheError` if a forked child would have to produce samples."""
         if indices.size and os.getpid() != self._process:
@@ -212,6 +201,8 @@ class StoreTier(Tier):
         super().__init__()
         self.pool, self.counts = pool, counts
         self._below, self._verify, self._hits = below, verify, hits
+        # The next store of samples in this form.
+        self._next = below if isinstance(below, StoreTier) else None
         self.layout = pool.layout if pool else below.layout
         # A store has random access, even if the source below streams.
         self.stream = None if pool else below.stream
@@ -252,16 +243,18 @@ class StoreTier(Tier):
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 
-    @override
     def put(self, index: int, arrays: Arrays) -> bool:
-        self._below.put(index, arrays)
+        """Stores a sample in this and all stores below of its form; returns whether it is here."""
+        if self._next:
+            self._next.put(index, arrays)
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
 
-    @override
     def clear(self) -> None:
+        """Removes the samples of this store and of those below of its form."""
         # Start at the bottom, so that a concurrent reader does not refill this tier with a sample
         # that is about to be cleared.
-        self._below.clear()
+        if self._next:
+            self._next.clear()
         if self.pool:
             self.pool.clear()
 
@@ -279,15 +272,15 @@ class StoreTier(Tier):
         """Returns the samples that the store lacks, without verifying the others, `[k]` int64."""
         return indices if self.pool is None else indices[~self.pool.ready(indices)]
 
-    @override
     def lacks(self, indices: np.ndarray) -> np.ndarray:
-        return self._below.lacks(self.not_ready(indices))
+        """Returns the samples that neither this store nor those below of its form hold, `[k]`."""
+        lacking = self.not_ready(indices)
+        return self._next.lacks(lacking) if self._next else lacking
 
     @property
     def first_pool(self) -> Pool | None:
         """The store of this tier, or that of decoded samples below it."""
-        below = self._below
-        return self.pool or (below.first_pool if isinstance(below, StoreTier) else None)
+        return self.pool or (self._next.first_pool if self._next else None)
 
     def has_room(self, indices: np.ndarray) -> np.ndarray:
         """Returns which of these samples have a place in the store, `[n]` bool."""
