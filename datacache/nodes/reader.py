@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import bisect
 import itertools
 import sys
 import threading
@@ -94,14 +93,15 @@ class PartitionedReader(Reader):
         self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
         self._lock = threading.Lock()
         self._coming: dict[int, Future[Arrays]] = {}
-        self._exchange = SampleExchange(wire, name, tiers.layout, self._answer, self._is_complete)
+        self._exchange = SampleExchange(
+            wire, name, tiers.layout, self._answer, lambda: keep and tiers.is_complete
+        )
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         # The samples of the next window are transferred while the steps of this one are read.
-        begins = _window_begins(shares, REQUEST_SAMPLES * self._topology.size)
-        ends = itertools.pairwise([*begins, len(shares)])
-        waiting = iter([np.concatenate(shares[begin:end]) for begin, end in ends])
+        steps = max(1, -(-REQUEST_SAMPLES * self._topology.size // max(1, len(shares[0]))))
+        windows = [shares[begin : begin + steps] for begin in range(0, len(shares), steps)]
         lock, asked = threading.Lock(), 0
         # Drop received samples of an epoch that was left early.
         with self._lock:
@@ -111,9 +111,9 @@ class PartitionedReader(Reader):
             nonlocal asked
             # Threads of the input pipeline read several steps concurrently.
             with lock:
-                wanted = bisect.bisect_right(begins, step) + 1
-                for samples in itertools.islice(waiting, max(0, wanted - asked)):
-                    self._ask(samples)
+                wanted = step // steps + 2
+                for window in windows[asked:wanted]:
+                    self._ask(np.concatenate(window))
                 asked = max(asked, wanted)
 
         return reach
@@ -175,21 +175,6 @@ class PartitionedReader(Reader):
         # Two ranks may have requested the same sample.
         made = self.tiers.fill(np.unique(self.tiers.missing(indices)))
         return self.tiers.collect(indices, made)
-
-    def _is_complete(self) -> bool:
-        return self._keep and self.tiers.is_complete
-
-
-def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
-    """Returns the steps at which windows start."""
-    begins, count = [], 0
-    for step, share in enumerate(shares):
-        if count == 0:
-            begins.append(step)
-        count += len(share)
-        if count >= samples:
-            count = 0
-    return begins
 
 
 def choose_shard(

@@ -96,8 +96,18 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
     """Removes idle stores, least recently opened first, until there is enough free space."""
     left = room()
     for report in find_idle_pools(root, new_pool) if left < enough else ():
-        if not _try_remove(report):
+        try:
+            remove(report.folder)
+        except (CacheError, OSError) as error:
+            # Another process has opened it by now, or it belongs to another user.
+            log.info("datacache: a store was not removed. %s", error)
             continue
+        log.warning(
+            "datacache: removed the unused store %s to free %s: it was last opened at %s",
+            report.folder,
+            readable_size(report.bytes),
+            f"{report.opened:%Y-%m-%d %H:%M}",
+        )
         before, left = left, room()
         if left >= enough:
             return
@@ -105,22 +115,6 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         if left <= before and report.bytes >= NOTICEABLE_BYTES:
             log.warning("datacache: the removal freed no space, so other stores are retained.")
             return
-
-
-def _try_remove(report: PoolReport) -> bool:
-    try:
-        remove(report.folder)
-    except (CacheError, OSError) as error:
-        # Another process has opened it by now, or it belongs to another user.
-        log.info("datacache: a store was not removed. %s", error)
-        return False
-    log.warning(
-        "datacache: removed the unused store %s to free %s: it was last opened at %s",
-        report.folder,
-        readable_size(report.bytes),
-        f"{report.opened:%Y-%m-%d %H:%M}",
-    )
-    return True
 
 
 def _report(directory: Directory) -> PoolReport | None:

@@ -50,7 +50,9 @@ class FolderSource(RandomSource):
                 "labels=False."
             )
         # Use folders, not files: a class without a validation file keeps its number.
-        self.class_names = list(class_names or _folders(path)) if labels else []
+        self.class_names = list(class_names or ())
+        if labels and not class_names:
+            self.class_names = sorted(one.name for one in _entries(path) if _asked(one.is_dir))
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if labels and (others := sorted(set(classes) - set(numbers))):
             raise SourceError(
@@ -154,10 +156,6 @@ def from_folder(
             "the path and the mount."
         )
     return FolderSource(folder, extensions, labels, class_names)
-
-
-def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in _entries(path) if _asked(entry.is_dir))
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

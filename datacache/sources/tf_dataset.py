@@ -120,8 +120,12 @@ class DatasetSource(StreamSource):
             # Records of compressed files have no offsets in them.
             if "TFRecord" in pipelines.kind_of(one) and not getattr(one, "_compression_type", None)
         ]
-        names = [one._filenames for one in files if hasattr(one, "_filenames")]
-        paths = {path.decode() for name in names for path in _texts(name)}
+        found = [one._filenames for one in files if hasattr(one, "_filenames")]
+        names = [
+            list(one.as_numpy_iterator()) if isinstance(one, tf.data.Dataset) else np.ravel(one)
+            for one in found
+        ]
+        paths = {path.decode() for some in names for path in some}
         return sorted(path for path in paths if os.path.isfile(path))
 
     @override
@@ -158,10 +162,3 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
 
 def _digests(components: list[np.ndarray]) -> list[str]:
     return list(map(array_digest, components))
-
-
-def _texts(names: Any) -> list[bytes]:
-    """Returns the file names that a dataset of TensorFlow was given."""
-    if isinstance(names, tf.data.Dataset):
-        return list(names.as_numpy_iterator())
-    return np.asarray(names).reshape(-1).tolist()

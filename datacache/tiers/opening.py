@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import tensorflow as tf
 
 from datacache.errors import NoRoomError
 from datacache.pool.folder import is_pool
@@ -138,8 +139,8 @@ class _NewStores:
             return Layout.of(self.first)
         # An unknown rank is replaced by that of the first sample.
         shapes = [
-            [None] * np.ndim(array) if shape.rank is None else list(shape)
-            for array, shape in zip(self.first, self._make.shapes, strict=True)
+            [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
+            for array, spec in zip(self.first, tf.nest.flatten(self._make.structure), strict=True)
         ]
         return Layout.of(
             self.first, [[i for i, size in enumerate(shape) if size is None] for shape in shapes]

@@ -52,11 +52,6 @@ class Preprocessing:
         can_batch = same_shapes and not variable_shapes
         self._batched: Any = self._trace_batched(source.signature) if can_batch else None
 
-    @property
-    def shapes(self) -> list[tf.TensorShape]:
-        """Shapes of a cached sample's components, as far as the graph knows them."""
-        return [spec.shape for spec in tf.nest.flatten(self.structure)]
-
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
         """Returns the cached samples of stored ones."""
         if self._batched is not None and len(stored) > 1:
