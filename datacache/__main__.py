@@ -73,24 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], description: str
-    ) -> argparse.ArgumentParser:
-        help_text = description.partition("\n")[0].rstrip(".")
-        added = commands.add_parser(
-            name, help=help_text[0].lower() + help_text[1:], description=description
-        )
-        added.formatter_class = argparse.RawDescriptionHelpFormatter
-        added.set_defaults(run=run)
-        return added
-
+    ls = _add_command(commands, "ls", _ls, LS)
+    verify = _add_command(commands, "verify", _verify, VERIFY)
+    warm = _add_command(commands, "warm", _warm, WARM)
+    rm = _add_command(commands, "rm", _rm, RM)
     folders: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
-    ls, verify = command("ls", _ls, LS), command("verify", _verify, VERIFY)
     ls_help = f"a store, or a folder of stores (default: {default_memory()})"
     ls.add_argument("folders", nargs="*", help=ls_help, **folders)
     ls.add_argument("--json", action="store_true", help="print JSON")
     verify.add_argument("folders", nargs="+", help="a store, or a folder of stores", **folders)
-    warm, rm = command("warm", _warm, WARM), command("rm", _rm, RM)
     warm_help = "folder with one folder of files per class"
     warm.add_argument("source", type=Path, metavar="SOURCE", help=warm_help)
     warm.add_argument("--disk", required=True, help="folder on a local disk", **folders)
@@ -102,6 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     all_help = f"remove all stores in these folders (default: {default_memory()})"
     rm.add_argument("--all", action="store_true", help=all_help)
     return parser
+
+
+def _add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str
+) -> argparse.ArgumentParser:
+    first = description.partition("\n")[0].rstrip(".")
+    help_text = first[0].lower() + first[1:]
+    added: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=description
+    )
+    added.formatter_class = argparse.RawDescriptionHelpFormatter
+    added.set_defaults(run=run)
+    return added
 
 
 def _ls(options: argparse.Namespace) -> int:

@@ -153,10 +153,8 @@ def _compiled() -> Any:
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
             return library
-        except AttributeError as error:
-            cause = f"{LIBRARY} is outdated ({error})"
-        except OSError as error:
-            # It was compiled for another processor or with a newer C library.
+        except (AttributeError, OSError) as error:
+            # It is outdated, or was compiled for another processor or with a newer C library.
             cause = f"{LIBRARY} cannot be loaded ({error})"
     log.warning(
         "datacache: copies and reads run in Python, which is slower: %s. Build the library: "

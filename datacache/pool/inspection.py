@@ -26,6 +26,7 @@ from datacache.pool.folder import (
     remove,
 )
 from datacache.pool.samples import READY
+from datacache.pool.spec import PoolSpec
 from datacache.system.access import Directory
 from datacache.system.descriptors import closed_on_fork, lock_file
 
@@ -137,20 +138,22 @@ def _report(directory: Directory) -> PoolReport | None:
         "is_spare": is_spare,
     }
     try:
-        with open_store(directory, os.O_RDONLY) as file:
-            spec, header_bytes = read_header(file, directory.path)
-            # Read, not mapped: a truncated file would kill a process that has it mapped.
-            words = os.pread(file.fileno(), 8 * spec.shard.kept_samples, header_bytes)
+        spec, words = _read_store(directory)
     except (CacheError, OSError) as error:
         # Another process may have removed it since it was opened.
         return None if directory.is_gone else PoolReport(trouble=str(error), **about)
-    return PoolReport(
-        source=spec.source,
-        ready=int((np.frombuffer(words, np.uint64) >= READY).sum()),
-        slots=spec.shard.kept_samples,
-        samples=spec.shard.samples,
-        **about,
-    )
+    shard, ready = spec.shard, int((words >= READY).sum())
+    slots, samples = shard.kept_samples, shard.samples
+    return PoolReport(source=spec.source, ready=ready, slots=slots, samples=samples, **about)
+
+
+def _read_store(directory: Directory) -> tuple[PoolSpec, np.ndarray]:
+    """Returns the description of a store, and the words of its samples."""
+    with open_store(directory, os.O_RDONLY) as file:
+        spec, header_bytes = read_header(file, directory.path)
+        # Read, not mapped: a truncated file would kill a process that has it mapped.
+        words = os.pread(file.fileno(), 8 * spec.shard.kept_samples, header_bytes)
+    return spec, np.frombuffer(words, np.uint64)
 
 
 def _looks_like_a_pool(path: Path) -> bool:

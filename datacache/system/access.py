@@ -102,8 +102,7 @@ class Directory(Descriptor):
             on_error.push(handle)
             status = os.fstat(handle.fileno())
             _refuse_others(path, status, kind)
-            found = stat.S_IMODE(status.st_mode)
-            surplus = found & ~mode
+            surplus = (found := stat.S_IMODE(status.st_mode)) & ~mode
             if new:
                 # Whatever the umask is.
                 os.fchmod(handle.fileno(), mode)

@@ -7,7 +7,7 @@ import contextlib
 import graphlib
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from datacache.sources.source import Source, SourceError, array_digest, digest
 log = logging.getLogger("datacache")
 PARALLEL_ITERATIONS = 8
 """Samples that one call decodes in parallel; several windows are decoded at the same time."""
+Names = Sequence[str]
 
 
 class Preprocessing:
@@ -145,11 +146,7 @@ def _graph_fingerprint(concrete: Any) -> str:
 
 
 def _outputs_digest(
-    nodes: Any,
-    arguments: Sequence[str],
-    outputs: Sequence[str],
-    bodies: dict[str, Any],
-    within: tuple[str, ...],
+    nodes: Any, arguments: Names, outputs: Names, bodies: dict[str, Any], within: tuple[str, ...]
 ) -> str:
     # Each node is described by its op, its attributes and the digests of its inputs, because the
     # order of nodes and the names of nodes and functions differ between processes.
@@ -160,26 +157,31 @@ def _outputs_digest(
         return [name[: name.startswith("^")], known[node], output]
 
     by_name = {node.name: node for node in nodes}
-    reads = {
-        node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
-        for node in nodes
-    }
-    # Each node follows its inputs.
-    for name in graphlib.TopologicalSorter(reads).static_order():
+    for name in _in_order_of_inputs(nodes):
         if name in by_name and name not in known:
             node = by_name[name]
             # Attributes with an underscore are TensorFlow's annotations. The token of a Python
             # function is a counter of its process.
-            omitted = {"token"} if node.op in pipelines.PYTHON_OPS else set()
+            counted = node.op in pipelines.PYTHON_OPS
             attributes = {
                 key: _attribute_digest(value, bodies, within)
                 for key, value in node.attr.items()
-                if not key.startswith("_") and key not in omitted
+                if not key.startswith("_") and not (counted and key == "token")
             }
-            controls = sorted(tensor_key(one) for one in node.input if one.startswith("^"))
-            inputs = [tensor_key(one) for one in node.input if not one.startswith("^")]
+            keys = [tensor_key(one) for one in node.input]
+            inputs = [key for key in keys if not key[0]]
+            controls = sorted(key for key in keys if key[0])
             known[name] = digest([node.op, attributes, inputs, controls])
     return digest([tensor_key(name) for name in outputs])
+
+
+def _in_order_of_inputs(nodes: Any) -> Iterator[str]:
+    """Yields the names of nodes, each after its inputs."""
+    reads = {
+        node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
+        for node in nodes
+    }
+    return graphlib.TopologicalSorter(reads).static_order()
 
 
 def _attribute_digest(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
