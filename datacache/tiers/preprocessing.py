@@ -7,7 +7,7 @@ import contextlib
 import graphlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,8 +175,8 @@ def _outputs_digest(
     return digest([tensor_key(name) for name in outputs])
 
 
-def _in_order_of_inputs(nodes: Any) -> Iterator[str]:
-    """Yields the names of nodes, each after its inputs."""
+def _in_order_of_inputs(nodes: Any) -> Iterable[str]:
+    """Returns the names of nodes, each after its inputs."""
     reads = {
         node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
         for node in nodes
