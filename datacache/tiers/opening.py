@@ -67,7 +67,10 @@ def open_tiers(
         new = _NewStores(source, make, stored, last.stream)
         name = fingerprint[:FOLDER_DIGITS]
         new.decoded = in_decoded = opened(
-            decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
+            decoded,
+            lambda root: Pool(
+                root / name, lambda: _pool_spec(new.layout, source, _disk_room_bytes(root))
+            ),
         )
         whole = Path(memory or "").expanduser() / name
 
@@ -154,10 +157,6 @@ class _NewStores:
         packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
         return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
-    def spec(self, room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:
-        """Returns the description of a store for as many samples as fit into the bytes."""
-        return _pool_spec(self.layout, self._source, room_bytes, node, nodes)
-
     def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
         """Returns the description of a store in memory; removes idle stores if it needs space."""
 
@@ -166,7 +165,7 @@ class _NewStores:
 
         needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
         make_room(folder.parent, folder, room, needed_bytes)
-        return self.spec(room(), node, nodes)
+        return _pool_spec(self.layout, self._source, room(), node, nodes)
 
 
 def open_stored_pool(source: Source, root: Path) -> Pool:
