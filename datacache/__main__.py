@@ -7,7 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,48 +73,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(
-        name: str, run: Callable[[argparse.Namespace], int], description: str
-    ) -> argparse.ArgumentParser:
-        help_text = description.partition("\n")[0].rstrip(".")
-        added = commands.add_parser(
-            name, help=help_text[0].lower() + help_text[1:], description=description
-        )
-        added.formatter_class = argparse.RawDescriptionHelpFormatter
-        added.set_defaults(run=run)
-        return added
-
-    def folders(parser: argparse.ArgumentParser, count: str, help_text: str) -> None:
-        parser.add_argument("folders", nargs=count, type=Path, metavar="FOLDER", help=help_text)
-
-    ls = command("ls", _ls, LS)
-    folders(ls, "*", f"a store, or a folder of stores (default: {default_memory()})")
+    ls = _add_command(commands, "ls", _ls, LS)
+    verify = _add_command(commands, "verify", _verify, VERIFY)
+    warm = _add_command(commands, "warm", _warm, WARM)
+    rm = _add_command(commands, "rm", _rm, RM)
+    folders: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
+    ls_help = f"a store, or a folder of stores (default: {default_memory()})"
+    ls.add_argument("folders", nargs="*", help=ls_help, **folders)
     ls.add_argument("--json", action="store_true", help="print JSON")
-    folders(command("verify", _verify, VERIFY), "+", "a store, or a folder of stores")
-    _add_warm(command("warm", _warm, WARM))
-    rm = command("rm", _rm, RM)
-    folders(rm, "*", "a store; with --all a folder of stores")
+    verify.add_argument("folders", nargs="+", help="a store, or a folder of stores", **folders)
+    warm_help = "folder with one folder of files per class"
+    warm.add_argument("source", type=Path, metavar="SOURCE", help=warm_help)
+    warm.add_argument("--disk", required=True, help="folder on a local disk", **folders)
+    extensions_help = "extensions of the files to copy; without values all files (default: images)"
+    warm.add_argument("--extensions", nargs="*", metavar="EXTENSION", help=extensions_help)
+    labels_help = "copy files for from_folder(..., labels=False)"
+    warm.add_argument("--no-labels", action="store_true", help=labels_help)
+    rm.add_argument("folders", nargs="*", help="a store; with --all a folder of stores", **folders)
     all_help = f"remove all stores in these folders (default: {default_memory()})"
     rm.add_argument("--all", action="store_true", help=all_help)
     return parser
 
 
-def _add_warm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder with one folder of files per class"
+def _add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], description: str
+) -> argparse.ArgumentParser:
+    first = description.partition("\n")[0].rstrip(".")
+    help_text = first[0].lower() + first[1:]
+    added: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=description
     )
-    parser.add_argument(
-        "--disk", type=Path, required=True, metavar="FOLDER", help="folder on a local disk"
-    )
-    parser.add_argument(
-        "--extensions",
-        nargs="*",
-        metavar="EXTENSION",
-        help="extensions of the files to copy; without values all files (default: images)",
-    )
-    parser.add_argument(
-        "--no-labels", action="store_true", help="copy files for from_folder(..., labels=False)"
-    )
+    added.formatter_class = argparse.RawDescriptionHelpFormatter
+    added.set_defaults(run=run)
+    return added
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -120,7 +113,7 @@ def _ls(options: argparse.Namespace) -> int:
     found = [path for root in roots for path in find_pools(root)]
     reports = [report for path in found if (report := inspect_pool(path))]
     if options.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=2))
+        print(json.dumps([asdict(report) for report in reports], indent=2, default=str))
     elif reports:
         reasons = [f"{one.folder} cannot be used. {one.trouble}" for one in reports if one.trouble]
         print("\n".join([*table([HEADINGS, *map(_row, reports)]), *reasons]))
@@ -141,14 +134,13 @@ def _own_memory(others: Others = "refused") -> list[Path]:
 
 
 def _row(report: PoolReport) -> tuple[str, ...]:
-    of, state = report.spec, "in use" if report.in_use else "idle"
-    counts = (report.ready, of.shard.kept_samples, of.shard.samples) if of else ()
+    counts = (report.source, report.ready, report.slots, report.samples)
     return (
         str(report.folder),
-        *((of.source, *map(str, counts)) if of else ("?",) * 4),
+        *("?" if report.trouble else str(value) for value in counts),
         readable_size(report.bytes),
         f"{report.opened:%Y-%m-%d %H:%M}",
-        state if of else f"unusable, {state}",
+        ("unusable, " if report.trouble else "") + ("in use" if report.in_use else "idle"),
     )
 
 

@@ -61,7 +61,9 @@ class Buffers:
             self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
             new = [large_pages(self._bytes) for _ in range(count)]
             self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        return BackgroundSteps(populate_page_tables(new, new=True))
+        # Other arrays than those whose references `take` counts.
+        parts = [np.frombuffer(pages, np.uint8) for pages in new]
+        return BackgroundSteps(populate_page_tables(parts, new=True))
 
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]

@@ -24,12 +24,12 @@ from datacache.nodes import reader
 from datacache.nodes.reader import Partitioning
 from datacache.order import Order
 from datacache.pool.folder import own_memory
-from datacache.sources.source import Source, check_source
+from datacache.sources.source import Source, check_source, digest
 from datacache.statistics import Counts, Statistics
 from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
 from datacache.tiers.opening import open_tiers
-from datacache.tiers.preprocessing import Preprocessing, fingerprint
+from datacache.tiers.preprocessing import Preprocessing
 from datacache.tiers.tier import Verify
 
 log = logging.getLogger("datacache")
@@ -112,39 +112,41 @@ class Cache:
         version: Any = 1,
         variable_shapes: bool = False,
     ) -> None:
-        if verify not in get_args(Verify):
-            raise ValueError(
-                f'`verify` must be "first", "always" or "never". Received: verify={verify!r}'
-            )
-        if partition not in get_args(Partitioning):
-            raise ValueError(
-                '`partition` must be "auto", "replicate" or "split". Received: '
-                f"partition={partition!r}"
-            )
+        for name, value, kinds in (
+            ("verify", verify, get_args(Verify)),
+            ("partition", partition, get_args(Partitioning)),
+        ):
+            if value not in kinds:
+                listed = " or ".join(
+                    [", ".join(f'"{kind}"' for kind in kinds[:-1]), f'"{kinds[-1]}"']
+                )
+                raise ValueError(f"`{name}` must be {listed}. Received: {name}={value!r}")
         # Refuse an invalid budget before anything is read.
         budget_bytes(budget, 1)
         check_source(source)
         if memory == "auto":
             memory = own_memory()
         self._source, self._make = source, Preprocessing(source, preprocess, variable_shapes)
-        self.fingerprint = fingerprint(source, self._make, [version, variable_shapes])
+        # Other releases of TensorFlow may decode images to different pixels.
+        traced = [repr(self._make.structure), self._make.fingerprint, tf.__version__]
+        self.fingerprint = digest([source.identity, *traced, [version, variable_shapes]])
         self._counts = Counts()
         self._positions = Positions()
         self._closed = False
         self._keeps_any = memory is not None or decoded is not None
+        self._tiers = open_tiers(
+            source,
+            self._make,
+            self.fingerprint,
+            memory=memory,
+            disk=disk,
+            decoded=decoded,
+            budget=budget,
+            verify=verify,
+            counts=self._counts,
+            choose_shard=lambda fits: reader.choose_shard(self.fingerprint, fits, partition),
+        )
         with contextlib.ExitStack() as on_error:
-            self._tiers = open_tiers(
-                source,
-                self._make,
-                self.fingerprint,
-                memory=memory,
-                disk=disk,
-                decoded=decoded,
-                budget=budget,
-                verify=verify,
-                counts=self._counts,
-                choose_shard=lambda fits: reader.choose_shard(self.fingerprint, fits, partition),
-            )
             on_error.push(self._tiers)
             self._reader = reader.open_reader(self._tiers, len(source), self._keeps_any)
             on_error.pop_all()
@@ -292,8 +294,7 @@ class Cache:
           RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
             dataset is ambiguous, or the position does not follow from the epoch.
         """
-        epochs = self._positions.of(data)
-        epochs.begin_epoch(
+        self._positions.of(data).begin_epoch(
             epoch,
             steps,
             length(data),
@@ -307,8 +308,7 @@ class Cache:
         """Returns the number of steps of an epoch of a dataset, which depends on the ranks.
 
         Args:
-          data: Dataset of this cache, or the result of its `map`; required if the cache has
-            several.
+          data: Dataset in training; see `count`.
 
         Raises:
           RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
@@ -319,8 +319,7 @@ class Cache:
         """Ends training; later iterations over the dataset advance its position without a callback.
 
         Args:
-          data: Dataset of this cache, or the result of its `map`; required if the cache has
-            several.
+          data: Dataset in training; see `count`.
 
         Raises:
           RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
@@ -365,8 +364,7 @@ class Cache:
         Any number of ranks can load it: `dataset(..., state=state)`.
 
         Args:
-          data: Dataset of this cache, or the result of its `map`; required if the cache has
-            several.
+          data: Dataset in training; see `count`.
 
         Returns:
           The state, with values for JSON.
@@ -417,20 +415,18 @@ class Cache:
     def __str__(self) -> str:
         if self._closed:
             return "datacache: closed"
-        memory = self._tiers.pool
-        kept = (
-            f"the store {memory.folder} holds up to {memory.slots} of {len(self)} samples"
-            if memory
-            else "no store in memory"
+        if (pool := self._tiers.pool) is None:
+            return "datacache: no store in memory"
+        return (
+            f"datacache: the store {pool.folder} holds up to {pool.slots} of {len(self)} samples; "
+            f"{pool.filled} samples are ready"
         )
-        return f"datacache: {kept}; {memory.filled if memory else 0} samples are ready"
 
     def _new_epochs(
         self, global_batch: int, seed: int, shuffle: bool, state: dict[str, Any] | None
     ) -> EpochIterator:
         order = Order(samples=len(self), global_batch=global_batch, seed=seed, shuffle=shuffle)
-        own = process_rank()
-        return EpochIterator(order, own.rank, own.size, state)
+        return EpochIterator(order, process_rank().rank, process_rank().size, state)
 
     def _nested_batch(self, samples: np.ndarray) -> Any:
         return tf.nest.pack_sequence_as(self._make.structure, self._reader.batch(samples))

@@ -120,10 +120,7 @@ class EpochIterator:
         ahead: float = MOST_AHEAD,
         begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit`, whose steps are counted; see `Cache.begin_epoch`.
-
-        The data read `ahead` steps.
-        """
+        """Starts an epoch of `fit` on data that read `ahead` steps; see `Cache.begin_epoch`."""
         self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
@@ -260,16 +257,12 @@ class Positions:
         found = [self._of[made] for made in made_of if made in self._of]
         candidates = found or self._made
         if len(candidates) > 1:
-            which = (
-                f"data derived from {len(found)} of them"
-                if found
-                else f"data={data!r:.100}, which is derived from none of them"
-            )
             raise RuntimeError(
                 "`data` must identify the dataset in training if a cache has created several. "
-                f"Received: a cache with {len(self._made)} datasets, and {which}. Pass the dataset "
-                "in training, or the result of its `map`: CachePosition(cache, data), "
-                "cache.counted(data), cache.state_dict(data)."
+                f"Received: a cache with {len(self._made)} datasets, and data={data!r:.100}, "
+                f"derived from {len(found)} of them. Pass the dataset in training, or the result "
+                "of its `map`: CachePosition(cache, data), cache.counted(data), "
+                "cache.state_dict(data)."
             )
         return candidates[0]
 
@@ -286,10 +279,9 @@ def length(data: Any) -> float | None:
             f"with {min(others)}. Remove operations that shuffle, skip, filter or rebatch."
         )
     steps = int(data.cardinality())
-    # TensorFlow's constants are negative.
-    return {tf.data.INFINITE_CARDINALITY: math.inf, tf.data.UNKNOWN_CARDINALITY: None}.get(
-        steps, steps
-    )
+    if steps == tf.data.INFINITE_CARDINALITY:
+        return math.inf
+    return None if steps == tf.data.UNKNOWN_CARDINALITY else steps
 
 
 def steps_ahead(data: Any) -> float:

@@ -15,7 +15,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
 from typing import Any
 
@@ -44,8 +44,8 @@ class Reply:
     """Outcome of a request of pass `turn`; `rebuild` is `None` if `load` raised this error."""
 
     turn: int
+    specs: ArraySpecs = field(default_factory=list)
     rebuild: Callable[[list[np.ndarray]], Any] | None = None
-    specs: ArraySpecs
     error: str = ""
     trace: str = ""
 
@@ -144,14 +144,12 @@ class LoaderProcess:
 
     def reply(self, turn: int) -> Reply:
         """Waits for the next reply of a pass; replies of earlier passes are dropped."""
-        while True:
-            if self._process.sentinel in connection.wait(
-                [self._connection, self._process.sentinel]
-            ):
-                raise EOFError
+        sentinel = self._process.sentinel
+        while sentinel not in connection.wait([self._connection, sentinel]):
             reply: Reply = self._connection.recv()
             if reply.turn in (turn, FAILED):
                 return reply
+        raise EOFError
 
     def stop(self, grace_s: float = GRACE_S) -> int:
         """Ends the process; returns its exit code, negative for a signal."""
@@ -233,7 +231,7 @@ def _serve(
         try:
             load = unpickled.get()
         except Exception as error:  # noqa: BLE001 - the training process raises it
-            end.send(Reply(turn=FAILED, specs=[], error=f"{type(error).__name__}: {error}"))
+            end.send(Reply(turn=FAILED, error=f"{type(error).__name__}: {error}"))
             return
         for turn, buffer, content in requests:
             end.send(_answer(turn, load, buffers[buffer], content))
@@ -247,12 +245,8 @@ def _answer(turn: int, load: Load, pages: SharedPages, content: bytes) -> Reply:
         for view, array in zip(shared_arrays(pages, specs), arrays, strict=True):
             view[...] = array
     except Exception as error:  # noqa: BLE001 - the training process raises it
-        return Reply(
-            turn=turn,
-            specs=[],
-            error=f"{type(error).__name__}: {error}",
-            trace=traceback.format_exc(),
-        )
+        text = f"{type(error).__name__}: {error}"
+        return Reply(turn=turn, error=text, trace=traceback.format_exc())
     return Reply(turn=turn, rebuild=rebuild, specs=specs)
 
 
@@ -262,17 +256,11 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
     arrays = list(batch) if several else [batch]
     for array in arrays:
         if not isinstance(array, (np.ndarray, np.generic)) or array.dtype.hasobject:
-            kind = (
-                f"an array of {array.dtype}"
-                if isinstance(array, np.ndarray)
-                else type(array).__name__
-            )
+            of = f" of {array.dtype}" if isinstance(array, np.ndarray) else ""
             raise TypeError(
                 "A batch must be an array, or a list or tuple of arrays, without objects. "
-                f"Received: {kind}"
+                f"Received: {type(array).__name__}{of}"
             )
     # It must be picklable, because the reply contains it.
-    rebuild: Any = (
-        operator.itemgetter(0) if not several else list if isinstance(batch, list) else tuple
-    )
-    return [np.asarray(array) for array in arrays], rebuild
+    container = list if isinstance(batch, list) else tuple
+    return list(map(np.asarray, arrays)), container if several else operator.itemgetter(0)

@@ -142,13 +142,13 @@ class ParallelLoader:
                 self._current_child(turn).request(turn, buffer, mode, item)
                 requested.append((buffer, item))
             if not requested:
-                if failures:
-                    raise failures[0]
-                return
+                break
             yield self._batch(turn, mode, *requested.popleft())
             # The next request is the handshake (steps 20 to 27): the buffer of the last batch is
             # free now.
             wanted = 1
+        if failures:
+            raise failures[0]
 
     def _current_child(self, turn: int) -> LoaderProcess:
         if self._child is None or turn != self._turn:

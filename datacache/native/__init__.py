@@ -61,31 +61,6 @@ def _gather_in_python(
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
 
-def mark_words(
-    words: np.ndarray,
-    indices: np.ndarray,
-    seen: np.ndarray,
-    intact: np.ndarray,
-    kept_bits: np.uint64,
-    mark: np.uint64,
-) -> np.ndarray | None:
-    """Makes words that equal `seen` `seen & kept_bits | mark` where `intact`, else 0, atomically.
-
-    Returns which words were equal, `[k]` bool, or `None` without the library, and no word changes.
-    """
-    library = _compiled()
-    if library is None:
-        return None
-    unchanged = np.empty(len(indices), bool)
-    wanted = (words, np.uint64), (indices, np.int64), (seen, np.uint64), (intact, bool)
-    # Hold references in a list, so that the addresses stay valid during the call. `words` is
-    # contiguous and therefore not copied.
-    given = [np.ascontiguousarray(array, dtype) for array, dtype in wanted]
-    addresses = (array.ctypes.data for array in given)
-    library.mark_words(*addresses, int(kept_bits), int(mark), unchanged.ctypes.data, len(indices))
-    return unchanged
-
-
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
     """Creates the page tables of a part of a mapping; returns whether it did."""
     library = _compiled()
@@ -135,8 +110,7 @@ def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
 
 def crc32c(content: bytes) -> int:
     """Returns the CRC-32C of bytes, as used in TFRecord files."""
-    library = _compiled()
-    if library is not None:
+    if library := _compiled():
         return library.crc32c(content, len(content))
     checksum = 0xFFFFFFFF
     for byte in content:
@@ -155,53 +129,36 @@ def _crc32c_table() -> list[int]:
 @functools.cache
 def checksum_lanes() -> int:
     """Returns how many lanes the CPU multiplies in parallel for checksums; 0 if unsupported."""
-    library = _compiled()
-    return 0 if library is None else library.parts_at_a_time()
+    return library.parts_at_a_time() if (library := _compiled()) else 0
 
 
 @functools.cache
 def _compiled() -> Any:
     """Returns the compiled library, or `None` with a warning."""
-    if not LIBRARY.exists():
-        _warn_slow(f"{LIBRARY} is missing")
-        return None
-    try:
-        library: Any = ctypes.CDLL(str(LIBRARY), use_errno=True)
-    except OSError as error:
-        # It was compiled for another processor or with a newer C library.
-        _warn_slow(f"{LIBRARY} cannot be loaded ({error})")
-        return None
-    # Check its newest function: an older library would be called with wrong arguments.
-    if not hasattr(library, "crc32c"):
-        _warn_slow(f"{LIBRARY} is outdated")
-        return None
-    _declare(library)
-    return library
-
-
-def _warn_slow(cause: str) -> None:
+    cause = f"{LIBRARY} is missing"
+    if LIBRARY.exists():
+        try:
+            library = ctypes.CDLL(str(LIBRARY), use_errno=True)
+            number, address = ctypes.c_int64, ctypes.c_void_p
+            records = [address, address, number, address, number]
+            # By default `ctypes` would truncate addresses to 32 bits.
+            for name, result, arguments in (
+                ("gather_records", None, records),
+                ("check_records", None, [*records, address, number]),
+                ("map_pages", number, [address, number, number]),
+                ("parts_at_a_time", number, []),
+                ("read_file", number, [ctypes.c_char_p, number, number, address, address]),
+                ("crc32c", number, [ctypes.c_char_p, number]),
+            ):
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+            return library
+        except (AttributeError, OSError) as error:
+            # It is outdated, or was compiled for another processor or with a newer C library.
+            cause = f"{LIBRARY} cannot be loaded ({error})"
     log.warning(
         "datacache: copies and reads run in Python, which is slower: %s. Build the library: "
         "pip install .",
         cause,
     )
-
-
-def _declare(library: Any) -> None:
-    """Declares results and arguments; by default `ctypes` would truncate addresses to 32 bits."""
-    number, bits, address = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-    records = [address, address, number, address, number]
-    # PyDLL keeps Python's lock: the call is shorter than it takes to get the lock back.
-    library.mark_words = ctypes.PyDLL(str(LIBRARY)).mark_words
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "gather_records": (None, records),
-        "check_records": (None, [*records, address, number]),
-        "mark_words": (None, [address] * 4 + [bits, bits, address, number]),
-        "map_pages": (number, [address, number, number]),
-        "parts_at_a_time": (number, []),
-        "read_file": (number, [ctypes.c_char_p, number, number, address, address]),
-        "crc32c": (number, [ctypes.c_char_p, number]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    return None

@@ -1,5 +1,5 @@
-// Reads a part of a file in one call. Python's own way makes four system calls and lets other
-// threads go first at each: of many threads that read, most would wait for the interpreter.
+// Reads a part of a file in one call. Python makes four system calls and releases its lock at each:
+// of many reading threads, most would wait for the lock.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -10,9 +10,9 @@
 #include <nmmintrin.h>
 #endif
 
-// Reads up to `bytes` bytes from `offset` on. Returns how many there were, or -1 with the cause in
-// errno; `about` becomes size, time of change (ns), time of change of the inode (ns) and number of
-// the inode of the file after the read.
+// Reads up to `bytes` bytes from `offset`. Returns the number of bytes read, or -1 with the cause
+// in errno. Stores the size of the file after the read, its modification time (ns), its status
+// change time (ns) and its inode number in `about`.
 __attribute__((visibility("default"))) int64_t read_file(const char* path, int64_t offset,
                                                          int64_t bytes, char* into,
                                                          int64_t* about) {
@@ -20,9 +20,9 @@ __attribute__((visibility("default"))) int64_t read_file(const char* path, int64
   if (file < 0) return -1;
   int64_t done = 0;
   while (done < bytes) {
-    // The kernel may read fewer bytes than it is asked for, and at most 2 GiB in one call.
+    // The kernel may read fewer bytes than requested, and at most 2 GiB in one call.
     const ssize_t count = pread(file, into + done, (size_t)(bytes - done), (off_t)(offset + done));
-    // A signal came before anything was read; Python's own way tries again, too.
+    // A signal interrupted the call before it read any bytes. Retry, as Python does.
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) {
       if (count < 0) done = -1;
@@ -45,7 +45,7 @@ __attribute__((visibility("default"))) int64_t read_file(const char* path, int64
   return done;
 }
 
-// CRC-32C, which TFRecord files have.
+// Updates a CRC-32C, the checksum of TFRecord files.
 static uint32_t crc32c_in_c(uint32_t checksum, const char* from, int64_t bytes) {
   for (; bytes; ++from, --bytes) {
     checksum ^= (uint8_t)*from;

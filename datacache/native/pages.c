@@ -1,13 +1,13 @@
-// Makes the page tables of a mapping at once. Otherwise a process that reads a pool for the first
-// time would stop at every 16 pages, which is what the kernel maps around a page fault.
+// Creates the page tables of a mapping in one call. Otherwise a process that reads a store for the
+// first time would have a page fault every 16 pages: the kernel maps 16 pages at each fault.
 #include <stdint.h>
 #include <sys/mman.h>
 
-// Constants of linux/mman.h, which the headers of older systems lack.
+// Constants of linux/mman.h, which are missing in the headers of older systems.
 enum { POPULATE_READ = 22, POPULATE_WRITE = 23 };
 
-// Makes page tables for reading, or for writing. `begin` and `bytes` are multiples of a page.
-// Returns whether the kernel could, which it can since Linux 5.14.
+// Creates page tables for reading, or for writing. `begin` and `bytes` are multiples of a page.
+// Returns 0 if the kernel does not support this (before Linux 5.14).
 __attribute__((visibility("default"))) int64_t map_pages(void* begin, int64_t bytes,
                                                          int64_t write) {
   return !madvise(begin, (size_t)bytes, write ? POPULATE_WRITE : POPULATE_READ);

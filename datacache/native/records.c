@@ -1,8 +1,8 @@
-// Copies records in any order into a batch, past the CPU's caches, and computes their checksums on
-// the way.
+// Copies records in any order into a batch with streaming stores, and computes their checksums in
+// the same pass.
 //
-// A batch is larger than the caches, and is read elsewhere: an ordinary store would first read each
-// cache line of it, and evict what is in use. See docs/results/reading.md for the time of a batch.
+// A batch is larger than the caches, and other code reads it. Ordinary stores would first read each
+// cache line of the batch, and evict other data. See docs/results/reading.md for measured times.
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -10,7 +10,7 @@
 #endif
 
 // Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch.
-// Records of fewer than SMALL bytes are copied as usual.
+// Records of fewer than SMALL bytes are copied with ordinary stores.
 enum { LINE = 64, PART = 16, AHEAD = 1024, SMALL = 4096 };
 
 static void copy(char* into, const char* from, size_t bytes) {
@@ -21,7 +21,7 @@ static void copy(char* into, const char* from, size_t bytes) {
     memcpy(into, from, head);
     into += head, from += head, bytes -= head;
     for (; bytes >= LINE; into += LINE, from += LINE, bytes -= LINE) {
-      // A prefetch behind the end of the records does no harm: it never faults.
+      // A prefetch after the end of the records is harmless, because it never faults.
       _mm_prefetch(from + AHEAD, _MM_HINT_T0);
       for (int part = 0; part < LINE; part += PART)
         _mm_stream_si128((__m128i*)(into + part), _mm_loadu_si128((const __m128i*)(from + part)));
@@ -31,8 +31,7 @@ static void copy(char* into, const char* from, size_t bytes) {
   memcpy(into, from, bytes);
 }
 
-// Streaming stores are not ordered with others: makes them visible before anybody is told that the
-// batch is there.
+// Makes streaming stores visible to other threads before later stores: the CPU does not order them.
 static void finish(void) {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -49,15 +48,16 @@ __attribute__((visibility("default"))) void gather_records(char* into, const cha
 }
 
 #if defined(__x86_64__)
-// CRC-32 as zlib computes it, by carry-less multiplication: several parts of 16 bytes are folded
-// side by side, as each multiplication takes several cycles, and the next part needs its result.
+// Computes the CRC-32 of zlib by carry-less multiplication. Several parts of 16 bytes are folded
+// independently, because a multiplication takes several cycles, and the next one would wait for it.
 // Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using
-// PCLMULQDQ Instruction": to fold by n bits takes x^(n + 32) and x^(n - 32) modulo the polynomial,
-// bits reflected.
+// PCLMULQDQ Instruction". Folding by n bits multiplies by x^(n + 32) and x^(n - 32) modulo the
+// polynomial, with reflected bits.
 #define NARROW __attribute__((target("pclmul,sse4.1")))
 #define WIDE __attribute__((target("pclmul,sse4.1,avx2,vpclmulqdq")))
 
-// For what is left before and behind whole parts: fewer than 32 bytes, so a small table is enough.
+// Updates a checksum with the bytes before and after whole parts. These are fewer than 32 bytes, so
+// a small table is sufficient.
 static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) {
   static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
                                          0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
@@ -71,15 +71,15 @@ static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) 
   return checksum;
 }
 
-// Moves the remainder `folded` on by the number of bits that `by` stands for, and adds what comes
-// there.
+// Shifts the remainder `folded` by the number of bits that the constants `by` represent, and adds
+// `next`.
 NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(folded, by, 0x00),
                 high = _mm_clmulepi64_si128(folded, by, 0x11);
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Reduces 128 bits to the remainder: to 64 bits, and then to 32 by Barrett's reduction.
+// Reduces 128 bits to 64 bits, and these to the remainder of 32 bits by Barrett's reduction.
 NARROW static inline uint32_t reduced(__m128i folded) {
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
                 by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
@@ -124,7 +124,7 @@ NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* 
     }
     if (!done) folded[0] = _mm_xor_si128(folded[0], _mm_cvtsi32_si128((int)checksum));
   }
-  // The remainders stand in memory as the last block of a message with the same checksum.
+  // The remainders in memory are the last block of a message with the same checksum.
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
@@ -155,7 +155,7 @@ WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* f
 static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t bytes, int wide) {
   uint32_t (*const of_blocks)(uint32_t, char*, const char*, size_t) =
       wide ? of_eight_parts : of_four_parts;
-  // The head ends where the widest streaming store may begin; without a copy there is none.
+  // The head ends at the alignment of the widest streaming store; without a copy it is empty.
   const size_t block = (wide ? 8 : 4) * PART, ahead = -(uintptr_t)into % (2 * PART);
   const size_t head = ahead < bytes ? ahead : bytes;
   const size_t blocks = (bytes - head) / block * block,
@@ -173,7 +173,7 @@ static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t 
 }
 #endif
 
-// Returns how many parts of 16 bytes this CPU multiplies at a time: 0, 1 or 2.
+// Returns the number of parts of 16 bytes that this CPU multiplies at a time: 0, 1 or 2.
 __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
@@ -183,7 +183,7 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
 }
 
 // Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless
-// `into` is null. `at_a_time` is 1 or 2, and at most what `parts_at_a_time` returns.
+// `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
                                                           int64_t count, uint32_t* checksums,
@@ -197,21 +197,4 @@ __attribute__((visibility("default"))) void check_records(char* into, const char
   (void)into, (void)records, (void)bytes, (void)indices, (void)count, (void)checksums,
       (void)at_a_time;
 #endif
-}
-
-// Where words[indices[i]] still equals seen[i] in the bits of `kept`, it becomes these bits and
-// `mark`, or 0 unless intact[i]; unchanged[i] says whether it did. Whoever writes a sample
-// withdraws its word before, so that the word of a sample that was rewritten is left alone. The
-// loop is for words that others mark at the same time, which changes none of these bits.
-__attribute__((visibility("default"))) void mark_words(uint64_t* words, const int64_t* indices,
-                                                       const uint64_t* seen, const uint8_t* intact,
-                                                       uint64_t kept, uint64_t mark,
-                                                       uint8_t* unchanged, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t by = intact[i] ? (seen[i] & kept) | mark : 0;
-    uint64_t word = __atomic_load_n(words + indices[i], __ATOMIC_RELAXED);
-    do unchanged[i] = !((word ^ seen[i]) & kept);
-    while (unchanged[i] && !__atomic_compare_exchange_n(words + indices[i], &word, by, 0,
-                                                        __ATOMIC_RELEASE, __ATOMIC_RELAXED));
-  }
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import bisect
 import itertools
 import sys
 import threading
@@ -58,36 +57,23 @@ class Reader:
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
         """Returns an array `[n, *shape]` per component, padded at the end where components vary."""
-        if self.tiers.can_copy(indices):
-            return self._copy(indices, into)
-        missing = self.tiers.missing(indices)
-        self._count(indices, len(missing))
-        made = self._timed_fill(missing)
-        return stack_samples(self.tiers.collect(indices, made), self.tiers.layout)
-
-    def _copy(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays:
-        """Copies a batch whose samples all have space, and repeats until all of them are intact."""
-        made = 0
-        while True:
-            # Verification happens in the pass over the bytes that copies them.
-            missing = self.tiers.not_ready(indices)
+        can_copy, made, arrays = self.tiers.can_copy(indices), 0, None
+        while arrays is None:
+            # Samples that can be copied are verified in the pass over the bytes that copies them.
+            missing = (self.tiers.not_ready if can_copy else self.tiers.missing)(indices)
+            filled: dict[int, Arrays] = {}
+            if missing.size:
+                begin = time.perf_counter()
+                filled = self.fill(missing)
+                self._counts.add(wait_s=time.perf_counter() - begin)
             made += len(missing)
-            self._timed_fill(missing)
-            arrays = self.tiers.gather(indices, into)
-            if arrays is not None:
-                self._count(indices, made)
-                return arrays
-
-    def _timed_fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        if not indices.size:
-            return {}
-        begin = time.perf_counter()
-        made = self.fill(indices)
-        self._counts.add(wait_s=time.perf_counter() - begin)
-        return made
-
-    def _count(self, indices: np.ndarray, made: int) -> None:
+            if can_copy:
+                # `None` if a sample was corrupted or cleared.
+                arrays = self.tiers.gather(indices, into)
+            else:
+                arrays = stack_samples(self.tiers.collect(indices, filled), self.tiers.layout)
         self._counts.add(memory_hits=len(indices) - made, memory_misses=made)
+        return arrays
 
 
 class PartitionedReader(Reader):
@@ -107,28 +93,27 @@ class PartitionedReader(Reader):
         self._topology, self._owner_nodes, self._keep = wire.topology, owner_nodes, keep
         self._lock = threading.Lock()
         self._coming: dict[int, Future[Arrays]] = {}
-        self._exchange = SampleExchange(wire, name, tiers.layout, self._answer, self._is_complete)
+        self._exchange = SampleExchange(
+            wire, name, tiers.layout, self._answer, lambda: keep and tiers.is_complete
+        )
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         # The samples of the next window are transferred while the steps of this one are read.
-        begins = _window_begins(shares, REQUEST_SAMPLES * self._topology.size)
-        ends = itertools.pairwise([*begins, len(shares)])
-        waiting = iter([np.concatenate(shares[begin:end]) for begin, end in ends])
+        steps = max(1, -(-REQUEST_SAMPLES * self._topology.size // max(1, len(shares[0]))))
+        windows = [shares[begin : begin + steps] for begin in range(0, len(shares), steps)]
         lock, asked = threading.Lock(), 0
         # Drop received samples of an epoch that was left early.
         with self._lock:
-            self._coming = {
-                sample: future for sample, future in self._coming.items() if not future.done()
-            }
+            self._coming = {n: future for n, future in self._coming.items() if not future.done()}
 
         def reach(step: int) -> None:
             nonlocal asked
             # Threads of the input pipeline read several steps concurrently.
             with lock:
-                wanted = bisect.bisect_right(begins, step) + 1
-                for samples in itertools.islice(waiting, max(0, wanted - asked)):
-                    self._ask(samples)
+                wanted = step // steps + 2
+                for window in windows[asked:wanted]:
+                    self._ask(np.concatenate(window))
                 asked = max(asked, wanted)
 
         return reach
@@ -140,11 +125,8 @@ class PartitionedReader(Reader):
         # `Cache.warm` does not look ahead, and samples may have been cleared since.
         self._ask(indices)
         with self._lock:
-            coming = {
-                sample: self._coming.pop(sample)
-                for sample in indices.tolist()
-                if sample in self._coming
-            }
+            asked = [sample for sample in indices.tolist() if sample in self._coming]
+            coming = {sample: self._coming.pop(sample) for sample in asked}
         # Own samples are produced while the others are transferred.
         made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
@@ -194,21 +176,6 @@ class PartitionedReader(Reader):
         made = self.tiers.fill(np.unique(self.tiers.missing(indices)))
         return self.tiers.collect(indices, made)
 
-    def _is_complete(self) -> bool:
-        return self._keep and self.tiers.is_complete
-
-
-def _window_begins(shares: Sequence[np.ndarray], samples: int) -> list[int]:
-    """Returns the steps at which windows start."""
-    begins, count = [], 0
-    for step, share in enumerate(shares):
-        if count == 0:
-            begins.append(step)
-        count += len(share)
-        if count >= samples:
-            count = 0
-    return begins
-
 
 def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
@@ -245,8 +212,7 @@ def open_reader(tiers: StoreTier, samples: int, keeps_any: bool) -> Reader:
     if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return Reader(tiers)
     keep = tiers.first_pool is not None and tiers.first_pool.spec.shard.nodes == 1
-    # Must be the seed of the stores' shards: the owner of a sample is the node with space for it.
-    owners = owner_nodes(samples, len(wire.topology.nodes), seed=0)
+    owners = owner_nodes(samples, len(wire.topology.nodes))
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(tiers, wire, name, owners, keep)
     # Must be closed before Horovod shuts down, which would end the collectives of the exchange.

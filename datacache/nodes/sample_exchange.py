@@ -151,8 +151,11 @@ class SampleExchange:
     def _pack_answers(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns samples as bytes, and the length of each; negative lengths are of error texts."""
         try:
-            samples = self._answer(indices) if len(indices) else []
-            return self._layout.pack(samples)
+            texts = [
+                self._layout.pack(one) for one in (self._answer(indices) if len(indices) else [])
+            ]
+            lengths = np.array([len(text) for text in texts], np.int64)
+            return np.frombuffer(b"".join(texts), np.uint8), lengths
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
             # The collectives must continue, so the text takes the place of each sample.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()

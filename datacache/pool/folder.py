@@ -1,6 +1,7 @@
-"""Folders of stores: created by the first process, removed only while no process has them open.
+"""Files of stores: created by the first process, removed only while no process has them open.
 
-The header of a store describes its files, which are checked against it before they are mapped.
+A store is one file in a folder of its own. Its first line is a header, which describes the sections
+after it and is checked before they are mapped.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import logging
 import mmap
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from typing_extensions import override
 
 from datacache.errors import CacheError, DamagedError, NoRoomError
@@ -29,26 +30,22 @@ from datacache.system.descriptors import (
     closed_on_fork,
     lock_byte,
     lock_file,
-    opened_again,
 )
 from datacache.system.room import means_full, reserve
 
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
-FORMAT = 3
-HEADER = "header.json"
-UNFINISHED_HEADER = "header.part"
-LOCK_FILES = {"users", "claims"}
-"""Files whose locks other processes may hold: created first, retained when a store is rebuilt, and
-removed last. A lock on a replaced file would not exclude other processes."""
-FILES = LOCK_FILES | {
-    *("lock", "samples", "words", "heap", "end", "index", UNFINISHED_HEADER, HEADER)
+FORMAT = 4
+STORE, UNFINISHED = "datacache.store", "datacache.part"
+OLD_FILES = {
+    *("lock", "users", "claims", "samples", "words", "heap", "end", "index"),
+    *("header.json", "header.part"),
 }
-"""Names of all files of a store in any version."""
-TAIL_BYTES = 64
-"""Bytes after the content of each file that identify its store: a whole cache line."""
-ID_BYTES = 16
-"""Random bytes that identify a store."""
+"""Files of stores in formats up to 3."""
+FILES = {STORE, UNFINISHED} | OLD_FILES
+"""Names of all files of a store in any format."""
+MOST_HEADER_BYTES = 2**24
+"""Limit of the header, because a damaged file may have no end of a line."""
 
 
 def default_memory() -> str:
@@ -75,297 +72,232 @@ def own_memory() -> Path:
         return directory.path
 
 
-class Folder(Owner):
-    """Folder of a store, which this process has open until it exits in any way.
+class StoreFile(Owner):
+    """File of a store, which this process has open until it exits in any way.
 
-    A shared lock on the file `users` marks the folder as open, and the kernel releases it with the
-    process. A process that creates, opens or removes a store holds an exclusive lock on the folder
-    meanwhile. If `is_only_user` is true, no other process had it open, so no operation is in
-    progress. All descriptors of a store belong to its folder.
+    A shared lock on the file marks it as open, and the kernel releases the lock with the process. A
+    process that creates, opens or removes a store holds an exclusive lock on the folder meanwhile.
+    If `is_only_user` is true, no other process had the store open, so no operation is in progress.
+    `sections` are the parts of the mapped file by name, each `[bytes]` uint8.
     """
 
-    def __init__(self, path: Path, make_spec: Callable[[], PoolSpec] | None) -> None:
-        self.path = Path(path)
-        self._opened = contextlib.ExitStack()
+    def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None) -> None:
         find: Callable[[Path], Directory] = Directory.create if make_spec else open_pool_folder
-        with _locked(lambda: find(self.path)) as self.directory, self._opened as on_error:
-            on_error.enter_context(self.directory)
-            header = None if make_spec else read_checked_header(self.directory)
-            self._users = self.open("users", make=True)
-            self._claims = self.open("claims", make=True)
-            # The lock is granted if no other process has the store open.
-            self.is_only_user = lock_file(self._users, wait=False)
-            # Downgrade at once: a child that is forked while the store is created inherits this
-            # lock, and must not exclude others. The change is not atomic, but the folder's lock
-            # blocks other requests in the meantime.
-            fcntl.flock(self._users.fileno(), fcntl.LOCK_SH)
+        with contextlib.ExitStack() as opened, _locked(lambda: find(folder)) as directory:
             if make_spec:
-                header = _read_usable_header(self.directory, self.is_only_user)
-                header = header or _make(self.directory, make_spec)
-            assert header is not None
-            self.header = header
+                _make_if_unusable(directory, make_spec)
+            self.file = opened.enter_context(open_store(directory))
+            self.spec, header_bytes = read_header(self.file, folder)
+            # The lock is granted if no other process has the store open.
+            self.is_only_user = lock_file(self.file, wait=False)
+            # The change is not atomic, but the folder's lock blocks other requests in the meantime.
+            fcntl.flock(self.file.fileno(), fcntl.LOCK_SH)
             # Reading through a mapping changes no times, so record when the store was last opened.
-            os.utime(self._users.fileno())
-            self._opened = on_error.pop_all()
-
-    def open(self, name: str, *, make: bool = False) -> Descriptor:
-        """Opens a file of the store until the folder is closed."""
-        return self._opened.enter_context(self.directory.open(name, make=make))
-
-    def map_file(self, name: str) -> mmap.mmap:
-        """Maps a whole file of the store for reading and writing, shared with other processes."""
-        with self.directory.open(name) as handle:
-            return mmap.mmap(handle.fileno(), 0)
+            os.utime(directory.fileno())
+            content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)[header_bytes:]
+            self.sections = {
+                name: content[begin:end] for name, (begin, end) in self.spec.sections.items()
+            }
+            self.heap_begin = header_bytes + self.spec.sections["heap"][0]
+            opened.pop_all()
 
     @contextlib.contextmanager
-    def claim(self, indices: Iterable[int]) -> Iterator[list[bool]]:
-        """Claims slots among all threads and processes; yields for each whether it was free."""
+    def locked_bytes(self, indices: Iterable[int], wait: bool = False) -> Iterator[list[bool]]:
+        """Locks bytes of the file among all threads and processes; yields which were free."""
         # These locks belong to a separate open file description, so that they also exclude other
-        # threads, and the kernel releases them with it. A cleaner of temporary files may have
-        # removed the file's name.
-        with opened_again(self._claims) as handle:
-            yield [lock_byte(handle, index) for index in indices]
+        # threads, and the kernel releases them with it. They do not depend on the content, and a
+        # cleaner of temporary files may have removed the file's name.
+        path, flags = f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR | os.O_CLOEXEC
+        with closed_on_fork(lambda: Descriptor(os.open(path, flags))) as handle:
+            yield [lock_byte(handle, index, wait) for index in indices]
 
     @override
     def close(self) -> None:
-        self._opened.close()
+        # The mapping and its descriptor end with the last array into it.
+        self.sections = {}
+        self.file.close()
 
 
-def is_pool(path: Path) -> bool:
+def is_pool(folder: Path) -> bool:
     """Returns whether a folder contains a finished store."""
-    return (path / HEADER).exists()
+    return (folder / STORE).exists()
 
 
-def open_pool_folder(path: Path, others: Others = "refused") -> Directory:
+def open_pool_folder(folder: Path, others: Others = "refused") -> Directory:
     """Opens the folder of an existing store."""
     try:
-        return Directory(path, others)
+        return Directory(folder, others)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _not_a_pool(path) from error
+        raise _not_a_pool(folder) from error
 
 
-def _not_a_pool(path: Path) -> CacheError:
+def _not_a_pool(folder: Path) -> CacheError:
     return CacheError(
-        f"A store must have a {HEADER}. Received: {path}, without one. Pass another folder."
+        f"A store must have a file {STORE}. Received: {folder}, without one. Pass another folder."
     )
 
 
-def read_checked_header(directory: Directory) -> dict[str, Any]:
-    """Returns the header of a store, after checks of the header and of the sizes of all files."""
-    header, path = _read_header(directory), directory.path
-    if header["name"] != path.resolve().name:
-        # The name is the fingerprint: a different name would serve samples of a different source.
-        raise DamagedError(
-            f"A store must not be renamed. Received: {path}, created as {header['name']}.", path
-        )
-    tail = _file_tail(header)
-    for name, size in header["files"].items():
-        _check_file(directory, name, size, tail)
-    return header
-
-
-def _file_tail(header: dict[str, Any]) -> bytes:
-    return bytes.fromhex(header["id"]) * (TAIL_BYTES // ID_BYTES)
-
-
-def _write_header(directory: Directory, header: dict[str, Any]) -> dict[str, Any]:
-    """Writes the header last and durably, which completes a store; returns it as read back."""
-    # Write, sync, then rename: after a power loss there is a complete header or none.
-    with directory.open(UNFINISHED_HEADER, make=True) as handle:
-        with open(handle.fileno(), "w", closefd=False) as stream:
-            json.dump(header | {"digest": _digest(header)}, stream)
-        os.fsync(handle.fileno())
-    directory.rename(UNFINISHED_HEADER, HEADER)
-    return _read_header(directory)
-
-
-def _read_header(directory: Directory) -> dict[str, Any]:
-    folder, path = directory.path, directory.path / HEADER
+def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
+    """Opens the file of an existing store."""
     try:
-        header = json.loads(directory.read(HEADER))
+        return directory.open(STORE, flags)
     except FileNotFoundError as error:
         names = directory.names()
         if not names or names - FILES:
-            raise _not_a_pool(folder) from error
+            raise _not_a_pool(directory.path) from error
         raise CacheError(
-            f"A store must be complete. Received: {folder}, which is being created, or "
-            "is left of a killed process. Wait, or remove it with `python -m datacache rm`."
+            f"A store must be complete. Received: {directory.path}, which is being created, or is "
+            "left of a killed process. Wait, or remove it with `python -m datacache rm`."
         ) from error
-    except ValueError as error:
+
+
+def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
+    """Returns a store's description and the bytes of its header, after checks of the file."""
+    with open(file.fileno(), "rb", closefd=False) as stream:
+        line = stream.readline(MOST_HEADER_BYTES)
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    if damage := _damage(header, folder):
+        raise DamagedError(damage, folder)
+    spec = PoolSpec.from_dict(header["store"])
+    expected, found = len(line) + spec.content_bytes, os.fstat(file.fileno()).st_size
+    # Reading beyond the end of a mapped file would kill the process (SIGBUS).
+    if found != expected:
         raise DamagedError(
-            f"The header of a store must be JSON. Received: {path}, which is not JSON.", folder
-        ) from error
-    if not isinstance(header, dict) or not isinstance(header.get("format"), int):
-        raise DamagedError(
-            f"The header of a store must state its format. Received: {path}, without a format.",
+            f"The file of a store must be complete. Received: {folder / STORE} of {found} bytes, "
+            f"expected {expected} bytes.",
             folder,
+        )
+    return spec, len(line)
+
+
+def _damage(header: Any, folder: Path) -> str | None:
+    """Returns the reason for which a header cannot be used, or `None`."""
+    path = folder / STORE
+    found = header.get("format") if isinstance(header, dict) else None
+    if not isinstance(found, int):
+        return (
+            "A store must begin with a header in JSON, which states its format. Received: "
+            f"{path}, without one."
         )
     # Must precede the digest: a newer format may compute it differently, and such a store must not
     # be rebuilt.
-    _check_format(header["format"], folder)
-    if header.pop("digest", None) != _digest(header):
-        raise DamagedError(
-            f"The header of a store must not be modified. Received: {path}, which was modified.",
-            folder,
-        )
-    return header
-
-
-def _check_format(found: int, path: Path) -> None:
     if found > FORMAT:
         raise CacheError(
-            f"The format of a store must be at most {FORMAT}. Received: format {found} in {path}. "
-            "Use a newer tfposeidon, or another folder."
+            f"The format of a store must be at most {FORMAT}. Received: format {found} in {folder}."
+            " Use a newer tfposeidon, or another folder."
         )
     if found < FORMAT:
-        raise DamagedError(
-            f"The format of a store must be {FORMAT}. Received: format {found} in {path}, created "
-            "by an older tfposeidon.",
-            path,
+        return (
+            f"The format of a store must be {FORMAT}. Received: format {found} in {folder}, "
+            "created by an older tfposeidon."
         )
-
-
-def _check_file(directory: Directory, name: str, size: int, tail: bytes) -> None:
-    """Checks size and tail of a file: reading beyond its end would kill the process (SIGBUS)."""
-    folder, path = directory.path, directory.path / name
-    try:
-        handle = directory.open(name, os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise DamagedError(
-            f"All files of a store must exist. Received: no {path}.", folder
-        ) from error
-    with handle:
-        found = os.fstat(handle.fileno()).st_size
-        if found != size + TAIL_BYTES:
-            raise DamagedError(
-                f"Files of a store must be complete. Received: {path} of {found} bytes, expected "
-                f"{size + TAIL_BYTES} bytes.",
-                folder,
-            )
-        if os.pread(handle.fileno(), TAIL_BYTES, size) != tail:
-            raise DamagedError(
-                f"Files of a store must belong to it. Received: {path} of another store.", folder
-            )
+    if header.pop("digest", None) != _digest(header):
+        return f"The header of a store must not be modified. Received: {path}, which was modified."
+    # The name is the fingerprint: a different name would serve samples of a different source.
+    if header["name"] != folder.resolve().name:
+        return f"A store must not be renamed. Received: {folder}, created as {header['name']}."
+    return None
 
 
 def _digest(header: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
-def _read_usable_header(directory: Directory, is_only_user: bool) -> dict[str, Any] | None:
-    """Returns the header of a store, or `None` if it is missing or unusable."""
-    strangers = directory.names() - FILES
-    try:
-        if HEADER in directory.names():
-            return read_checked_header(directory)
-    except DamagedError as error:
-        if not is_only_user:
-            # Other processes have its files mapped, and would be killed if these were rebuilt.
-            raise CacheError(
-                f"{error.what} A process has the store open. End that process, and open the store "
-                "again to rebuild it."
-            ) from error
-        if not strangers:
-            log.warning("datacache: %s The store is rebuilt.", error.what)
-    if strangers:
+def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -> None:
+    """Creates the store of a folder if it is missing or damaged."""
+    damage = ""
+    if STORE in directory.names():
+        with directory.open(STORE) as file:
+            try:
+                read_header(file, directory.path)
+                return
+            except DamagedError as error:
+                damage = error.what
+    if strangers := directory.names() - FILES:
         raise CacheError(
             f"A store must have a folder of its own. Received: {directory.path}, which contains "
             f"{min(strangers)!r}. Pass another folder, or empty this one."
         )
-    return None
-
-
-def _make(directory: Directory, make_spec: Callable[[], PoolSpec]) -> dict[str, Any]:
-    """Creates a store, and removes partial files after an error; returns its header."""
+    if damage:
+        log.warning("datacache: %s The store is rebuilt.", damage)
     # Must precede the description: remains of another store would occupy the space that it plans
-    # with.
-    _clear(directory, FILES - LOCK_FILES)
+    # with. A process that has the old file open retains it with its samples.
+    _clear(directory)
     try:
-        spec = make_spec()
-        sizes = spec.files | spec.growing_files
-        name, number = directory.path.resolve().name, secrets.token_hex(ID_BYTES)
-        header = {"format": FORMAT, "id": number, "name": name, "files": sizes} | spec.to_dict()
-        for name, size in sizes.items():
-            _allocate(directory, name, size, _file_tail(header), name in spec.files)
-        # The header marks the store as complete.
-        return _write_header(directory, header)
+        _make(directory, make_spec())
     except BaseException:
-        _clear(directory, FILES - LOCK_FILES)
+        _clear(directory)
         raise
 
 
-def _clear(directory: Directory, names: Iterable[str]) -> None:
-    # The header must go first: remains after a kill must not be taken for a store.
-    for name in sorted(names, key=lambda name: (name != HEADER, name in LOCK_FILES)):
-        directory.remove(name)
-
-
-def _allocate(
-    directory: Directory, name: str, size: int, tail: bytes, reserve_content: bool
-) -> None:
-    """Creates a file of `size` bytes and a tail; space for the content is reserved now or later."""
-    with directory.open(name, make=True) as handle:
+def _make(directory: Directory, spec: PoolSpec) -> None:
+    """Creates the file of a store, which its name completes."""
+    header = {"format": FORMAT, "name": directory.path.resolve().name, "store": spec.to_dict()}
+    line = json.dumps(header | {"digest": _digest(header)})
+    # Mapped sections must begin at pages.
+    header_bytes = -(-(len(line) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with directory.open(UNFINISHED, make=True) as file:
         try:
-            os.ftruncate(handle.fileno(), size + TAIL_BYTES)
-            begin = 0 if reserve_content else size
-            reserve(handle, begin, size + TAIL_BYTES - begin)
-            os.pwrite(handle.fileno(), tail, size)
-            # Sync before the header is written: otherwise, after a power loss, there could be a
-            # header without its files.
-            os.fsync(handle.fileno())
+            os.ftruncate(file.fileno(), header_bytes + spec.content_bytes)
+            reserve(file, 0, header_bytes + spec.reserved_bytes)
+            os.pwrite(file.fileno(), line.ljust(header_bytes - 1).encode() + b"\n", 0)
+            # Sync before the file is renamed: a disk could otherwise lose its size in a power
+            # failure, and retain the name.
+            os.fsync(file.fileno())
         except OSError as error:
             if not means_full(error):
                 raise
             raise NoRoomError(
-                f"A store needs free space for its files. Received: {directory.path}, without "
-                f"{size} bytes. Reduce the budget, or remove other stores: python -m datacache ls"
+                f"A store needs free space for its file. Received: {directory.path}, without "
+                f"{spec.reserved_bytes} bytes. Reduce the budget, or remove other stores: "
+                "python -m datacache ls"
             ) from error
+    directory.rename(UNFINISHED, STORE)
 
 
-def remove(path: Path) -> None:
+def _clear(directory: Directory) -> None:
+    for name in FILES:
+        directory.remove(name)
+
+
+def remove(folder: Path) -> None:
     """Removes a store that no process has open, or the remains of one."""
-    with _locked(lambda: open_pool_folder(path, "ignored")) as directory, directory:
-        _refuse_to_remove(directory)
-        with directory.open("users", make=True) as users:
-            if not lock_file(users, wait=False):
-                raise CacheError(
-                    f"A store in use cannot be removed. Received: {directory.path}, which a "
-                    "process has open. Wait for the process, or end it."
-                )
-            _clear(directory, FILES)
-            directory.path.rmdir()
-
-
-def _refuse_to_remove(directory: Directory) -> None:
-    found = directory.names()
-    if not found:
-        raise _not_a_pool(directory.path)
-    # A folder does not belong to a store, even under the name of one of its files.
-    if strangers := found - FILES | {
-        name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
-    }:
-        raise CacheError(
-            f"A folder to remove must contain only a store. Received: {directory.path}, which "
-            f"contains {min(strangers)!r}. Inspect the folder, and remove it manually."
-        )
+    with _locked(lambda: open_pool_folder(folder, "ignored")) as directory:
+        found = directory.names()
+        if not found:
+            raise _not_a_pool(folder)
+        # A folder does not belong to a store, even under the name of one of its files.
+        if strangers := found - FILES | {
+            name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
+        }:
+            raise CacheError(
+                f"A folder to remove must contain only a store. Received: {folder}, which contains "
+                f"{min(strangers)!r}. Inspect the folder, and remove it manually."
+            )
+        if STORE in found:
+            with directory.open(STORE) as file:
+                if not lock_file(file, wait=False):
+                    raise CacheError(
+                        f"A store in use cannot be removed. Received: {folder}, which a process "
+                        "has open. Wait for the process, or end it."
+                    )
+        _clear(directory)
+        directory.path.rmdir()
 
 
 @contextlib.contextmanager
-def _locked(open_folder: Callable[[], Directory]) -> Iterator[Directory]:
-    """Opens a folder and locks it within the context; the folder stays open after it."""
+def _locked(find: Callable[[], Directory]) -> Iterator[Directory]:
+    """Opens a folder and locks it within the context."""
     while True:
-        directory = open_folder()
-        try:
-            with lock_folder(directory):
-                # Another process may have removed the folder between opening and locking, and the
-                # lock of a removed folder does not exclude other processes.
-                if not directory.is_gone:
-                    yield directory
-                    return
-        except BaseException:
-            directory.close()
-            raise
-        directory.close()
+        # Another process may have removed the folder between opening and locking, and the lock of a
+        # removed folder does not exclude other processes.
+        with find() as directory, lock_folder(directory):
+            if not directory.is_gone:
+                yield directory
+                return
 
 
 @contextlib.contextmanager

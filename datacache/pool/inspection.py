@@ -18,14 +18,15 @@ from datacache.errors import CacheError
 from datacache.from_tfposeidon import is_memory, readable_size
 from datacache.pool.folder import (
     FILES,
-    HEADER,
-    LOCK_FILES,
+    STORE,
+    UNFINISHED,
     lock_folder,
-    read_checked_header,
+    open_store,
+    read_header,
     remove,
 )
 from datacache.pool.samples import READY
-from datacache.pool.spec import WORD, PoolSpec
+from datacache.pool.spec import PoolSpec
 from datacache.system.access import Directory
 from datacache.system.descriptors import closed_on_fork, lock_file
 
@@ -41,8 +42,9 @@ as much in the meantime."""
 class PoolReport:
     """Report on a store, or on the remains of one, whose `bytes` are its disk usage.
 
-    `spec` is `None` if it cannot be used, and `trouble` the reason; otherwise `ready` samples are
-    readable. `is_spare` is true if it is in memory, and its removal needs no confirmation.
+    If the store cannot be used, `trouble` is the reason, and its content is unknown. Otherwise
+    `ready` of `samples` are readable, and `slots` fit. `is_spare` is true if it is in memory, and
+    its removal needs no confirmation.
     """
 
     folder: Path
@@ -50,21 +52,11 @@ class PoolReport:
     bytes: int = 0
     in_use: bool = False
     is_spare: bool = False
-    spec: PoolSpec | None = None
-    ready: int = 0
+    source: str | None = None
+    ready: int | None = None
+    slots: int | None = None
+    samples: int | None = None
     trouble: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as values for JSON, as `ls --json` prints it."""
-        opened = self.opened.isoformat(timespec="seconds")
-        content = {"folder": str(self.folder), "bytes": self.bytes, "opened": opened}
-        content |= {"in_use": self.in_use, "trouble": self.trouble}
-        if self.spec is None:
-            return content
-        spec = self.spec.to_dict()
-        # The shard has the number of slots that fit, which may exceed its number of samples.
-        content |= spec.pop("part") | spec | {"slots": self.spec.shard.kept_samples}
-        return content | {"ready": self.ready}
 
 
 def find_pools(root: Path) -> list[Path]:
@@ -105,8 +97,18 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
     """Removes idle stores, least recently opened first, until there is enough free space."""
     left = room()
     for report in find_idle_pools(root, new_pool) if left < enough else ():
-        if not _try_remove(report):
+        try:
+            remove(report.folder)
+        except (CacheError, OSError) as error:
+            # Another process has opened it by now, or it belongs to another user.
+            log.info("datacache: a store was not removed. %s", error)
             continue
+        log.warning(
+            "datacache: removed the unused store %s to free %s: it was last opened at %s",
+            report.folder,
+            readable_size(report.bytes),
+            f"{report.opened:%Y-%m-%d %H:%M}",
+        )
         before, left = left, room()
         if left >= enough:
             return
@@ -116,58 +118,47 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
             return
 
 
-def _try_remove(report: PoolReport) -> bool:
-    try:
-        remove(report.folder)
-    except (CacheError, OSError) as error:
-        # Another process has opened it by now, or it belongs to another user.
-        log.info("datacache: a store was not removed. %s", error)
-        return False
-    log.warning(
-        "datacache: removed the unused store %s to free %s: it was last opened at %s",
-        report.folder,
-        readable_size(report.bytes),
-        f"{report.opened:%Y-%m-%d %H:%M}",
-    )
-    return True
-
-
 def _report(directory: Directory) -> PoolReport | None:
     found = {name: directory.stat(name) for name in directory.names()}
-    in_use = _in_use(directory)
+    status, in_use = os.fstat(directory.fileno()), _in_use(directory)
+    # Other folders may have files of these names. An unusable one is a store only with its file.
+    is_spare = (
+        found.keys() <= FILES
+        and not found.keys().isdisjoint({STORE, UNFINISHED})
+        and all(stat.S_ISREG(one.st_mode) for one in found.values())
+        and not in_use
+        and is_memory(status.st_dev)
+    )
     about: dict[str, Any] = {
         "folder": directory.path,
         # Heaps are sparse, so the sizes of files are not informative.
-        "bytes": sum(BLOCK_BYTES * status.st_blocks for status in found.values()),
-        "opened": _local_time(found.get("users") or os.fstat(directory.fileno())),
+        "bytes": sum(BLOCK_BYTES * one.st_blocks for one in found.values()),
+        "opened": _local_time(status),
         "in_use": in_use,
+        "is_spare": is_spare,
     }
-    # Other folders may have files of these names.
-    only_files = found.keys() <= FILES and all(stat.S_ISREG(one.st_mode) for one in found.values())
-    is_spare = only_files and not in_use and is_memory(os.fstat(directory.fileno()).st_dev)
     try:
-        spec = PoolSpec.from_dict(read_checked_header(directory))
-        ready = _count_ready(directory, spec)
-        return PoolReport(spec=spec, ready=ready, is_spare=is_spare, **about)
+        spec, words = _read_store(directory)
     except (CacheError, OSError) as error:
         # Another process may have removed it since it was opened.
-        if directory.is_gone:
-            return None
-        # The remains of a killed process have lock files, which are created first.
-        is_spare = is_spare and found.keys() >= LOCK_FILES
-        return PoolReport(trouble=str(error), is_spare=is_spare, **about)
+        return None if directory.is_gone else PoolReport(trouble=str(error), **about)
+    shard, ready = spec.shard, int((words >= READY).sum())
+    slots, samples = shard.kept_samples, shard.samples
+    return PoolReport(source=spec.source, ready=ready, slots=slots, samples=samples, **about)
 
 
-def _count_ready(directory: Directory, spec: PoolSpec) -> int:
-    # Read, not mapped: if the store were rebuilt in the meantime, a mapping could kill this
-    # process.
-    words = np.frombuffer(directory.read("words"), WORD)
-    return int((words[: spec.shard.kept_samples] >= READY).sum())
+def _read_store(directory: Directory) -> tuple[PoolSpec, np.ndarray]:
+    """Returns the description of a store, and the words of its samples."""
+    with open_store(directory, os.O_RDONLY) as file:
+        spec, header_bytes = read_header(file, directory.path)
+        # Read, not mapped: a truncated file would kill a process that has it mapped.
+        words = os.pread(file.fileno(), 8 * spec.shard.kept_samples, header_bytes)
+    return spec, np.frombuffer(words, np.uint64)
 
 
 def _looks_like_a_pool(path: Path) -> bool:
     names = _names(path)
-    return HEADER in names or (bool(names) and names <= FILES)
+    return STORE in names or (bool(names) and names <= FILES)
 
 
 def _names(path: Path) -> set[str]:
@@ -188,7 +179,7 @@ def _in_use(directory: Directory) -> bool:
     # short lock of this process for another user of the store.
     with lock_folder(directory, wait=False) as mine, contextlib.suppress(FileNotFoundError):
         if mine:
-            with closed_on_fork(lambda: directory.open("users", os.O_RDONLY)) as handle:
+            with closed_on_fork(lambda: directory.open(STORE, os.O_RDONLY)) as file:
                 # The lock is granted if no other process has the store open.
-                return not lock_file(handle, wait=False)
+                return not lock_file(file, wait=False)
     return not mine

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
+import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,9 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
-from datacache.pool.folder import Folder
-from datacache.pool.samples import CONTENT, READY, Columns, SampleWords, match_checksums
+from datacache.native import gather
+from datacache.pool.folder import StoreFile
+from datacache.pool.samples import READY, Heap, SampleWords, match_checksums
 from datacache.pool.spec import Arrays, PoolSpec
 from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
@@ -29,26 +33,23 @@ class Pool(Owner):
 
     A sample is written first, then its word: a checksum and a mark that the sample is ready. A
     process that is killed in between leaves a sample that is not ready and locks that the kernel
-    releases; nothing has to be repaired. Components of one size lie in columns, so that a batch is
-    one copy per component, and others lie in a heap that their columns refer to. Without
-    `make_spec`, the store must exist.
+    releases; nothing has to be repaired. Without `make_spec`, the store must exist.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
-        with contextlib.ExitStack() as on_error:
-            self._folder = on_error.enter_context(Folder(folder, make_spec))
-            self.folder, self.is_only_user = self._folder.path, self._folder.is_only_user
-            self.spec = PoolSpec.from_dict(self._folder.header)
-            self.layout = self.spec.layout
-            self._slot_indices = self.spec.shard.slot_indices()
-            self.slots = self.spec.shard.kept_samples
-            numbers = np.flatnonzero(self._slot_indices >= 0)
-            self._columns = Columns(self._folder, self.layout, numbers)
-            self._heap = self._columns.heap
-            self._words = SampleWords(self._folder.map_file("words"), self.slots)
-            on_error.pop_all()
+        self.folder, self._reads = Path(folder), 0
         self._background: BackgroundSteps | None = None
-        self._reads = 0
+        with contextlib.ExitStack() as opened:
+            opened.push(self._drop_mappings)
+            self._file = opened.enter_context(StoreFile(self.folder, make_spec))
+            self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
+            self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
+            self._slot_indices = self.spec.shard.slot_indices()
+            # Samples that differ in size are in the heap; the only column has the place of each.
+            self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
+            self._words = SampleWords(self._file.sections["words"])
+            self._heap = Heap(self._file) if self.layout.varies else None
+            opened.pop_all()
 
     @property
     def filled(self) -> int:
@@ -58,18 +59,17 @@ class Pool(Owner):
     @property
     def size_bytes(self) -> int:
         """Bytes of columns and words, and of the heap's samples."""
-        return sum(self.spec.files.values()) + (
-            int(self._extents()[:, 1].sum()) if self._heap else 0
-        )
+        in_heap = int(self._places()[:, 1].sum()) if self._heap else 0
+        return self.spec.reserved_bytes + in_heap
 
     def prepare(self, verify: bool = True) -> None:
         """Creates the page tables of a full store in memory on a thread, which also verifies it."""
         # For a store on a disk, this would read all of it.
-        in_memory = is_memory(os.fstat(self._folder.directory.fileno()).st_dev)
+        in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
             self._background = BackgroundSteps(
-                itertools.chain(populate_page_tables([self._columns.pages]), steps)
+                itertools.chain(populate_page_tables([self._file.sections["columns"]]), steps)
             )
 
     def verify_in_steps(self) -> Iterator[None]:
@@ -87,10 +87,9 @@ class Pool(Owner):
                 time.sleep(READER_PAUSE_S)
                 yield
             indices = indices[self._words.unverified(indices, self._words.array[indices])]
-            if indices.size:
-                words = self._words.array[indices]
-                intact = match_checksums(words, self._columns.checksums(indices)[0])
-                self.settle(indices[intact], words[intact], intact[intact])
+            words = self._words.array[indices]
+            intact = match_checksums(words, self._checksums(indices)[0])
+            self.settle(indices[intact], words[intact], intact[intact])
             yield
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
@@ -109,33 +108,69 @@ class Pool(Owner):
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
-        components = self.layout.check(arrays, "sample {}".format, sample)
+        arrays = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
         if self._heap is None:
-            self._write(index, components)
+            self._write(index, arrays)
             return True
+        content = self.layout.pack(arrays)
         with self._heap.adding():
             if self._words.array[index]:
                 # Its old bytes become a gap.
                 self._words.withdraw(index)
                 self._heap.note_freed()
-            rows = self._columns.add_to_heap(components, self._extents)
-            if rows is not None:
-                self._write(index, rows)
-        return rows is not None
+            offset = self._heap.add(content, self._places)
+            if offset is not None:
+                self._write(index, [(offset, len(content))])
+        return offset is not None
 
-    def _write(self, index: int, rows: Arrays) -> None:
+    def _write(self, index: int, rows: Sequence[Any]) -> None:
         # Readers compare the word before and after a copy, so it is cleared first and set last.
         self._words.withdraw(index)
-        self._words.publish(index, self._columns.write(index, rows))
+        for column, row in zip(self._columns, rows, strict=True):
+            column[index] = row
+        # Computed from the mapping, which readers will see, not from the arrays.
+        (checksum,), _ = self._checksums(np.array([index]))
+        self._words.publish(index, int(checksum))
 
-    def _extents(self) -> np.ndarray:
+    @functools.cached_property
+    def _index_checksums(self) -> np.ndarray:
+        # Including the index makes an intact sample in the slot of another one corrupted.
+        samples, checksums = (
+            np.flatnonzero(self._slot_indices >= 0),
+            np.zeros(self.slots, np.uint32),
+        )
+        gather(samples, np.arange(self.slots), None, checksums)
+        return checksums
+
+    def _checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
+        checksums, inside = self._index_checksums[indices], np.ones(len(indices), bool)
+        for column in self._columns:
+            gather(column, indices, None, checksums)
+        if self._heap:
+            for i, place in enumerate(self._columns[0][indices].tolist()):
+                content = self._heap.content(*place)
+                inside[i] = content is not None
+                checksums[i] = zlib.crc32(content or b"", int(checksums[i]))
+        return checksums, inside
+
+    def _places(self) -> np.ndarray:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
-        return self._columns.extents(self._words.array >= READY)
+        return self._columns[0][self._words.array >= READY]
 
-    def gather(self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
+    def gather(
+        self,
+        samples: np.ndarray,
+        into: Sequence[np.ndarray] | None = None,
+        checksums: np.ndarray | None = None,
+    ) -> Arrays:
         """Copies samples for which `can_copy` holds into an array per component, not verified."""
-        return self._columns.copy(self._slot_indices[samples], into)
+        if into is None:
+            into = [np.empty((len(samples), *one.shape[1:]), one.dtype) for one in self._columns]
+        for column, target in zip(self._columns, into, strict=True):
+            gather(column, self._slot_indices[samples], target, checksums)
+        return list(into)
 
     def gather_verified(
         self, samples: np.ndarray, into: Sequence[np.ndarray] | None = None, recheck: bool = False
@@ -152,8 +187,8 @@ class Pool(Owner):
         # Read words before bytes, so that a concurrent rewrite is detected as a change.
         words, checksums = self._words.array[indices], None
         if recheck or self._words.unverified(indices, words).any():
-            checksums = self._columns.begin_checksums(indices)
-        targets = self._columns.copy(indices, into, checksums)
+            checksums = self._index_checksums[indices]
+        targets = self.gather(samples, into, checksums)
         if checksums is not None:
             corrupt = samples[self.settle(indices, words, match_checksums(words, checksums))]
         whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
@@ -163,20 +198,20 @@ class Pool(Owner):
         """Returns one ready sample, or `None` if another process has cleared it since."""
         index = self._slot_indices[sample]
         if self._heap is None:
-            return self._columns.views(index)
+            return [column[index] for column in self._columns]
         # Copied, because others may reuse the bytes in the heap.
         word = self._words.array[index]
-        rows, contents = self._columns.read(index)
+        packed = self._heap.content(*self._columns[0][index].tolist())
+        content = None if packed is None else bytes(packed)
         # The writer of another sample may have reused these bytes during the copy, but only after
         # it withdrew the word.
-        if word < READY or (word ^ self._words.array[index]) & CONTENT:
+        if word < READY or word != self._words.array[index]:
             return None
-        if None in contents:
-            # The row is corrupted and points outside of the heap; detected here with
-            # verify="never".
+        if content is None:
+            # The place is corrupted and outside of the heap; detected here with verify="never".
             self._words.withdraw(index)
             return None
-        return self._columns.decode(rows, contents)
+        return self.layout.unpack(np.frombuffer(content, np.uint8))
 
     def find_corrupt(self, samples: np.ndarray, recheck: bool = False) -> np.ndarray:
         """Returns which of these ready samples are corrupted, and marks them as not ready."""
@@ -188,14 +223,13 @@ class Pool(Owner):
             return samples
         # Read words before bytes, as in `gather_verified`.
         words = self._words.array[indices]
-        checksums, inside = self._columns.checksums(indices)
-        intact = inside & match_checksums(words, checksums)
-        return samples[self.settle(indices, words, intact)]
+        checksums, inside = self._checksums(indices)
+        return samples[self.settle(indices, words, inside & match_checksums(words, checksums))]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
         """Marks samples by the result of their verification; see `SampleWords.settle`."""
         corrupt = self._words.settle(indices, words, intact)
-        if corrupt.any() and self._heap is not None:
+        if self._heap and corrupt.any():
             self._heap.note_freed()
         return corrupt
 
@@ -203,7 +237,7 @@ class Pool(Owner):
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
         """Claims samples for filling; yields those that are neither ready nor claimed, `[k]`."""
         # The kernel releases the claims of a process that is killed.
-        with self._folder.claim(self._slot_indices[samples].tolist()) as mine:
+        with self._file.locked_bytes(self._slot_indices[samples].tolist()) as mine:
             # The previous holder of a claim may have just finished the sample.
             yield samples[np.array(mine, bool) & ~self.ready(samples)]
 
@@ -211,7 +245,7 @@ class Pool(Owner):
     def claim_all(self) -> Iterator[bool]:
         """Claims the whole store for filling from a stream; yields whether it was free."""
         # Lock one byte after those of the samples, which stay free for `claim`.
-        with self._folder.claim([self.slots]) as (mine,):
+        with self._file.locked_bytes([self.slots]) as (mine,):
             yield mine
 
     def clear(self) -> None:
@@ -223,11 +257,19 @@ class Pool(Owner):
 
     @override
     def close(self) -> None:
-        # The thread must end first, because it reads the mappings; its steps hold this store.
+        # The thread must end first, because it reads the mapping; its steps hold this store.
         if self._background is not None:
             self._background.close()
             self._background = None
-        # Mappings and their descriptors end with the last array into them.
+        self._drop_mappings()
+        self._file.close()
+
+    def _drop_mappings(
+        self, _: object = None, error: BaseException | None = None, __: object = None
+    ) -> None:
+        # The mapping and its descriptor end with the last array into it.
         for name in ("_columns", "_heap", "_words"):
             vars(self).pop(name, None)
-        self._folder.close()
+        if error is not None:
+            # The frames of an exception that is kept would keep the arrays.
+            traceback.clear_frames(error.__traceback__)

@@ -1,11 +1,11 @@
-"""Description of a store, which its header contains: layout of samples, shard of a node, files.
-
-Components of samples lie in columns, so that batches are one copy.
-"""
+"""Description of a store, which its header contains: layout of samples, shard of a node."""
 
 from __future__ import annotations
 
+import builtins
 import itertools
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,8 +20,8 @@ ALIGNMENT = 64
 """Alignment of columns in bytes: cache lines, from which TensorFlow needs no copy."""
 TEXT = "string"
 """Dtype of components of Python's bytes, in object arrays."""
-WORD = np.dtype(np.uint64)
-"""Dtype of the metadata word of each sample, which is stored next to the columns."""
+WORD_BYTES = 2 * 8
+"""Metadata bytes of each sample, in addition to its columns: its word, and the verified one."""
 HEAP_STATE_BYTES = 4 * 8
 """Bytes of the state that processes share for a heap: positions, and the bytes last refused."""
 Arrays = list[np.ndarray]
@@ -44,13 +44,14 @@ def as_array(value: Any) -> np.ndarray:
 class Component:
     """Array of a sample: NumPy's name of its dtype, or "string", and its shape.
 
+    Dimensions that differ between samples are `None`.
+
     Example:
       >>> print(Component(dtype="uint8", shape=(None, 3)))
       uint8[?, 3]
     """
 
     dtype: str
-    # Dimensions that differ between samples are `None`.
     shape: tuple[int | None, ...]
 
     @property
@@ -59,18 +60,14 @@ class Component:
         return self.dtype == TEXT or None in self.shape
 
     @property
-    def column(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of a sample's row in the column."""
-        if self.varies:
-            # Offset and length in the heap, and the dimensions.
-            return "int64", (2 + len(self.shape),)
-        return self.dtype, tuple(size for size in self.shape if size is not None)
+    def fixed_shape(self) -> tuple[int, ...]:
+        """Shape of a component that does not vary."""
+        return tuple(size for size in self.shape if size is not None)
 
     @property
-    def column_bytes(self) -> int:
-        """Bytes of a sample's row in the column."""
-        dtype, shape = self.column
-        return int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+    def nbytes(self) -> int:
+        """Bytes of a component that does not vary."""
+        return math.prod(self.fixed_shape) * self._numpy_dtype.itemsize
 
     def matches(self, value: Any) -> bool:
         """Returns whether a value is an array of this dtype and shape."""
@@ -86,40 +83,34 @@ class Component:
         # Cached, because comparing names of dtypes takes as long as copying a small sample.
         return np.dtype(object if self.dtype == TEXT else self.dtype)
 
-    def encode(self, array: np.ndarray) -> bytes:
-        """Returns the bytes of a variable component; the int64 lengths of texts precede them."""
-        if self.dtype != TEXT:
-            return array.tobytes()
-        texts = [bytes(text) for text in array.reshape(-1)]
-        return np.array([len(text) for text in texts], np.int64).tobytes() + b"".join(texts)
-
-    def decode(self, content: Any, shape: Sequence[int]) -> np.ndarray:
-        """Returns the component from the bytes of `encode`; numbers are a view of the bytes."""
-        if self.dtype != TEXT:
-            return np.frombuffer(content, self.dtype).reshape(shape)
-        count = int(np.prod(shape, dtype=int))
-        ends = 8 * count + np.cumsum(np.frombuffer(content, np.int64, count))
-        texts = np.empty(count, object)
-        for i, (begin, end) in enumerate(itertools.pairwise([8 * count, *ends.tolist()])):
-            texts[i] = bytes(content[begin:end])
-        return texts.reshape(shape)
-
     def pack(self, array: np.ndarray) -> bytes:
-        """Returns a component as a message; length and dimensions precede one that varies."""
+        """Returns the bytes of a component; length and dimensions precede one that varies."""
         array = as_array(array)
+        content = array.tobytes()
+        if self.dtype == TEXT:
+            texts = [bytes(text) for text in array.reshape(-1)]
+            lengths = np.array([len(text) for text in texts], np.int64)
+            content = lengths.tobytes() + b"".join(texts)
         if not self.varies:
-            return array.tobytes()
-        content = self.encode(array)
+            return content
         return np.array([len(content), *array.shape], np.int64).tobytes() + content
 
     def unpack(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns a component from the bytes of `pack`, and the bytes after it."""
-        head, size, shape = 0, self.column_bytes, [one for one in self.shape if one is not None]
+        head, size, shape = 0, self.nbytes, list(self.fixed_shape)
         if self.varies:
             head = 8 * (1 + len(self.shape))
             size, *shape = np.frombuffer(content[:head].tobytes(), np.int64).tolist()
-        # Copied by `tobytes`, because components may be unaligned within the message.
-        return self.decode(content[head : head + size].tobytes(), shape), content[head + size :]
+        # Copied by `tobytes`, because components may be unaligned.
+        own, rest = content[head : head + size].tobytes(), content[head + size :]
+        if self.dtype != TEXT:
+            return np.frombuffer(own, self.dtype).reshape(shape), rest
+        count = math.prod(shape)
+        ends = 8 * count + np.cumsum(np.frombuffer(own, np.int64, count))
+        texts = np.empty(count, object)
+        for i, (begin, end) in enumerate(itertools.pairwise([8 * count, *ends.tolist()])):
+            texts[i] = own[begin:end]
+        return texts.reshape(shape), rest
 
     def __str__(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
@@ -128,7 +119,11 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Components of all samples of a store, in the order of a sample."""
+    """Components of all samples of a store, in the order of a sample.
+
+    Samples of one size lie in one column per component. If a component varies, whole samples are
+    packed, and the only column has the place of each: its offset and its length.
+    """
 
     components: tuple[Component, ...]
 
@@ -151,38 +146,34 @@ class Layout:
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
         """Returns a layout from JSON of its `dataclasses.asdict`."""
-        return cls(
-            components=tuple(
-                Component(dtype=component["dtype"], shape=tuple(component["shape"]))
-                for component in content["components"]
-            )
-        )
+        parts = [(part["dtype"], tuple(part["shape"])) for part in content["components"]]
+        return cls(components=tuple(Component(dtype=dtype, shape=shape) for dtype, shape in parts))
 
-    @property
+    @cached_property
     def varies(self) -> bool:
         """True if samples differ in size."""
         return any(component.varies for component in self.components)
 
     @property
+    def _columns(self) -> tuple[Component, ...]:
+        return (PLACE,) if self.varies else self.components
+
+    @property
     def bytes(self) -> int:
-        """Bytes of a sample in the columns, without those in the heap."""
-        return sum(component.column_bytes for component in self.components)
+        """Bytes of a sample in the columns."""
+        return sum(column.nbytes for column in self._columns)
 
     def offsets(self, samples: int) -> list[int]:
         """Returns the offset of each column, and the end of the last one, in bytes."""
-        sizes = [
-            -(-samples * component.column_bytes // ALIGNMENT) * ALIGNMENT
-            for component in self.components
-        ]
+        sizes = [-(-samples * column.nbytes // ALIGNMENT) * ALIGNMENT for column in self._columns]
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> Arrays:
-        """Returns the column of each component: arrays `[samples, ...]` into the buffer."""
-        arrays = []
-        for component, offset in zip(self.components, self.offsets(samples), strict=False):
-            dtype, shape = component.column
-            arrays.append(np.ndarray((samples, *shape), dtype, buffer, offset))
-        return arrays
+        """Returns the columns, arrays `[samples, ...]` into the buffer."""
+        return [
+            np.ndarray((samples, *column.fixed_shape), column.dtype, buffer, at)
+            for column, at in zip(self._columns, self.offsets(samples), strict=False)
+        ]
 
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
@@ -208,19 +199,21 @@ class Layout:
                 )
         return arrays
 
-    def pack(self, samples: Sequence[Arrays]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns samples concatenated to send, `[bytes]` uint8, and the bytes of each, int64."""
-        texts = [b"".join(map(Component.pack, self.components, sample)) for sample in samples]
-        lengths = np.array([len(text) for text in texts], np.int64)
-        return np.frombuffer(b"".join(texts), np.uint8), lengths
+    def pack(self, sample: Arrays) -> builtins.bytes:
+        """Returns a sample as bytes, for the heap of a store or a message."""
+        return b"".join(map(Component.pack, self.components, sample))
 
     def unpack(self, content: np.ndarray) -> Arrays:
-        """Returns the components of one sample from its bytes."""
+        """Returns the components of a sample from its bytes, `[bytes]` uint8."""
         arrays = []
         for component in self.components:
             array, content = component.unpack(content)
             arrays.append(array)
         return arrays
+
+
+PLACE = Component(dtype="int64", shape=(2,))
+"""Offset and length of a packed sample in the heap."""
 
 
 def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
@@ -232,17 +225,16 @@ def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
       [array([[1., 0.],
              [1., 1.]])]
     """
-    columns = zip(*samples, strict=True)
+    columns = zip(zip(*samples, strict=True), layout.components, strict=True)
     return [
-        _stack_padded(list(arrays), component)
-        for arrays, component in zip(columns, layout.components, strict=True)
+        _stack_padded(list(map(as_array, arrays)), component)
+        if component.varies
+        else np.stack(arrays)
+        for arrays, component in columns
     ]
 
 
-def _stack_padded(arrays: list[Any], component: Component) -> np.ndarray:
-    if not component.varies:
-        return np.stack(arrays)
-    arrays = [as_array(array) for array in arrays]
+def _stack_padded(arrays: Arrays, component: Component) -> np.ndarray:
     largest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
     fill = b"" if component.dtype == TEXT else 0
     joined = np.full((len(arrays), *largest), fill, arrays[0].dtype)
@@ -253,29 +245,32 @@ def _stack_padded(arrays: list[Any], component: Component) -> np.ndarray:
     return joined
 
 
-def owner_nodes(samples: int, nodes: int, seed: int) -> np.ndarray:
+def owner_nodes(samples: int, nodes: int) -> np.ndarray:
     """Returns the node that owns each sample, `[samples]` int64: equal numbers, up to one."""
     # At random, so that samples of a class, which are adjacent, are spread over all nodes.
-    return _shuffled_positions(samples, seed) % nodes
+    return _shuffled_positions(samples) % nodes
+
+
+def _shuffled_positions(samples: int) -> np.ndarray:
+    return np.argsort(permutation(samples, 0, samples), kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
     """Samples that a store retains: those that its node owns, of which `slots` fit."""
 
-    # If not all fit, the choice depends on the seed and never changes. Evicting the least recently
-    # used samples would have fewer hits: an epoch uses each sample once, so a sample would be
-    # evicted just before its next use.
+    # If not all fit, the choice never changes. Evicting the least recently used samples would have
+    # fewer hits: an epoch uses each sample once, so a sample would be evicted just before its next
+    # use.
     samples: int
     slots: int
-    seed: int = 0
     node: int = 0
     nodes: int = 1
 
     def slot_indices(self) -> np.ndarray:
         """Returns the slot of each sample, or -1 if it has none, `[samples]` int64."""
         # Slots follow the order of the samples, so that a pass in order reads memory in order.
-        positions = _shuffled_positions(self.samples, self.seed)
+        positions = _shuffled_positions(self.samples)
         kept = (positions % self.nodes == self.node) & (positions // self.nodes < self.slots)
         return np.where(kept, np.cumsum(kept) - 1, -1)
 
@@ -290,36 +285,50 @@ class SampleShard:
         return len(range(self.node, self.samples, self.nodes))
 
 
-def _shuffled_positions(samples: int, seed: int) -> np.ndarray:
-    return np.argsort(permutation(samples, seed, samples), kind="stable")
-
-
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a store; `source` is the user's name of the source."""
+    """Immutable description of a store; `source` is the user's name of the source.
+
+    `heap_bytes` limits the components that differ in size.
+    """
 
     layout: Layout
     shard: SampleShard
-    # Limit of components that differ in size; it is not saved, because the file has this size.
     heap_bytes: int = 0
     source: str = ""
 
-    @property
-    def files(self) -> dict[str, int]:
-        """Bytes of each file whose space is reserved when the store is created."""
-        slots = self.shard.kept_samples
-        files = {"samples": self.layout.offsets(slots)[-1], "words": WORD.itemsize * slots}
-        return files | ({"end": HEAP_STATE_BYTES} if self.layout.varies else {})
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Start and end of each section after the header, in bytes; each begins at a page."""
+        slots, varies = self.shard.kept_samples, self.layout.varies
+        sizes = {
+            "words": WORD_BYTES * slots,
+            "heap_state": HEAP_STATE_BYTES if varies else 0,
+            "columns": self.layout.offsets(slots)[-1],
+            # The last section, because its space is reserved as it fills.
+            "heap": self.heap_bytes if varies else 0,
+        }
+        sections, begin = {}, 0
+        for name, size in sizes.items():
+            sections[name] = begin, begin + size
+            begin += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return sections
 
     @property
-    def growing_files(self) -> dict[str, int]:
-        """Most bytes of each file whose space is reserved as it fills."""
-        return {"heap": self.heap_bytes} if self.layout.varies else {}
+    def reserved_bytes(self) -> int:
+        """Bytes of the sections whose space is reserved when the store is created."""
+        return self.sections["heap"][0]
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of all sections."""
+        return self.sections["heap"][1]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the description as values for JSON."""
         # The keys are the format on disk, independent of the names of the attributes.
-        return {"layout": asdict(self.layout), "part": asdict(self.shard), "source": self.source}
+        content = {"layout": asdict(self.layout), "part": asdict(self.shard)}
+        return content | {"source": self.source, "heap_bytes": self.heap_bytes}
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
@@ -327,5 +336,6 @@ class PoolSpec:
         return cls(
             layout=Layout.from_dict(content["layout"]),
             shard=SampleShard(**content["part"]),
-            source=content.get("source", ""),
+            heap_bytes=content["heap_bytes"],
+            source=content["source"],
         )

@@ -50,7 +50,9 @@ class FolderSource(RandomSource):
                 "labels=False."
             )
         # Use folders, not files: a class without a validation file keeps its number.
-        self.class_names = list(class_names or _folders(path)) if labels else []
+        self.class_names = list(class_names or ())
+        if labels and not class_names:
+            self.class_names = sorted(one.name for one in _entries(path) if _asked(one.is_dir))
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if labels and (others := sorted(set(classes) - set(numbers))):
             raise SourceError(
@@ -65,10 +67,8 @@ class FolderSource(RandomSource):
             "contents": contents_digest(len(found), self._file),
             "classes": self.class_names,
         }
-        self.signature: Sequence[Any] = [
-            tf.TensorSpec([], tf.string),
-            *([tf.TensorSpec([], tf.int64)] if labels else []),
-        ]
+        dtypes = [tf.string, tf.int64] if labels else [tf.string]
+        self.signature: Sequence[Any] = [tf.TensorSpec([], dtype) for dtype in dtypes]
 
     def __len__(self) -> int:
         return len(self._names)
@@ -143,27 +143,19 @@ def from_folder(
             f"`extensions` must be a list. Received: extensions={extensions!r}. Pass "
             f"[{extensions!r}]."
         )
-    if class_names is not None:
-        _check_class_names(class_names, labels)
+    names = () if class_names is None else class_names
+    is_list = not isinstance(names, str) and len(set(names)) == len(names)
+    if class_names is not None and not (is_list and names and labels):
+        raise ValueError(
+            "`class_names` must be a non-empty list without duplicates, and requires labels=True. "
+            f"Received: class_names={class_names!r}, labels={labels}. Correct or omit it."
+        )
     if not folder.is_dir():
         raise SourceError(
             f"The folder of a source must exist. Received: {folder}, which is not a folder. Check "
             "the path and the mount."
         )
     return FolderSource(folder, extensions, labels, class_names)
-
-
-def _check_class_names(class_names: Sequence[str], labels: bool) -> None:
-    is_list = not isinstance(class_names, str) and len(set(class_names)) == len(class_names) > 0
-    if not is_list or not labels:
-        raise ValueError(
-            "`class_names` must be a non-empty list without duplicates, and requires labels=True. "
-            f"Received: class_names={class_names!r}, labels={labels}. Correct or omit it."
-        )
-
-
-def _folders(path: Path) -> list[str]:
-    return sorted(entry.name for entry in _entries(path) if _asked(entry.is_dir))
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

@@ -14,30 +14,23 @@ from typing_extensions import override
 
 from datacache.native import FileStatus
 from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
-from datacache.sources.tfrecord_format import Index, TfRecords, find_all_records
+from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32
 """Files that are searched concurrently: on a network file system each read waits."""
 
 
 class RecordSource(RandomSource):
-    """Records of files by index: `parts` are the first record of each file, and their number."""
+    """Records of files by index."""
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        files: Sequence[Any],
-        parts: Sequence[tuple[int, int]],
-        listed: Sequence[FileStatus],
-        identity: dict[str, Any],
-    ) -> None:
-        self._names, self._files = list(map(os.path.basename, paths)), files
-        self._skips = [skip for skip, _ in parts]
-        self._ends = np.cumsum([take for _, take in parts])
-        described = zip(self._names, parts, listed, strict=True)
+    def __init__(self, files: Sequence[Any], identity: dict[str, Any]) -> None:
+        self._files, self._ends = files, np.cumsum([file.take for file in files])
+        described = [
+            (os.path.basename(file.path), file.skip, file.take, *file.listed[:2]) for file in files
+        ]
         self.identity = identity | {
-            "files": digest([(name, *part, *status[:2]) for name, part, status in described]),
-            "contents": contents_digest(len(paths), lambda file: (paths[file], listed[file])),
+            "files": digest(described),
+            "contents": contents_digest(len(files), lambda i: (files[i].path, files[i].listed)),
         }
         self.signature: Sequence[Any] = [tf.TensorSpec([], tf.string)]
 
@@ -47,22 +40,17 @@ class RecordSource(RandomSource):
     @override
     def name(self, sample: int) -> str:
         file, record = self._locate(sample)
-        return f"record {record} of {self._names[file]}"
+        return f"record {record} of {os.path.basename(self._files[file].path)}"
 
     @override
     def read(self, sample: int) -> list[np.ndarray]:
         file, record = self._locate(sample)
         return [np.array(self._files[file].read(record), object)]
 
-    def keep_index(self, index: Index) -> None:
-        """Stores the offsets of records in an index, and uses those that are there."""
-        for number, (file, end) in enumerate(zip(self._files, self._ends.tolist(), strict=True)):
-            file.keep_index(index, number, end)
-
     def _locate(self, sample: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._ends, sample, side="right"))
         before = int(self._ends[file - 1]) if file else 0
-        return file, sample - before + self._skips[file]
+        return file, sample - before + self._files[file].skip
 
 
 class RecordFilesSource(RecordSource):
@@ -72,22 +60,13 @@ class RecordFilesSource(RecordSource):
         self._features = None if features is None else dict(features)
         _check_form(paths[0])
         with ThreadPoolExecutor(SEARCHES) as threads:
-            found = list(threads.map(_searched, paths))
-        if not any(len(entries) for entries, _ in found):
+            files = list(threads.map(_searched, paths))
+        if not any(file.take for file in files):
             raise SourceError(
                 f"A source must have samples. Received: {len(paths)} TFRecord file(s) without "
                 f"records, the first of them {os.path.basename(paths[0])}. Pass other files."
             )
-        super().__init__(
-            paths,
-            [
-                TfRecords(path, 0, len(entries), listed, entries)
-                for path, (entries, listed) in zip(paths, found, strict=True)
-            ],
-            [(0, len(entries)) for entries, _ in found],
-            [listed for _, listed in found],
-            {"kind": "tfrecords", "features": repr(features)},
-        )
+        super().__init__(files, {"kind": "tfrecords", "features": repr(features)})
 
     def __str__(self) -> str:
         return f"{len(self._files)} TFRecord file(s)"
@@ -144,11 +123,12 @@ def from_tfrecords(
     return RecordFilesSource(paths, features)
 
 
-def _searched(path: str) -> tuple[np.ndarray, FileStatus]:
+def _searched(path: str) -> TfRecords:
     try:
         # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))
-        return find_all_records(path), listed
+        entries = find_all_records(path)
+        return TfRecords(path, 0, len(entries), listed, entries)
     except OSError as error:
         raise SourceError(
             f"TFRecord files must be complete. Received: {error}. Copy or write {path} again."

@@ -33,8 +33,7 @@ class Source(Protocol):
     Sources of equal `identity` share their samples, so it must hold everything that determines
     them, as values for JSON, except the location of the data. Names, sizes and times of files do
     not distinguish two folders of an archive: add a part, a version, or a digest of contents.
-    `signature` is the `tf.TypeSpec` of each component of a stored sample. A source of records may
-    have `keep_index(index)`, which stores their offsets in an `Index` that processes share.
+    `signature` is the `tf.TypeSpec` of each component of a stored sample.
     """
 
     identity: Any
@@ -95,7 +94,9 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     if is_text and (dtype is None or dtype.kind != "S"):
         texts = np.array(value, object)
         if all(isinstance(text, (str, bytes)) for text in texts.flat):
-            return np.vectorize(_as_bytes, [object])(texts)
+            return np.vectorize(
+                lambda text: text.encode() if isinstance(text, str) else text, [object]
+            )(texts)
     elif not is_text:
         array = np.asarray(value)
         if array.dtype.kind != "O":
@@ -114,10 +115,6 @@ def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
     """Returns the type of arrays for a type of TensorFlow, and whether it is of texts."""
     # Cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
-
-
-def _as_bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
 
 
 def digest(content: Any) -> str:
@@ -156,21 +153,21 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
     Cost: reads at most 64 files, three blocks of 64 KiB of each, or 64 blocks in total of few
     files.
     """
-    chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int)
+    chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int).tolist()
     blocks = max(LEAST_BLOCKS, SAMPLED_BLOCKS // len(chosen))
 
     def sample(index: int) -> bytes:
         path, listed = file(index)
-        size, last = listed.size, max(0, listed.size - BLOCK_BYTES)
-        parts = [(int(begin), BLOCK_BYTES) for begin in np.linspace(0, last, blocks)]
-        if size <= blocks * BLOCK_BYTES:
-            parts = [(0, size)]
+        begins = np.linspace(0, max(0, listed.size - BLOCK_BYTES), blocks).astype(int).tolist()
+        parts = [(begin, BLOCK_BYTES) for begin in begins]
+        if listed.size <= blocks * BLOCK_BYTES:
+            parts = [(0, listed.size)]
         content = b"".join(read_listed(path, *part, listed) for part in parts)
         return hashlib.sha256(content).digest()
 
     with ThreadPoolExecutor(READERS) as threads:
         try:
-            return hashlib.sha256(b"".join(threads.map(sample, chosen.tolist()))).hexdigest()
+            return hashlib.sha256(b"".join(threads.map(sample, chosen))).hexdigest()
         except OSError as error:
             raise SourceError(
                 f"Files of a source must be readable. Received: {error}. Check the file and the "
@@ -180,13 +177,9 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
 
 def check_source(source: Any) -> None:
     """Refuses objects without the methods of a source, and sources without samples."""
-    missing = [
-        name
-        for name in ("identity", "signature", "name", "decode", "__len__")
-        if not hasattr(source, name)
-    ]
-    if not hasattr(source, "read") and not hasattr(source, "stream"):
-        missing.append("read")
+    reader = "stream" if hasattr(source, "stream") else "read"
+    required = ("identity", "signature", "name", "decode", "__len__", reader)
+    missing = [name for name in required if not hasattr(source, name)]
     if missing:
         raise SourceError(
             "A source must implement the protocol datacache.sources.source.Source. Received: "

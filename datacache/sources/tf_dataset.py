@@ -28,44 +28,36 @@ class DatasetSource(StreamSource):
         options.deterministic = True
         self._dataset, self._spec = dataset.with_options(options), dataset.element_spec
         self._samples = int(dataset.cardinality())
-        # TensorFlow's constants for infinite and unknown cardinalities are negative.
         if self._samples <= 0:
-            what, remedy = {
-                tf.data.INFINITE_CARDINALITY: ("infinitely many samples", "Use take(n)."),
-                0: ("no samples", "Pass other data."),
-            }.get(
-                self._samples,
-                (
-                    "an unknown number of samples",
-                    "Use apply(tf.data.experimental.assert_cardinality(n)).",
-                ),
-            )
+            what = {
+                tf.data.INFINITE_CARDINALITY: "infinitely many samples. Use take(n).",
+                tf.data.UNKNOWN_CARDINALITY: "an unknown number of samples. Use "
+                "apply(tf.data.experimental.assert_cardinality(n)).",
+            }.get(self._samples, "no samples. Pass other data.")
             raise SourceError(
                 "A dataset must have a known, finite number of samples. Received: a dataset with "
-                f"{what}. {remedy}"
+                f"{what}"
             )
         if unsteady := shuffling(dataset):
             raise SourceError(
                 "A dataset must have the same elements in the same order each time. Received: a "
                 f"dataset with {unsteady}."
             )
-        draws = {
-            op
-            for graph in pipelines.function_graphs(dataset)
-            for op in pipelines.drawing_ops(pipelines.op_names(graph))
-        }
+        graphs = pipelines.function_graphs(dataset)
+        draws = {op for one in graphs for op in pipelines.drawing_ops(pipelines.op_names(one))}
         warn_of_draws("the dataset", draws)
         self.signature = tf.nest.flatten(self._spec)
         first = list(self._read(FIRST))
+        self._digests = list(map(_digests, first))
         if draws:
             # Keep only components that are equal in two reads: random ones are not.
-            first = [
+            self._digests = [
                 [
                     one
-                    for one, other in zip(*both, strict=True)
-                    if self._digest([one]) == self._digest([other])
+                    for one, other in zip(digests, _digests(components), strict=True)
+                    if one == other
                 ]
-                for both in zip(first, self._read(FIRST), strict=True)
+                for digests, components in zip(self._digests, self._read(FIRST), strict=True)
             ]
         self._first = None if draws else first[0]
         self.identity = {
@@ -73,7 +65,7 @@ class DatasetSource(StreamSource):
             "key": key,
             "samples": self._samples,
             "spec": repr(self._spec),
-            "first": [self._digest(components) for components in first],
+            "first": list(map(digest, self._digests)),
         }
         if count := processors_of_order(dataset):
             self.identity["processors"] = count
@@ -94,8 +86,8 @@ class DatasetSource(StreamSource):
         if self._first is not None:
             yield self._first
         for count, components in enumerate(self._read(self._samples + 1)):
-            looked_at = count < FIRST and self._first is not None
-            if looked_at and self._digest(components) != self.identity["first"][count]:
+            looked_at = self._first is not None and count < FIRST
+            if looked_at and _digests(components) != self._digests[count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
                     f"a different element {count} than in the first reading. Shuffle and use "
@@ -128,13 +120,13 @@ class DatasetSource(StreamSource):
             # Records of compressed files have no offsets in them.
             if "TFRecord" in pipelines.kind_of(one) and not getattr(one, "_compression_type", None)
         ]
-        names = [one._filenames for one in files if hasattr(one, "_filenames")]
-        paths = {path.decode() for name in names for path in _texts(name)}
+        found = [one._filenames for one in files if hasattr(one, "_filenames")]
+        names = [
+            list(one.as_numpy_iterator()) if isinstance(one, tf.data.Dataset) else np.ravel(one)
+            for one in found
+        ]
+        paths = {path.decode() for some in names for path in some}
         return sorted(path for path in paths if os.path.isfile(path))
-
-    @staticmethod
-    def _digest(components: list[np.ndarray]) -> str:
-        return digest(list(map(array_digest, components)))
 
     @override
     def decode(self, *stored: Any) -> Any:
@@ -168,8 +160,5 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
     return DatasetSource(dataset, key)
 
 
-def _texts(names: Any) -> list[bytes]:
-    """Returns the file names that a dataset of TensorFlow was given."""
-    if isinstance(names, tf.data.Dataset):
-        return list(names.as_numpy_iterator())
-    return np.asarray(names).reshape(-1).tolist()
+def _digests(components: list[np.ndarray]) -> list[str]:
+    return list(map(array_digest, components))

@@ -12,7 +12,7 @@ from typing_extensions import override
 from datacache.native import FileStatus
 from datacache.sources.record_files import RecordSource
 from datacache.sources.source import SourceError, refuse_changed
-from datacache.sources.tfrecord_format import Index, TfRecords
+from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RecordSource):
@@ -20,18 +20,14 @@ class TfdsSource(RecordSource):
 
     def __init__(self, builder: Any, split: Any, decoders: Any) -> None:
         self._features, self._decoders = _select_features(builder.info.features, decoders)
-        instructions, read = _file_instructions(builder, split), _shard_type(builder)
-        paths = [str(one.filename) for one in instructions]
-        parts = [(one.skip, one.take) for one in instructions]
-        listed = list(map(_status, paths))
+        shard_type = _shard_type(builder)
         files = [
-            read(path, *part, status)
-            for path, part, status in zip(paths, parts, listed, strict=True)
+            shard_type(str(one.filename), one.skip, one.take, _status(str(one.filename)))
+            for one in _file_instructions(builder, split)
         ]
         # Decoders are left out: their effect is in the traced graph, and their names in Python
         # differ between processes.
-        identity = {"kind": "tfds", "name": builder.info.full_name}
-        super().__init__(paths, files, parts, listed, identity)
+        super().__init__(files, {"kind": "tfds", "name": builder.info.full_name})
 
     def __str__(self) -> str:
         return f"{self.identity['name']} of tensorflow-datasets"
@@ -45,9 +41,9 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     """Creates a source from a split of a tensorflow-datasets builder.
 
     `preprocess` receives the dictionary of the builder's features. Records are read by index from
-    the files that `download_and_prepare` left (TFRecord or ArrayRecord). The record offsets of a
-    TFRecord file are searched once per file and node, and stored with the cached samples. Checksums
-    within the files are verified.
+    the files that `download_and_prepare` left (TFRecord or ArrayRecord). Each process searches a
+    TFRecord file for its records when it first reads one of them. Checksums within the files are
+    verified.
 
     Args:
       builder: Name of a builder, or the builder itself.
@@ -144,12 +140,8 @@ class _ArrayRecords:
     """Records of an ArrayRecord file by index."""
 
     def __init__(self, path: str, skip: int, take: int, listed: FileStatus) -> None:
-        del skip, take
-        self._path, self._listed, self._lock = path, listed, threading.Lock()
-        self._reader: Any = None
-
-    def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Does nothing, because these files contain an index."""
+        self.path, self.skip, self.take, self.listed = path, skip, take, listed
+        self._reader, self._lock = None, threading.Lock()
 
     def read(self, record: int) -> bytes:
         try:
@@ -164,7 +156,7 @@ class _ArrayRecords:
         except (IndexError, RuntimeError, ValueError) as error:
             # A reader that failed once fails permanently.
             self._reader = None
-            raise OSError(f"{self._path} cannot be read at record {record}: {error}") from error
+            raise OSError(f"{self.path} cannot be read at record {record}: {error}") from error
 
     def _opened(self) -> Any:
         # Imported here, because only files of this format need the package.
@@ -172,9 +164,9 @@ class _ArrayRecords:
 
         with self._lock:
             if self._reader is None:
-                reader = ArrayRecordReader(self._path)
+                reader = ArrayRecordReader(self.path)
                 # A later replacement of the file does not change this open file.
-                refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
+                refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
                 self._reader = reader
             return self._reader
 

@@ -1,125 +1,53 @@
-"""Random access to the records of TFRecord files, whose offsets are stored with their samples."""
+"""Random access to the records of TFRecord files."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
-from datacache.errors import NoRoomError
 from datacache.native import FileStatus, crc32c
 from datacache.sources.source import read_listed, refuse_changed
-from datacache.system.access import Directory
-from datacache.system.descriptors import Descriptor, closed_on_fork, lock_byte
-from datacache.system.room import means_full, reserve
 
 LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
 """Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum after
 the content."""
-ENTRY_BYTES = 16
-"""Bytes of an offset and a length."""
-
-
-class Index:
-    """The `index` file of a store, shared by all processes.
-
-    `entries` has offset and length of each record in its file, `[records, 2]` int64. No record
-    starts at 0, which marks an unknown offset.
-    """
-
-    def __init__(self, folder: Path, records: int) -> None:
-        self._folder = folder
-        size = records * ENTRY_BYTES
-        with self._open() as handle:
-            try:
-                # Both do nothing for a complete file, and complete the file of a killed process.
-                os.ftruncate(handle.fileno(), size)
-                reserve(handle, 0, size)
-            except OSError as error:
-                if not means_full(error):
-                    raise
-                raise NoRoomError(
-                    f"A record index needs {size} bytes. Received: {folder}, without this space."
-                ) from error
-            self.entries = np.ndarray((records, 2), np.int64, mmap.mmap(handle.fileno(), size))
-
-    @contextlib.contextmanager
-    def locked_part(self, part: int) -> Iterator[None]:
-        """Locks a part of the index against concurrent searches for its records."""
-        with contextlib.ExitStack() as stack:
-            # If the store has been removed, there is no lock, and each process searches on its own.
-            with contextlib.suppress(FileNotFoundError):
-                lock_byte(stack.enter_context(closed_on_fork(self._open)), part, wait=True)
-            yield
-
-    def _open(self) -> Descriptor:
-        with Directory(self._folder, "removed") as directory:
-            return directory.open("index", make=True)
 
 
 class TfRecords:
-    """Records of a TFRecord file by index, of which `entries` has known offsets and lengths."""
+    """Records of a TFRecord file by index, of which `entries` are the offsets and lengths.
+
+    Without them, the first read searches the file for its records.
+    """
 
     def __init__(
         self, path: str, skip: int, take: int, listed: FileStatus, entries: np.ndarray | None = None
     ) -> None:
-        self._path, self._skip, self._listed = path, skip, listed
-        self._lock = threading.Lock()
-        # Offset of the content and length of each record, zeros if unknown. They are private to
-        # this process until a store for them exists.
-        self._entries = np.zeros((take, 2), np.int64) if entries is None else entries
-        self._lock_index: Callable[[], contextlib.AbstractContextManager[None]] = (
-            contextlib.nullcontext
-        )
-
-    def keep_index(self, index: Index, number: int, end: int) -> None:
-        """Uses the records' entries of a shared index, and adds new ones to it."""
-        known, self._entries = self._entries, index.entries[end - len(self._entries) : end]
-        self._lock_index = functools.partial(index.locked_part, number)
-        if known.any() and not self._entries.any():
-            self._note(known)
+        self.path, self.skip, self.take, self.listed = path, skip, take, listed
+        self._entries, self._lock = entries, threading.Lock()
 
     def read(self, record: int) -> bytes:
         """Returns the content of a record."""
-        found = self._record(record)
-        if found is None:
-            with self._lock, self._lock_index():
-                # Another thread or process may have found it by now.
-                found = self._record(record)
-                if found is None:
-                    self._note(find_records(self._path, self._skip, len(self._entries)))
-                    found = self._record(record)
-        if found is None:
-            refuse_changed(self._path, FileStatus.of(os.stat(self._path)), self._listed)
-            raise OSError(f"{self._path} ends before record {record}")
+        if self._entries is None:
+            with self._lock:
+                # Another thread may have found them by now.
+                if self._entries is None:
+                    self._entries = find_records(self.path, self.skip, self.take)
+        offset, length = self._entries[record - self.skip].tolist()
+        if offset == 0:
+            refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
+            raise OSError(f"{self.path} ends before record {record}")
+        size = HEADER_BYTES + length + CHECKSUM_BYTES
+        found = read_listed(self.path, offset - HEADER_BYTES, size, self.listed)
         content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
         checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
         if checksums != (masked_checksum(found[:LENGTH_BYTES]), masked_checksum(content)):
-            raise OSError(f"{self._path} is damaged at record {record}")
+            raise OSError(f"{self.path} is damaged at record {record}")
         return content
-
-    def _record(self, record: int) -> bytes | None:
-        """Returns a record with its framing, or `None` if its offset is unknown."""
-        offset, length = self._entries[record - self._skip].tolist()
-        if not HEADER_BYTES <= offset <= offset + length <= self._listed.size - CHECKSUM_BYTES:
-            return None
-        size = HEADER_BYTES + length + CHECKSUM_BYTES
-        found = read_listed(self._path, offset - HEADER_BYTES, size, self._listed)
-        # An invalid index points to something else.
-        return found if found[:LENGTH_BYTES] == struct.pack("<Q", length) else None
-
-    def _note(self, entries: np.ndarray) -> None:
-        # An entry is valid once it has an offset, and other processes read while this one writes.
-        self._entries[:, 1] = entries[:, 1]
-        self._entries[:, 0] = entries[:, 0]
 
 
 def masked_checksum(content: bytes) -> bytes:

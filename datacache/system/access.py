@@ -67,14 +67,6 @@ class Directory(Descriptor):
             new, handle = True, _open(path, name, flags | os.O_CREAT, self.fileno())
         return self._check(Descriptor(handle), path, stat.S_IFREG, FILE_MODE, new)
 
-    def read(self, name: str) -> bytes:
-        """Returns the content of a file in the folder."""
-        with (
-            self.open(name, os.O_RDONLY) as handle,
-            open(handle.fileno(), "rb", closefd=False) as stream,
-        ):
-            return stream.read()
-
     def names(self) -> set[str]:
         """Returns the names of all files in the folder."""
         return set(os.listdir(self.fileno()))
@@ -106,20 +98,33 @@ class Directory(Descriptor):
 
     def _check(self, handle: Descriptor, path: Path, kind: int, mode: int, new: bool) -> Descriptor:
         """Returns a descriptor whose owner, type and mode are right; closes it otherwise."""
-        try:
+        with contextlib.ExitStack() as on_error:
+            on_error.push(handle)
             status = os.fstat(handle.fileno())
             _refuse_others(path, status, kind)
-            surplus = stat.S_IMODE(status.st_mode) & ~mode
+            surplus = (found := stat.S_IMODE(status.st_mode)) & ~mode
             if new:
                 # Whatever the umask is.
                 os.fchmod(handle.fileno(), mode)
+            # Not for a file that others could write: they may have written there already.
             elif surplus and self._others == "removed" and not surplus & OTHERS_WRITE:
-                _tighten(handle, path, stat.S_IMODE(status.st_mode), mode)
+                os.fchmod(handle.fileno(), found & mode)
+                log.warning(
+                    "datacache: removed permissions of other users, who could read %s: mode is "
+                    "%o, was %o",
+                    path,
+                    found & mode,
+                    found,
+                )
             elif surplus and self._others != "ignored":
-                raise _open_to_others(path, self.path, status, mode)
-        except BaseException:
-            handle.close()
-            raise
+                name = shlex.quote(str(self.path))
+                raise CacheError(
+                    f"A store must be accessible to user {os.geteuid()} only. Received: {path} "
+                    f"with mode {found:o}, expected mode {mode:o}. If no other user has written "
+                    f"there, correct it: chmod -R go-rwxs {name}; otherwise remove it: "
+                    f"python -m datacache rm --all {name}"
+                )
+            on_error.pop_all()
         return handle
 
 
@@ -171,24 +176,3 @@ def _refuse_others(path: Path, status: os.stat_result, kind: int) -> None:
             f"expected user {os.geteuid()}. Check who created it, and remove it or pass another "
             "folder."
         )
-
-
-def _tighten(handle: Descriptor, path: Path, found: int, mode: int) -> None:
-    # Not for a file that others could write: they may have written there already.
-    os.fchmod(handle.fileno(), found & mode)
-    log.warning(
-        "datacache: removed permissions of other users, who could read %s: mode is %o, was %o",
-        path,
-        found & mode,
-        found,
-    )
-
-
-def _open_to_others(path: Path, folder: Path, status: os.stat_result, mode: int) -> CacheError:
-    name = shlex.quote(str(folder))
-    return CacheError(
-        f"A store must be accessible to user {os.geteuid()} only. Received: {path} with mode "
-        f"{stat.S_IMODE(status.st_mode):o}, expected mode {mode:o}. If no other user has written "
-        f"there, correct it: chmod -R go-rwxs {name}; otherwise remove it: "
-        f"python -m datacache rm --all {name}"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,12 +53,12 @@ class BackgroundSteps(threading.Thread):
         self.join()
 
 
-def populate_page_tables(mappings: Sequence[mmap.mmap], new: bool = False) -> Iterator[None]:
-    """Creates the page tables of mappings in steps, if the kernel and the library can."""
+def populate_page_tables(parts: Sequence[np.ndarray], new: bool = False) -> Iterator[None]:
+    """Creates the page tables of parts of mappings in steps, if the kernel and the library can."""
     # A process that opens a warm store finds its pages in memory, but has no page tables for them,
     # and none for its batches. A page fault at the first access of each page would nearly double
     # the time of the first epoch.
-    for pages in (np.frombuffer(mapping, np.uint8) for mapping in mappings):
+    for pages in parts:
         for begin in range(0, len(pages), STEP_BYTES):
             if not native.populate_pages(pages[begin : begin + STEP_BYTES], new):
                 return

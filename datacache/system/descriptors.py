@@ -71,12 +71,6 @@ def closed_on_fork(open_file: Callable[[], Descriptor]) -> Iterator[Descriptor]:
             handle.close()
 
 
-def opened_again(handle: Descriptor) -> contextlib.AbstractContextManager[Descriptor]:
-    """Opens an open file again, for locks of its own; the file may have been unlinked."""
-    path, flags = f"/proc/self/fd/{handle.fileno()}", os.O_RDWR | os.O_CLOEXEC
-    return closed_on_fork(lambda: Descriptor(os.open(path, flags)))
-
-
 def lock_file(handle: Descriptor, wait: bool) -> bool:
     """Locks a file or folder exclusively; returns whether it is locked."""
     try:

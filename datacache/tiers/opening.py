@@ -6,30 +6,35 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import tensorflow as tf
 
 from datacache.errors import NoRoomError
 from datacache.pool.folder import is_pool
 from datacache.pool.inspection import find_idle_pools, make_room
 from datacache.pool.pool import Pool
-from datacache.pool.spec import Arrays, Layout, PoolSpec, SampleShard
+from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
-from datacache.sources.tfrecord_format import Index
 from datacache.statistics import Counts
 from datacache.system.room import budget_bytes, free_bytes, means_full
 from datacache.tiers.preprocessing import Preprocessing
-from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier, Tier, Verify
+from datacache.tiers.tier import (
+    PreprocessingTier,
+    SourceTier,
+    StoreTier,
+    Stream,
+    Tier,
+    Verify,
+)
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
 """Share of a disk's free bytes that a new store may take."""
 UNLIMITED = 2**62
 """More bytes than any machine has."""
-WORD_BYTES = 8
-"""Metadata bytes of each sample, in addition to its columns."""
 FOLDER_DIGITS = 20
 """Hexadecimal digits of a fingerprint in a folder's name: 80 bits."""
 Root = str | os.PathLike[str] | None
@@ -53,35 +58,41 @@ def open_tiers(
     with contextlib.ExitStack() as on_error:
 
         def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
-            if root is not None:
-                with _warned_without_room("the cache skips a tier"):
-                    return on_error.enter_context(open_pool(Path(root).expanduser()))
-            return None
+            pool = _open_if_room(root, open_pool)
+            return on_error.enter_context(pool) if pool else None
 
         last = on_error.enter_context(SourceTier(source, counts))
         on_disk = opened(disk, lambda root: open_stored_pool(source, root))
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
-        new = _NewStores(source, make, lambda: _first_stored(stored, last))
+        new = _NewStores(source, make, stored, last.stream)
         name = fingerprint[:FOLDER_DIGITS]
         new.decoded = in_decoded = opened(
-            decoded, lambda root: Pool(root / name, lambda: new.spec(_disk_room_bytes(root)))
+            decoded,
+            lambda root: Pool(
+                root / name, lambda: _pool_spec(new.layout, source, _disk_room_bytes(root))
+            ),
         )
         whole = Path(memory or "").expanduser() / name
 
+        def shard_folder(node: int, nodes: int) -> Path:
+            return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
+
         def fits(node: int, nodes: int) -> bool:
-            return _fits(whole, _shard_folder(whole, node, nodes), new, budget)
+            # Existing stores are used with their size, without reading a sample.
+            if is_pool(whole) or is_pool(shard_folder(node, nodes)):
+                return is_pool(whole)
+            return new.needed_bytes() <= reclaimable_bytes(whole, budget)
 
         node, nodes = (0, 1) if memory is None else choose_shard(fits)
-        folder = _shard_folder(whole, node, nodes)
+        folder = shard_folder(node, nodes)
         in_memory = opened(
             memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
         )
         if in_memory:
             in_memory.prepare(verify=verify == "first")
-        _forget_interrupted(last, [on_disk, in_decoded, in_memory])
-        _keep_index(source, [on_disk, in_memory, in_decoded])
-        cached = in_memory.layout if in_memory else new.layout
-        preprocessed = PreprocessingTier(stored, make, cached, source.name)
+        _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
+        layout = in_memory.layout if in_memory else new.layout
+        preprocessed = PreprocessingTier(stored, make, layout, source.name)
         below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
         top = StoreTier(in_memory, below, counts, verify)
         if "first" in vars(new):
@@ -90,19 +101,37 @@ def open_tiers(
         return top
 
 
+def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
+    """Opens a store below a folder; logs a warning and returns `None` if it has no space."""
+    if root is None:
+        return None
+    try:
+        return open_pool(Path(root).expanduser())
+    except (NoRoomError, OSError) as error:
+        if isinstance(error, OSError) and not means_full(error):
+            raise
+        log.warning("datacache: the cache skips a tier. %s", error)
+        return None
+
+
 class _NewStores:
     """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
 
     def __init__(
-        self, source: Source, make: Preprocessing, first_stored: Callable[[], Arrays]
+        self, source: Source, make: Preprocessing, stored: Tier, stream: Stream | None
     ) -> None:
-        self._source, self._make, self._first_stored = source, make, first_stored
+        self._source, self._make, self._stored, self._stream = source, make, stored, stream
         self.decoded: Pool | None = None
 
     @functools.cached_property
     def first(self) -> Arrays:
         """First cached sample."""
-        return self._make([self._first_stored()], np.array([0]))[0]
+        # Not from a store above a stream, which would read the whole stream first.
+        if self._stream:
+            _, stored = next(self._stream({0}))
+        else:
+            (stored,) = self._stored.samples(np.array([0]))
+        return self._make([stored], np.array([0]))[0]
 
     @property
     def layout(self) -> Layout:
@@ -112,14 +141,12 @@ class _NewStores:
         if not self._make.variable_shapes:
             return Layout.of(self.first)
         # An unknown rank is replaced by that of the first sample.
+        shapes = [
+            [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
+            for array, spec in zip(self.first, tf.nest.flatten(self._make.structure), strict=True)
+        ]
         return Layout.of(
-            self.first,
-            [
-                range(np.ndim(array))
-                if shape.rank is None
-                else [axis for axis, size in enumerate(shape) if size is None]
-                for array, shape in zip(self.first, self._make.shapes, strict=True)
-            ],
+            self.first, [[i for i, size in enumerate(shape) if size is None] for shape in shapes]
         )
 
     def needed_bytes(self) -> int:
@@ -127,13 +154,8 @@ class _NewStores:
         # One that is not complete shows only what its own samples need.
         if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes
-        if not self.layout.varies:
-            return len(self._source) * (self.layout.bytes + WORD_BYTES)
-        return len(self._source) * (len(self.layout.pack([self.first])[0]) + WORD_BYTES)
-
-    def spec(self, room_bytes: int, node: int = 0, nodes: int = 1) -> PoolSpec:
-        """Returns the description of a store for as many samples as fit into the bytes."""
-        return _pool_spec(self.layout, self._source, room_bytes, node, nodes)
+        packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
+        return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
     def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
         """Returns the description of a store in memory; removes idle stores if it needs space."""
@@ -143,12 +165,7 @@ class _NewStores:
 
         needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
         make_room(folder.parent, folder, room, needed_bytes)
-        return self.spec(room(), node, nodes)
-
-
-def _first_stored(stored: Tier, last: SourceTier) -> Arrays:
-    # Not from a store above a stream, which would read the whole stream first.
-    return next(last.stream({0}))[1] if last.stream else stored.samples(np.array([0]))[0]
+        return _pool_spec(self.layout, self._source, room(), node, nodes)
 
 
 def open_stored_pool(source: Source, root: Path) -> Pool:
@@ -179,34 +196,12 @@ def reclaimable_bytes(folder: Path, budget: int | str) -> int:
     return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
-def _fits(whole: Path, shard: Path, new: _NewStores, budget: int | str) -> bool:
-    # Existing stores are used with their size, without reading a sample.
-    if is_pool(whole) or is_pool(shard):
-        return is_pool(whole)
-    return new.needed_bytes() <= reclaimable_bytes(whole, budget)
-
-
-def _shard_folder(whole: Path, node: int, nodes: int) -> Path:
-    return whole if nodes == 1 else whole.with_name(f"{whole.name}.{node}of{nodes}")
-
-
-def _forget_interrupted(last: SourceTier, pools: list[Pool | None]) -> None:
+def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
     """Clears stores, lowest first, if filling the lowest from a stream was interrupted."""
     # The stream is read again from its start in any case, and its order may have changed.
-    lowest = next(filter(None, pools), None)
-    if last.stream is None or lowest is None or not lowest.is_only_user:
-        return
-    if 0 < lowest.filled < lowest.slots:
-        for pool in filter(None, pools):
+    if last.stream and pools and pools[0].is_only_user and 0 < pools[0].filled < pools[0].slots:
+        for pool in pools:
             pool.clear()
-
-
-def _keep_index(source: Source, pools: list[Pool | None]) -> None:
-    """Stores the index of a source's records next to the first existing store."""
-    pool = next(filter(None, pools), None)
-    if pool is not None and hasattr(source, "keep_index"):
-        with _warned_without_room("each process searches the files for records"):
-            source.keep_index(Index(pool.folder, len(source)))
 
 
 def _pool_spec(
@@ -221,20 +216,5 @@ def _pool_spec(
             f"samples of {sample_bytes} bytes. Free space, or increase `budget`."
         )
     shard = SampleShard(samples=len(source), slots=slots, node=node, nodes=nodes)
-    return PoolSpec(
-        layout=layout,
-        shard=shard,
-        heap_bytes=room_bytes - shard.kept_samples * sample_bytes,
-        source=str(source),
-    )
-
-
-@contextlib.contextmanager
-def _warned_without_room(consequence: str) -> Iterator[None]:
-    """Logs a warning if the context runs out of space, and suppresses the error."""
-    try:
-        yield
-    except (NoRoomError, OSError) as error:
-        if isinstance(error, OSError) and not means_full(error):
-            raise
-        log.warning("datacache: %s. %s", consequence, error)
+    heap_bytes = room_bytes - shard.kept_samples * sample_bytes
+    return PoolSpec(layout=layout, shard=shard, heap_bytes=heap_bytes, source=str(source))

@@ -1,7 +1,4 @@
-"""The function that computes a cached sample from a stored one: its graph, fingerprint and calls.
-
-The fingerprint covers all inputs of a cached sample; a changed one selects a different cache.
-"""
+"""The function that computes a cached sample from a stored one, and the digest of its graph."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import contextlib
 import graphlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,20 +21,18 @@ from datacache.sources.source import Source, SourceError, array_digest, digest
 log = logging.getLogger("datacache")
 PARALLEL_ITERATIONS = 8
 """Samples that one call decodes in parallel; several windows are decoded at the same time."""
+Names = Sequence[str]
 
 
 class Preprocessing:
     """Function from stored samples to cached ones, traced as `tf.data.Dataset.map` would.
 
-    `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is the SHA-256 of
-    the graph and all captured constants.
+    `structure` has the nested `tf.TensorSpec`s of a cached sample, `fingerprint` is that of the
+    graph and all captured constants.
     """
 
     def __init__(
-        self,
-        source: Source,
-        preprocess: Callable[..., Any] | None,
-        variable_shapes: bool = False,
+        self, source: Source, preprocess: Callable[..., Any] | None, variable_shapes: bool = False
     ) -> None:
         self._name, self.variable_shapes = source.name, variable_shapes
         self.structure: Any = None
@@ -55,14 +50,8 @@ class Preprocessing:
         self._function, self.fingerprint = traced, _graph_fingerprint(traced)
         # Samples of different shapes do not fit in one tensor.
         same_shapes = all(spec.shape.is_fully_defined() for spec in source.signature)
-        self._batched: Any = None
-        if same_shapes and not variable_shapes:
-            self._batched = self._trace_batched(source.signature)
-
-    @property
-    def shapes(self) -> list[tf.TensorShape]:
-        """Shapes of a cached sample's components, as far as the graph knows them."""
-        return [spec.shape for spec in tf.nest.flatten(self.structure)]
+        can_batch = same_shapes and not variable_shapes
+        self._batched: Any = self._trace_batched(source.signature) if can_batch else None
 
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
         """Returns the cached samples of stored ones."""
@@ -112,14 +101,6 @@ class Preprocessing:
             return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
 
 
-def fingerprint(source: Source, traced: Preprocessing, version: Any) -> str:
-    """Returns the fingerprint of a cache, 64 hexadecimal digits."""
-    # Other releases of TensorFlow may decode images to different pixels.
-    return digest(
-        [source.identity, repr(traced.structure), traced.fingerprint, tf.__version__, version]
-    )
-
-
 def _without_lists(part: Any) -> Any:
     """Returns a structure in the form of `tf.data`, in which a list is a tensor."""
     if isinstance(part, list):
@@ -165,11 +146,7 @@ def _graph_fingerprint(concrete: Any) -> str:
 
 
 def _outputs_digest(
-    nodes: Any,
-    arguments: Sequence[str],
-    outputs: Sequence[str],
-    bodies: dict[str, Any],
-    within: tuple[str, ...],
+    nodes: Any, arguments: Names, outputs: Names, bodies: dict[str, Any], within: tuple[str, ...]
 ) -> str:
     # Each node is described by its op, its attributes and the digests of its inputs, because the
     # order of nodes and the names of nodes and functions differ between processes.
@@ -179,32 +156,32 @@ def _outputs_digest(
         node, _, output = name.removeprefix("^").partition(":")
         return [name[: name.startswith("^")], known[node], output]
 
-    for node in _sorted_nodes(nodes):
-        if node.name not in known:
+    by_name = {node.name: node for node in nodes}
+    for name in _in_order_of_inputs(nodes):
+        if name in by_name and name not in known:
+            node = by_name[name]
             # Attributes with an underscore are TensorFlow's annotations. The token of a Python
             # function is a counter of its process.
+            counted = node.op in pipelines.PYTHON_OPS
             attributes = {
-                name: _attribute_digest(value, bodies, within)
-                for name, value in node.attr.items()
-                if not name.startswith("_")
-                and not (node.op in pipelines.PYTHON_OPS and name == "token")
+                key: _attribute_digest(value, bodies, within)
+                for key, value in node.attr.items()
+                if not key.startswith("_") and not (counted and key == "token")
             }
-            controls = sorted(tensor_key(name) for name in node.input if name.startswith("^"))
-            inputs = [tensor_key(name) for name in node.input if not name.startswith("^")]
-            known[node.name] = digest([node.op, attributes, inputs, controls])
+            keys = [tensor_key(one) for one in node.input]
+            inputs = [key for key in keys if not key[0]]
+            controls = sorted(key for key in keys if key[0])
+            known[name] = digest([node.op, attributes, inputs, controls])
     return digest([tensor_key(name) for name in outputs])
 
 
-def _sorted_nodes(nodes: Any) -> Iterator[Any]:
-    """Yields each node after its inputs."""
-    by_name = {node.name: node for node in nodes}
+def _in_order_of_inputs(nodes: Any) -> Iterable[str]:
+    """Returns the names of nodes, each after its inputs."""
     reads = {
         node.name: [name.removeprefix("^").partition(":")[0] for name in node.input]
         for node in nodes
     }
-    for name in graphlib.TopologicalSorter(reads).static_order():
-        if name in by_name:
-            yield by_name[name]
+    return graphlib.TopologicalSorter(reads).static_order()
 
 
 def _attribute_digest(value: Any, bodies: dict[str, Any], within: tuple[str, ...]) -> str:
@@ -224,12 +201,8 @@ def _function_digest(function: Any, bodies: dict[str, Any], within: tuple[str, .
     body = bodies[function.name]
     arguments = [argument.name for argument in body.signature.input_arg]
     outputs = [body.ret[output.name] for output in body.signature.output_arg]
-    return digest(
-        [
-            attributes,
-            _outputs_digest(body.node_def, arguments, outputs, bodies, (*within, function.name)),
-        ]
-    )
+    within = (*within, function.name)
+    return digest([attributes, _outputs_digest(body.node_def, arguments, outputs, bodies, within)])
 
 
 def _capture_digest(captured: Any, variables: Any) -> str:
@@ -237,10 +210,7 @@ def _capture_digest(captured: Any, variables: Any) -> str:
     if captured.dtype == tf.resource:
         variable = next((variable for variable in variables if variable.handle is captured), None)
         if variable is None:
-            log.warning(
-                "datacache: `preprocess` uses a lookup table or another resource, which the "
-                "fingerprint does not cover: change `version` when its contents change"
-            )
+            _warn_uncovered("uses a lookup table or another resource", "its contents change")
             return "resource"
         captured = variable.read_value()
     return array_digest(np.asarray(captured))
@@ -249,14 +219,16 @@ def _capture_digest(captured: Any, variables: Any) -> str:
 def _warn_of_unseen(graph: Any) -> None:
     used = pipelines.op_names(graph)
     if used & pipelines.PYTHON_OPS:
-        log.warning(
-            "datacache: `preprocess` calls Python code, which the fingerprint does not cover: "
-            "change `version` when the code changes"
-        )
+        _warn_uncovered("calls Python code", "the code changes")
     if files := pipelines.file_ops(used):
-        log.warning(
-            "datacache: `preprocess` reads files (%s), which the fingerprint does not cover: "
-            "change `version` when the files change",
-            ", ".join(sorted(files)),
-        )
+        _warn_uncovered(f"reads files ({', '.join(sorted(files))})", "the files change")
     warn_of_draws("`preprocess`", pipelines.drawing_ops(used))
+
+
+def _warn_uncovered(what: str, when: str) -> None:
+    log.warning(
+        "datacache: `preprocess` %s, which the fingerprint does not cover: change `version` when "
+        "%s",
+        what,
+        when,
+    )

@@ -6,6 +6,7 @@ disk -> source. Calls only go down: no tier knows the one above it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -46,13 +47,11 @@ others are skipped before they are decoded."""
 
 
 class Tier(Owner):
-    """Samples in one form, on top of a tier that supplies missing samples.
+    """Samples in one form, on top of a tier that supplies missing samples."""
 
-    `stream` reads the samples of a source without random access; it is `None` if any sample can be
-    read by its index. `layout` is known above the source.
-    """
-
+    # Reads a source without random access; `None` if any sample can be read by its index.
     stream: Stream | None = None
+    # Known above the source.
     layout: Layout
 
     def __init__(self) -> None:
@@ -61,18 +60,6 @@ class Tier(Owner):
     @abstractmethod
     def samples(self, indices: np.ndarray) -> list[Arrays]:
         """Returns the components of samples, in the order of `indices`."""
-
-    def put(self, index: int, arrays: Arrays) -> bool:
-        """Stores a sample in this and all tiers below of its form; returns whether it is here."""
-        return False
-
-    def lacks(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that no store of this tier and those below of its form holds."""
-        return indices
-
-    def clear(self) -> None:
-        """Removes the samples of this tier and of those below of its form."""
-        return  # Tiers without a store hold none.
 
     def refuse_in_child(self, indices: np.ndarray) -> None:
         """Raises `CacheError` if a forked child would have to produce samples."""
@@ -119,7 +106,7 @@ class SourceTier(Tier):
             if sample == len(self._source):
                 break
             arrays = stored_components(self._source, sample, read)
-            self._count([arrays])
+            self._count(arrays)
             if sample in indices:
                 yield sample, arrays
         if sample + 1 != len(self._source):
@@ -131,40 +118,36 @@ class SourceTier(Tier):
             )
 
     def _read_some(self, indices: np.ndarray) -> list[Arrays]:
-        read = [self._read(sample) for sample in indices.tolist()]
-        self._count(read)
-        return read
+        return [self._read(sample) for sample in indices.tolist()]
 
-    def _read(self, sample: int) -> Arrays:
+    def _read(self, sample: int, attempt: int = 1) -> Arrays:
         if self._read_one is None:
             raise SourceError(
                 "Samples of a dataset that do not fit in memory must fit on a disk. Received: no "
                 f"space for {self._source.name(sample)}. Pass `disk`, or a larger `budget`."
             )
-        for attempt in range(TRIES):
-            try:
-                return stored_components(self._source, sample, self._read_one(sample))
-            except OSError as error:
-                if attempt == TRIES - 1:
-                    raise SourceError(
-                        f"A sample must be readable. Received: {error} for "
-                        f"{self._source.name(sample)}, {TRIES} times. Check the file and the "
-                        "mount. Cached samples are retained."
-                    ) from error
-                self._counts.add(retries=1)
-                time.sleep(FIRST_PAUSE_S * 2**attempt)
-        raise AssertionError("The last attempt returns or raises.")
+        try:
+            arrays = stored_components(self._source, sample, self._read_one(sample))
+        except OSError as error:
+            if attempt == TRIES:
+                raise SourceError(
+                    f"A sample must be readable. Received: {error} for "
+                    f"{self._source.name(sample)}, {TRIES} times. Check the file and the mount. "
+                    "Cached samples are retained."
+                ) from error
+            self._counts.add(retries=1)
+            time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            return self._read(sample, attempt + 1)
+        self._count(arrays)
+        return arrays
 
-    def _count(self, samples: list[Arrays]) -> None:
-        self._counts.add(
-            source_reads=len(samples),
-            source_bytes=sum(_content_bytes(array) for arrays in samples for array in arrays),
-        )
-
-
-def _content_bytes(array: np.ndarray) -> int:
-    # `nbytes` of an object array counts its pointers.
-    return sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes
+    def _count(self, arrays: Arrays) -> None:
+        # `nbytes` of an object array counts its pointers.
+        sizes = [
+            sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes
+            for array in arrays
+        ]
+        self._counts.add(source_reads=1, source_bytes=sum(sizes))
 
 
 class PreprocessingTier(Tier):
@@ -218,10 +201,13 @@ class StoreTier(Tier):
         super().__init__()
         self.pool, self.counts = pool, counts
         self._below, self._verify, self._hits = below, verify, hits
+        # The next store of samples in this form.
+        self._next = below if isinstance(below, StoreTier) else None
         self.layout = pool.layout if pool else below.layout
         # A store has random access, even if the source below streams.
         self.stream = None if pool else below.stream
-        self._reported_full = False
+        # Reports a full store once.
+        self._warn_full = functools.cache(log.warning)
 
     @property
     def is_complete(self) -> bool:
@@ -257,16 +243,18 @@ class StoreTier(Tier):
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 
-    @override
     def put(self, index: int, arrays: Arrays) -> bool:
-        self._below.put(index, arrays)
+        """Stores a sample in this and all stores below of its form; returns whether it is here."""
+        if self._next:
+            self._next.put(index, arrays)
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
 
-    @override
     def clear(self) -> None:
+        """Removes the samples of this store and of those below of its form."""
         # Start at the bottom, so that a concurrent reader does not refill this tier with a sample
         # that is about to be cleared.
-        self._below.clear()
+        if self._next:
+            self._next.clear()
         if self.pool:
             self.pool.clear()
 
@@ -284,15 +272,15 @@ class StoreTier(Tier):
         """Returns the samples that the store lacks, without verifying the others, `[k]` int64."""
         return indices if self.pool is None else indices[~self.pool.ready(indices)]
 
-    @override
     def lacks(self, indices: np.ndarray) -> np.ndarray:
-        return self._below.lacks(self.not_ready(indices))
+        """Returns the samples that neither this store nor those below of its form hold, `[k]`."""
+        lacking = self.not_ready(indices)
+        return self._next.lacks(lacking) if self._next else lacking
 
     @property
     def first_pool(self) -> Pool | None:
         """The store of this tier, or that of decoded samples below it."""
-        below = self._below
-        return self.pool or (below.first_pool if isinstance(below, StoreTier) else None)
+        return self.pool or (self._next.first_pool if self._next else None)
 
     def has_room(self, indices: np.ndarray) -> np.ndarray:
         """Returns which of these samples have a place in the store, `[n]` bool."""
@@ -337,25 +325,21 @@ class StoreTier(Tier):
         while self.pool is not None and (left := self.missing(left)).size:
             with self.pool.claim(left) as claimed:
                 new = _by_index(claimed, make)
-                kept -= self._put_all(self.pool, new)
+                refused = {n for n, arrays in new.items() if not self.pool.put(n, arrays)}
+            if refused:
+                self._warn_full(
+                    "datacache: the store %s is full, so other samples are read from slower tiers. "
+                    "Free space (python -m datacache ls), or create a store with a larger "
+                    "`budget`.",
+                    self.pool.folder,
+                )
+            kept -= refused
             made |= new
             left = left[~np.isin(left, claimed)]
             # Waits without claims: two processes that wait for each other's claims would deadlock.
             if left.size and not claimed.size:
                 time.sleep(POLL_S)
         return made, kept
-
-    def _put_all(self, pool: Pool, made: dict[int, Arrays]) -> set[int]:
-        """Stores samples, and returns the indices of those that were refused."""
-        refused = {sample for sample, arrays in made.items() if not pool.put(sample, arrays)}
-        if refused and not self._reported_full:
-            self._reported_full = True
-            log.warning(
-                "datacache: the store %s is full, so other samples are read from slower tiers. "
-                "Free space (python -m datacache ls), or create a store with a larger `budget`.",
-                pool.folder,
-            )
-        return refused
 
     def _fill_from_stream(self, pool: Pool, stream: Stream, indices: np.ndarray) -> None:
         """Reads a stream once for all samples with space if any of `indices` is missing."""
@@ -365,16 +349,13 @@ class StoreTier(Tier):
                 if claimed:
                     every = np.arange(pool.spec.shard.samples)
                     kept = every[pool.has_room(every)]
-                    missing = self.missing(kept)
-                    if not missing.size:
-                        # Another process has filled the store since the check.
-                        return
-                    if len(missing) < len(kept):
-                        # The others come from an earlier pass, which may have had a different
-                        # order.
-                        pool.clear()
-                    for sample, arrays in stream(set(kept.tolist())):
-                        pool.put(sample, arrays)
+                    # Another process may have filled the store since the check.
+                    if missing := len(self.missing(kept)):
+                        if missing < len(kept):
+                            # The others are of an earlier pass, which may have had another order.
+                            pool.clear()
+                        for sample, arrays in stream(set(kept.tolist())):
+                            pool.put(sample, arrays)
                     return
             time.sleep(POLL_S)
 

@@ -1,5 +1,7 @@
 """Pools that tests make, and samples that can be drawn again from their number."""
 
+import json
+
 import numpy as np
 
 from datacache.pool.pool import Pool
@@ -20,10 +22,10 @@ def drawn_sample(index):
     return [pixels, np.float32(draw.normal()), np.array([index, -index]), np.array(index % 2 == 0)]
 
 
-def new_pool(folder, slots=SAMPLES, **of_part):
+def new_pool(folder, slots=SAMPLES):
     return Pool(
         folder,
-        lambda: PoolSpec(layout=LAYOUT, shard=SampleShard(samples=SAMPLES, slots=slots, **of_part)),
+        lambda: PoolSpec(layout=LAYOUT, shard=SampleShard(samples=SAMPLES, slots=slots)),
     )
 
 
@@ -74,6 +76,21 @@ def check_varying(pool, samples):
     for index in samples:
         for array, expected in zip(pool.read_sample(index), varying_sample(index), strict=True):
             np.testing.assert_array_equal(array, expected)
+
+
+def section(folder, name):
+    """Returns where a section of a store begins in its file."""
+    path = folder / "datacache.store"
+    line = path.read_bytes().partition(b"\n")[0] + b"\n"
+    return len(line) + PoolSpec.from_dict(json.loads(line)["store"]).sections[name][0]
+
+
+def change_header(folder, **changed):
+    """Changes values in the header of a store, and leaves its digest and its sections."""
+    path = folder / "datacache.store"
+    line, _, rest = path.read_bytes().partition(b"\n")
+    content = json.dumps(json.loads(line) | changed).ljust(len(line)).encode()
+    path.write_bytes(content + b"\n" + rest)
 
 
 def claimed(pool, sample):

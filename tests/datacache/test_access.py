@@ -20,7 +20,6 @@ from datacache.pool.folder import own_memory, remove
 from datacache.pool.inspection import find_pools, inspect_pool
 from datacache.pool.pool import Pool
 from datacache.pool.spec import Layout, PoolSpec, SampleShard
-from datacache.sources.tfrecord_format import ENTRY_BYTES, Index
 from tests.launch import ROOT
 
 SAMPLES = 5
@@ -99,7 +98,7 @@ def test_pools_are_their_users_alone(shared, umask):
         os.umask(before)
     with made.claim(np.arange(2)):
         paths = list(own_memory().rglob("*"))
-    assert len(paths) == 9
+    assert len(paths) == 3
     assert {path.stat().st_mode & 0o7777 for path in paths if path.is_dir()} == {0o700}
     assert {path.stat().st_mode & 0o7777 for path in paths if path.is_file()} == {0o600}
     assert own_memory().stat().st_mode & 0o7777 == 0o700
@@ -109,7 +108,7 @@ def test_pools_are_their_users_alone(shared, umask):
 def test_others_neither_read_nor_lock(shared):
     filled(own_memory() / "pool")
     files = [str(path) for path in (own_memory(), *own_memory().rglob("*"))]
-    assert len(files) == 9
+    assert len(files) == 3
     script = (
         f"import json; print(json.dumps([f for f in {files} "
         "if os.access(f, os.R_OK) or os.access(f, os.W_OK)]))"
@@ -155,33 +154,27 @@ def test_links_are_not_followed(shared):
             match=r"must not be or contain a link. Received: .*link, a link to .*elsewhere. Check",
         ):
             opened(shared / "link")
-    names = sorted(path.name for path in elsewhere.iterdir())
-    assert names == ["claims", "end", "header.json", "heap", "samples", "users", "words"]
-    for name in [*names, "header.part"]:
-        # In a pool, and in what is left of one.
-        for header in (True, False):
-            folder = shared / f"{name}{header}"
-            opened = filled(folder)
-            if not header:
-                opened.close()
-                (folder / "header.json").unlink()
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(victim)
-            if (header and name != "header.part") or name in ("users", "claims", "header.json"):
-                with pytest.raises(CacheError, match=r"a link to .*victim"):
-                    pool(folder)
-            else:
-                # What is left of one is removed, links and all, before anything is written.
-                check_all(filled(folder))
-            assert victim.read_text() == "mine"
+    assert [path.name for path in elsewhere.iterdir()] == ["datacache.store"]
+    for name in ("datacache.store", "datacache.part", "index", "users"):
+        folder = shared / name
+        filled(folder).close()
+        (folder / "datacache.store").unlink()
+        (folder / name).symlink_to(victim)
+        if name == "datacache.store":
+            with pytest.raises(CacheError, match=r"a link to .*victim"):
+                pool(folder)
+        else:
+            # What is left of one is removed, links and all, before anything is written.
+            check_all(filled(folder))
+        assert victim.read_text() == "mine"
 
 
 def test_folders_and_files_that_others_can_write_to(shared):
     made = filled(shared / "pool")
     for path, mode in (
         (made.folder, 0o757),
-        (made.folder / "heap", 0o620),
-        (made.folder / "users", 0o602),
+        (made.folder / "datacache.store", 0o620),
+        (made.folder / "datacache.store", 0o602),
     ):
         before = path.stat().st_mode & 0o7777
         path.chmod(mode)
@@ -198,11 +191,11 @@ def test_folders_and_files_that_others_can_write_to(shared):
         check_all(pool(made.folder))
         assert path.stat().st_mode & 0o7777 == before
     check_all(pool(made.folder))
-    (made.folder / "claims").unlink()
-    os.mkfifo(made.folder / "claims")
+    (made.folder / "datacache.store").unlink()
+    os.mkfifo(made.folder / "datacache.store")
     with pytest.raises(
         CacheError,
-        match=r"consist of a folder and .* files. Received: .*claims, which has another file type",
+        match=r"consist of a folder and .* files. Received: .*store, which has another file type",
     ):
         pool(made.folder)
 
@@ -210,7 +203,7 @@ def test_folders_and_files_that_others_can_write_to(shared):
 def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     """Nobody else can have written there; whoever only looks changes nothing."""
     with contextlib.closing(filled(shared / "pool")) as made:
-        paths = {made.folder: 0o755, made.folder / "heap": 0o640, made.folder / "users": 0o604}
+        paths = {made.folder: 0o755, made.folder / "datacache.store": 0o644}
     for path, mode in paths.items():
         path.chmod(mode)
     assert "must be accessible to" in inspect_pool(made.folder).trouble
@@ -220,43 +213,7 @@ def test_what_others_could_only_read_is_closed_to_them(shared, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         check_all(pool(made.folder))
     assert {path.stat().st_mode & 0o7777 for path in paths} == {0o700, 0o600}
-    assert caplog.text.count("permissions of other users, who could read") == 3
+    assert caplog.text.count("permissions of other users, who could read") == 2
     remaining = own_memory()
     remaining.chmod(0o755)
     assert own_memory().stat().st_mode & 0o7777 == 0o700
-
-
-def test_an_index_outlives_its_pool(shared):
-    with contextlib.closing(filled(shared / "pool")) as made:
-        index = Index(made.folder, SAMPLES)
-    with index.locked_part(3):
-        pass
-    remove(made.folder)
-    with index.locked_part(3):
-        index.entries[3] = 7
-    assert not made.folder.exists()
-
-
-def test_an_index_is_opened_as_its_pool(shared):
-    folder, victim = filled(shared / "pool").folder, shared / "victim"
-    path = folder / "index"
-    Index(folder, SAMPLES).entries[:] = 7
-    assert path.stat().st_mode & 0o7777 == 0o600
-    path.chmod(0o602)
-    with pytest.raises(
-        CacheError, match=rf"accessible to user \d+ only. Received: {path} with mode 602"
-    ):
-        Index(folder, SAMPLES)
-    path.chmod(0o600)
-    for left in (0, 2, SAMPLES, 100):
-        os.truncate(path, left * ENTRY_BYTES)
-        assert (
-            Index(folder, SAMPLES).entries[:, 0] == np.where(np.arange(SAMPLES) < left, 7, 0)
-        ).all()
-        Index(folder, SAMPLES).entries[:] = 7
-    path.unlink()
-    victim.write_text("mine")
-    path.symlink_to(victim)
-    with pytest.raises(CacheError, match=r"a link to .*victim"):
-        Index(folder, SAMPLES)
-    assert victim.read_text() == "mine"

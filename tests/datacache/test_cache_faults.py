@@ -14,12 +14,12 @@ def test_corrupt_samples_heal(images, opened, verify, caplog):
     opened(images).warm(progress=False)
     cache = opened(images, verify=verify)
     pool = cache._tiers.pool
-    pool._columns.arrays[0][7, 0, 0, 0] ^= 1
+    pool._columns[0][7, 0, 0, 0] ^= 1
     data = cache.dataset(BATCH)
     assert sorted(sample_numbers(data)) == list(range(SAMPLES))
     assert (cache.stats().healed, cache.stats().source_reads) == (1, 1)
     if verify == "always":
-        pool._columns.arrays[1][3] += 1
+        pool._columns[1][3] += 1
         assert sorted(sample_numbers(data)) == list(range(SAMPLES))
         assert cache.stats().healed == 2
 

@@ -72,20 +72,6 @@ def test_checksums_of_records(compiled, monkeypatch):
         assert native.crc32c(content) == expected
 
 
-def test_words_are_marked_where_nobody_else_has_been():
-    words, places = np.array([0, 1, 2, 3, 4 + 128], np.uint64), np.array([1, 2, 3, 4])
-    seen, agrees = np.array([1, 9, 3, 4 + 64], np.uint64), np.array([True, True, False, True])
-    assert native.mark_words(
-        words, places, seen, agrees, np.uint64(63), np.uint64(2**63)
-    ).tolist() == [
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert words.tolist() == [0, 2**63 + 1, 2, 0, 2**63 + 4]
-
-
 def test_a_library_of_another_machine_is_not_used(tmp_path):
     other = tmp_path / "other.so"
     other.write_bytes(b"of another processor")

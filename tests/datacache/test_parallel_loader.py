@@ -214,7 +214,7 @@ def test_errors_come_over_and_the_loader_goes_on():
         assert list(batches) == []
         child = loader._child
         for item, text in (
-            ("object", "without objects. Received: an array of object"),
+            ("object", "without objects. Received: ndarray of object"),
             ("x", "TypeError"),
         ):
             with pytest.raises(LoaderError, match=rf"{text}.*item='{item}'"):

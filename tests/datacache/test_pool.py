@@ -22,15 +22,14 @@ from tests.datacache.pools import (
 def test_other_byte_orders_are_kept_as_this_machines():
     array = np.array([1, 2], ">i4")
     layout = Layout.of([array])
-    content, _ = layout.pack([[array]])
-    assert layout.unpack(content)[0].tolist() == [1, 2]
+    assert layout.unpack(np.frombuffer(layout.pack([array]), np.uint8))[0].tolist() == [1, 2]
 
 
 def test_samples_are_unpacked_as_they_were_packed():
     layout = Layout.of([np.zeros(2, "uint8"), np.array(b"", object)])
     samples = [[np.array([n, 2], "uint8"), np.array(b"text" * n, object)] for n in range(3)]
-    content, lengths = layout.pack(samples)
-    for part, sample in zip(np.split(content, np.cumsum(lengths)[:-1]), samples, strict=True):
+    for sample in samples:
+        part = np.frombuffer(layout.pack(sample), np.uint8)
         for got, expected in zip(layout.unpack(part), sample, strict=True):
             np.testing.assert_array_equal(got, expected)
 
@@ -56,12 +55,9 @@ def test_what_one_writes_another_reads(tmp_path):
 @pytest.mark.parametrize("slots", [1, 13, 39])
 def test_a_choice_that_fits_is_kept(tmp_path, slots):
     everything = np.arange(SAMPLES)
-    pool, again, other = (
-        new_pool(tmp_path / name, slots, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    )
+    pool, again = new_pool(tmp_path / "a", slots), new_pool(tmp_path / "b", slots)
     assert pool.has_room(everything).sum() == slots
     np.testing.assert_array_equal(pool.has_room(everything), again.has_room(everything))
-    assert (pool.has_room(everything) != other.has_room(everything)).any() or slots == 39
     kept = everything[pool.has_room(everything)]
     for index in kept:
         pool.put(index, drawn_sample(index))
@@ -72,7 +68,7 @@ def test_a_choice_that_fits_is_kept(tmp_path, slots):
 def test_no_room(tmp_path):
     huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
     with pytest.raises(
-        NoRoomError, match=r"A store needs free space for its files.*Reduce the budget"
+        NoRoomError, match=r"A store needs free space for its file.*Reduce the budget"
     ):
         Pool(tmp_path, lambda: PoolSpec(layout=huge, shard=SampleShard(samples=2**10, slots=2**10)))
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
@@ -100,17 +96,16 @@ def test_it_is_removed_once_nobody_has_it_open(tmp_path):
 
 @pytest.mark.parametrize(("samples", "nodes"), [(1, 1), (40, 1), (40, 2), (41, 3), (2, 4)])
 def test_each_sample_is_at_home_on_one_node(samples, nodes):
-    home = owner_nodes(samples, nodes, seed=3)
+    home = owner_nodes(samples, nodes)
     parts = [
-        SampleShard(samples=samples, slots=samples, seed=3, node=node, nodes=nodes)
-        for node in range(nodes)
+        SampleShard(samples=samples, slots=samples, node=node, nodes=nodes) for node in range(nodes)
     ]
     for node, part in enumerate(parts):
         np.testing.assert_array_equal(part.slot_indices() >= 0, home == node)
         assert part.assigned_samples == (home == node).sum()
         kept = part.slot_indices()[home == node]
         assert sorted(kept) == list(range(len(kept)))
-        few = SampleShard(samples=samples, slots=2, seed=3, node=node, nodes=nodes).slot_indices()
+        few = SampleShard(samples=samples, slots=2, node=node, nodes=nodes).slot_indices()
         assert (few >= 0).sum() == min(2, part.assigned_samples)
         assert (home[few >= 0] == node).all()
     counts = np.bincount(home, minlength=nodes)

@@ -35,7 +35,7 @@ def _fill(folder, die_at):
 
     pool = new_pool(folder)
     pool._words.array = pool._words.array.view(Mortal)
-    pool._columns.arrays = [column.view(Mortal) for column in pool._columns.arrays]
+    pool._columns = [column.view(Mortal) for column in pool._columns]
     for index in range(4):
         with pool.claim(np.array([index])) as mine:
             assert mine.tolist() == [index]
@@ -98,9 +98,8 @@ def test_many_begin_at_once(tmp_path):
 
 def test_a_kill_while_it_is_made(tmp_path):
     new_pool(tmp_path)
-    (tmp_path / "header.json").unlink()
-    (tmp_path / "samples").write_bytes(b"half")
-    (tmp_path / "header.part").write_text("{")
+    (tmp_path / "datacache.store").rename(tmp_path / "datacache.part")
+    os.truncate(tmp_path / "datacache.part", 99)
     pool = new_pool(tmp_path)
     pool.put(1, drawn_sample(1))
     check_samples(pool, np.array([1]))

@@ -40,9 +40,9 @@ def test_a_closed_store_has_nothing_open(tmp_path):
     "step",
     [
         "system.access.os.fchmod",
-        "pool.pool.Columns",
+        "pool.folder.lock_file",
         "pool.pool.SampleWords",
-        "pool.samples.os.fstat",
+        "pool.samples.Heap.adding",
     ],
 )
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
@@ -60,9 +60,23 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch
     remove(tmp_path / "pool")
 
 
+def test_an_exception_that_is_kept_keeps_no_mapping(tmp_path, monkeypatch):
+    """The frames of its traceback have the arrays of the store, until they are cleared."""
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    varying_pool(tmp_path).close()
+    monkeypatch.setattr("datacache.pool.folder.lock_byte", fails)
+    with pytest.raises(OSError, match="Input/output error") as kept:
+        varying_pool(tmp_path)
+    assert _open_files(tmp_path) == []
+    assert kept.traceback
+
+
 def test_files_that_are_refused_are_closed(tmp_path):
     varying_pool(tmp_path / "pool").close()
-    (tmp_path / "pool" / "words").chmod(0o666)
+    (tmp_path / "pool" / "datacache.store").chmod(0o666)
     for opened in (varying_pool, Pool):
         with pytest.raises(CacheError, match="accessible to user"):
             opened(tmp_path / "pool")

@@ -126,7 +126,7 @@ def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(
         NoRoomError,
-        match=r"A store needs free space for its files. Received: .*without 50000000 bytes",
+        match=r"A store needs free space for its file. Received: .*without 50\d+ bytes",
     ):
         Pool(
             tmp_path / "pool",
@@ -143,7 +143,14 @@ def _idle_pool(folder, days, samples=1):
     Pool(
         folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()
-    os.utime(folder / "users", (86400 * days, 86400 * days))
+    os.utime(folder, (86400 * days, 86400 * days))
+    return folder
+
+
+def _left(folder):
+    """What is left of a pool of one MiB whose maker was killed."""
+    _idle_pool(folder, 1)
+    (folder / "datacache.store").rename(folder / "datacache.part")
     return folder
 
 
@@ -178,18 +185,17 @@ def test_only_pools_are_removed_for_room(memory):
     files = {
         "lock": ["lock"],
         "several": ["lock", "words", "index"],
-        "users": ["users"],
-        "deep": ["users", "claims"],
+        "users": ["users", "claims"],
+        "deep": ["datacache.part"],
     }
     for folder, names in files.items():
         (memory / folder).mkdir(parents=True, mode=0o700)
         for name in names:
             (memory / folder / name).write_text("mine")
             (memory / folder / name).chmod(0o600)
-    (memory / "deep" / "heap").mkdir()
+    (memory / "deep" / "datacache.store").mkdir()
     before = sorted(memory.rglob("*"))
-    left = _idle_pool(memory / "left", 1)
-    (left / "header.json").unlink()
+    left = _left(memory / "left")
     pool = _idle_pool(memory / "pool", 2)
     make_room(memory, memory / "new", _room(memory), 10**9)
     assert sorted(memory.rglob("*")) == before
@@ -197,7 +203,7 @@ def test_only_pools_are_removed_for_room(memory):
     assert not pool.exists()
     with pytest.raises(
         CacheError,
-        match=r"remove must contain only a store. Received: .*deep, which contains 'heap'",
+        match=r"remove must contain only a store. Received: .*deep, which contains 'datacache.s",
     ):
         remove(memory / "deep")
 
@@ -223,10 +229,13 @@ def test_pools_on_disks_are_not_removed_for_room(tmp_path, monkeypatch):
     assert pool.exists()
 
 
-@pytest.mark.parametrize("damage", ["header.json", "words"])
+@pytest.mark.parametrize("damage", ["gone", "short"])
 def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
     pool = _idle_pool(tmp_path / "pool", 1, samples=8)
-    (pool / damage).unlink()
+    if damage == "gone":
+        (pool / "datacache.store").rename(pool / "datacache.part")
+    else:
+        os.truncate(pool / "datacache.store", 9 * 2**20)
     room = _room(tmp_path)
 
     def plan():
@@ -234,7 +243,7 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
         return PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
 
     Pool(pool, plan).close()
-    assert (pool / "samples").stat().st_size > 8 * 2**20
+    assert (pool / "datacache.store").stat().st_size > 8 * 2**20
 
 
 def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
@@ -242,8 +251,7 @@ def test_what_is_left_of_a_pool_counts_as_room_for_it(memory, monkeypatch):
     # With it comes TensorFlow, which has no room in the container of another test.
     from datacache.tiers import opening
 
-    left = _idle_pool(memory / "left", 1)
-    (left / "header.json").unlink()
+    left = _left(memory / "left")
     monkeypatch.setattr("datacache.tiers.opening.free_bytes", lambda path: 1000)
     assert opening.reclaimable_bytes(left, "100%") >= 2**20 + 1000
 
@@ -260,7 +268,7 @@ def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
         monkeypatch.setattr("datacache.pool.folder.reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Pool(tmp_path / "pool", interrupted if step == "plan" else lambda: plan)
-    assert sorted(path.name for path in (tmp_path / "pool").iterdir()) == ["claims", "users"]
+    assert list((tmp_path / "pool").iterdir()) == []
 
 
 @contextlib.contextmanager
@@ -321,7 +329,7 @@ try:
     Pool(folder / "all", lambda: whole)
 except NoRoomError:
     print(0)
-slots = budget_bytes("80%", free_bytes(folder)) // (size + 8)
+slots = budget_bytes("80%", free_bytes(folder)) // (size + 16)
 print(slots)
 some = PoolSpec(layout=fixed, shard=SampleShard(samples=many, slots=slots))
 print(check(Pool(folder / "fixed", lambda: some), fixed))

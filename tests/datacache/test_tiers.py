@@ -18,6 +18,7 @@ from datacache.pool.pool import Pool
 from datacache.pool.spec import Layout, PoolSpec, SampleShard
 from datacache.statistics import Counts
 from datacache.tiers.tier import PreprocessingTier, SourceTier, StoreTier
+from tests.datacache.pools import section
 
 SAMPLES, BATCHES = 300, 23
 BATCH = -(-SAMPLES // BATCHES)
@@ -224,11 +225,12 @@ def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
     if level != "memory":
         for name in ("memory", "decoded")[: 1 + (level == "stored")]:
             _remove(tmp_path / name)
-    for name, size in (("samples", 64), ("heap", 8)):
-        with (tmp_path / level / name).open("r+b") as stream:
-            stream.seek(size)
+    for name, size in (("columns", 64), ("heap", 8)):
+        place = section(tmp_path / level, name) + size
+        with (tmp_path / level / "datacache.store").open("r+b") as stream:
+            stream.seek(place)
             byte = stream.read(1)
-            stream.seek(size)
+            stream.seek(place)
             stream.write(bytes([byte[0] ^ 255]))
     reader = open_reader(tmp_path)
     check_epoch(reader, 1)
@@ -247,7 +249,7 @@ def _remove(folder):
 
 @pytest.mark.parametrize("slots", [1, 100, SAMPLES])
 def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
-    reader = open_reader(tmp_path, slots=slots, heap_bytes=2000)
+    reader = open_reader(tmp_path, slots=slots, heap_bytes=4000)
     for epoch in range(3):
         check_epoch(reader, epoch)
     stats = reader.tiers.counts.now()
@@ -260,8 +262,8 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
 def test_who_clears_disturbs_no_other(tmp_path):
     """Others read each sample whole and make again what has gone; all has room afterwards."""
     reader, other = (
-        open_reader(tmp_path, heap_bytes=12_000),
-        open_reader(tmp_path, heap_bytes=12_000),
+        open_reader(tmp_path, heap_bytes=24_000),
+        open_reader(tmp_path, heap_bytes=24_000),
     )
     ends = threading.Event()
 
