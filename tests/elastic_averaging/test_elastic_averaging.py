@@ -295,7 +295,7 @@ def test_weights_that_are_not_finite_stay_away_from_the_center(wire):
             variable.assign([np.nan] * 4)
         _gradient_steps(optimizer, variable, 1)
         assert np.isfinite(variable.numpy()).all()
-        # OptimizerState and steps belong together: those of the server.
+        # Optimizer state and steps belong together: those of the server.
         assert (velocity.numpy() == 0.25).all() == _first_worker()
         assert int(optimizer.iterations) == (40 if _first_worker() else 44)
         assert float(optimizer.learning_rate) == np.float32(0.01)

@@ -79,7 +79,9 @@ def _path_of_environment(variables: dict[str, str]) -> list[str]:
 
 def cache_folder() -> Path:
     """Returns the per-user folder of built wheels: `$XDG_CACHE_HOME/tfposeidon/wheels`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tfposeidon/wheels"
+    # Unlike `Path.expanduser`, this raises no error for a user without a home folder.
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "tfposeidon/wheels"
 
 
 def horovod_flags(with_cuda: bool) -> dict[str, str]:

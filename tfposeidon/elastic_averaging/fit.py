@@ -199,10 +199,10 @@ class _Serving:
         exchanges = sum(worker.exchanges for worker in self.server.progress.values())
         logs: dict[str, Any] = {"exchanges": float(exchanges)}
         every = self._arguments["validation_freq"]
-        is_due = any(
+        # As in Keras, any value is valid without validation data.
+        if self._arguments["validation_data"] is not None and any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
-        )
-        if is_due and self._arguments["validation_data"] is not None:
+        ):
             logs |= self._evaluate()
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
