@@ -1,5 +1,6 @@
 """Samples that ranks weigh by: as expected, and others; what each step sends for them."""
 
+import contextlib
 import re
 from unittest import mock
 
@@ -112,18 +113,25 @@ def test_no_bucket_waits_for_the_gradient_of_another(wire):
     assert inputs[1] not in ancestors(buckets["bucket_1"], graph)
 
 
-def _fitted(model, rows, wire, batch=4):
-    """Fits a model on some rows; returns what the traced steps exchange."""
-    calls = []
-    x, y = models.mlp.data(rows)
+@contextlib.contextmanager
+def _exchanged(wire):
+    """Yields a set of what the steps exchange that are traced in this context."""
+    calls, names = [], set()
     with mock.patch.multiple(
         wire,
         all_reduce=mock.Mock(wraps=wire.all_reduce, side_effect=_noted(calls)),
         all_gather=mock.Mock(wraps=wire.all_gather, side_effect=_noted(calls)),
     ):
-        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        yield names
     found = [re.fullmatch(r"tp\d+\.(bucket_.*|.*samples.*)", name) for name in calls]
-    return {match[1] for match in found if match}
+    names |= {match[1] for match in found if match}
+
+
+def _fitted(model, rows, wire):
+    """Fits a model on some rows; returns what the traced steps exchange."""
+    with _exchanged(wire) as names:
+        model.fit(*models.mlp.data(rows), batch_size=4, shuffle=False, verbose=0)
+    return names
 
 
 def test_fits_with_equal_batches_count_nothing(wire):
@@ -134,12 +142,60 @@ def test_fits_with_equal_batches_count_nothing(wire):
     assert _fitted(model, 16, wire) == {"bucket_0"}
     assert _fitted(model, 16, wire) == set()
     assert _fitted(model, 14, wire) == {"all_samples", "samples", "bucket_0"}
-    # Ranks weigh by their samples again.
+    # A single batch after a fit with equal ones.
+    assert _fitted(model, 16, wire) == {"bucket_0"}
     rows = 2 + 4 * wire.topology.rank
-    x, y = models.mlp.data(rows)
-    model.train_on_batch(x, y)
+    with _exchanged(wire) as names:
+        model.train_on_batch(*models.mlp.data(rows))
+    assert names == {"all_samples", "samples", "bucket_0"}
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
-    assert _fitted(model, 16, wire) <= {"bucket_0"}
+    assert _fitted(model, 16, wire) == {"bucket_0"}
+
+
+class Nested(keras.Sequential):
+    """A model whose train step calls a function that keeps its traces."""
+
+    def train_step(self, data):
+        return {"loss": self.update(*data)}
+
+    @tf.function
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return loss
+
+
+def test_functions_inside_of_train_steps_count_always(wire):
+    """They are not traced again in fits in which ranks have unequal batches."""
+    model = Nested(models.mlp().layers)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
+    model.compile(optimizer, models.LOSS)
+    assert "samples" in _fitted(model, 16, wire)
+    _fitted(model, 16 - 2 * wire.topology.rank, wire)
+    _fitted(model, 16, wire)
+    same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+
+
+def test_further_calls_of_a_step_count(wire):
+    """They may lack gradients that the first call has."""
+
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            first, *others = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply([first, *others], self.trainable_variables)
+            self.optimizer.apply([first, *(None for _ in others)], self.trainable_variables)
+            return {"loss": loss}
+
+    model = Twice(models.mlp().layers)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
+    model.compile(optimizer, models.LOSS)
+    assert "samples" in _fitted(model, 16, wire)
+    same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
 
 
 def test_a_gradient_that_goes_missing_is_refused_where_nothing_is_counted(wire):

@@ -34,7 +34,8 @@ class Exchanger:
 
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
-    any. `all_were_present` is true if every rank had all gradients in the first traced step.
+    any. `all_were_present` is true if every rank had all gradients in the first traced step, and
+    `is_first_call` during the first exchange of a step.
     `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
     at which the schemes' state was computed; `norm_method` and the plan's further `notes` are those
     of the first traced step.
@@ -48,7 +49,7 @@ class Exchanger:
         self.norm_method = NormMethod()
         self.notes: tuple[str, ...] = ()
         self._present_at_first_step: list[bool] = []
-        self.all_were_present = False
+        self.all_were_present = self.is_first_call = False
         self.calls = 0
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
         # alive.
@@ -116,6 +117,7 @@ class Exchanger:
         # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
         self._calls[graph] = number + 1
+        self.is_first_call = number == 0
         self.calls = max(self.calls, number + 1)
         with names_ending_in(_number(number)):
             yield

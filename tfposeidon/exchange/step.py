@@ -155,11 +155,12 @@ class Step:
         )
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
+        # All ranks decide alike, from what they have agreed on or what the model's code determines.
         if (
-            self.batch.are_equal
-            and self.batch.is_of_rows(count)
+            self.batch.is_known(count)
             and not self.absence.is_watched
             and exchanger.all_were_present
+            and exchanger.is_first_call
             and not exchanger.plan.structured
         ):
             return exchanger.equal_share(sent)
@@ -279,17 +280,27 @@ class BatchCount:
     Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
     `function` maps a batch to its count; `None` counts its rows. `current` is the count of the
     batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed that
-    all batches of this `fit` have equally many rows.
+    all batches of this `fit` have equally many rows. `is_nested` is true if the optimizer is called
+    in a function or branch inside of the train step.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
         self.function = function
         self.current: Any = None
-        self.are_equal = False
+        self.are_equal = self.is_nested = False
 
     def is_of_rows(self, count: Any) -> bool:
         """Returns whether a count is the current batch's number of rows, used by default."""
         return count is not None and count is self.current and self.function is None
+
+    def is_known(self, count: Any) -> bool:
+        """Returns whether a count is the current number of rows, and equal on all ranks."""
+        if not self.is_of_rows(count) or tf.executing_eagerly():
+            return False
+        # A function inside of the train step may keep its trace when the train step is traced again
+        # because ranks' batches are no longer equal.
+        self.is_nested |= count.graph is not tf.compat.v1.get_default_graph()
+        return self.are_equal and not self.is_nested
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:

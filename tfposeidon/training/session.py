@@ -342,6 +342,7 @@ class Session:
                 optimizers.append(optimizer)
                 self._applied.append(weakref.ref(held))
                 optimizer.exchange.absence.watch(self.watches_absence)
+                optimizer.exchange.batch.are_equal = self._weighs_alike
                 if self.watches_absence:
                     self.watched.append(optimizer)
                 stack.enter_context(optimizer.exchange.batch.counting(data))
@@ -372,11 +373,12 @@ class Session:
 
         All ranks pass the same value. Optimizers that exchange in each step then count nothing.
         """
-        counting = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
-        for optimizer in counting:
-            optimizer.exchange.batch.are_equal = wanted
+        in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
+        batches = [optimizer.exchange.batch for optimizer in in_step]
+        for batch in batches:
+            batch.are_equal = wanted
         before, self._weighs_alike = self._weighs_alike, wanted
-        return bool(counting) and before != wanted
+        return before != wanted and not all(batch.is_nested for batch in batches)
 
     @contextlib.contextmanager
     def weighing_as_agreed(self) -> Iterator[None]:
