@@ -53,8 +53,7 @@ def import_tensorflow() -> None:
 
 @contextlib.contextmanager
 def _startup_messages_left_out() -> Iterator[None]:
-    """Passes standard error, including the output of native code, through a process that filters
-    it."""
+    """Passes standard error, also of native code, through a process that filters it."""
     # Use a process, not a thread, so that the last output of native code that aborts (TensorFlow on
     # a CPU without AVX) still arrives.
     if os.environ[LEVEL] == "0":
