@@ -111,7 +111,7 @@ class Store(ThreadingHTTPServer):
             self._values.get(scope, {}).pop(key, None)
 
     def wait_for_exit_statuses(self, size: int, limit_s: float = LONGEST_END_S) -> None:
-        """Marks the job as ending, and waits until all ranks have stored their exit status."""
+        """Marks the job as ending, and waits up to `limit_s` for the exit statuses of all ranks."""
         with self._changed:
             self.is_ending = True
             self._changed.notify_all()
