@@ -275,8 +275,7 @@ class Model:
         return self.batch / self.throughput
 
     def times(self) -> tuple[tuple[float, float], ...]:
-        """Returns each layer's seconds of the forward and the backward pass; all add up to
-        `step_s`."""
+        """Returns each layer's forward and backward time in seconds; the sum is `step_s`."""
         # Distribute the step time by FLOPs. A backward pass takes twice as long as a forward pass,
         # because it computes two products instead of one, for the gradients of kernel and input.
         flop_s = self.step_s / (3 * self.flops)

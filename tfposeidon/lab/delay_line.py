@@ -70,8 +70,7 @@ class DelayLine:
         heapq.heappush(self._held, (due, next(self._numbers), target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Removes and returns the frames that are due, as pairs of target and frame in due
-        order."""
+        """Removes and returns the frames that are due: (target, frame) pairs in due order."""
         ready = []
         while self._held and self._held[0][0] <= now_s:
             ready.append(heapq.heappop(self._held)[2:])
