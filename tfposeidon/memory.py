@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 SPARE_SHARE = 20
-"""1/20 of each limit stays free, because other processes may allocate memory meanwhile."""
+"""Divisor: 1/20 of each limit stays free, because other processes may allocate memory."""
 
 
 class _Version(NamedTuple):

@@ -130,7 +130,7 @@ def require_toolkit() -> Toolkit:
 
 
 def _homes_of_nvcc() -> list[Path]:
-    """Returns candidate folders for the toolkit of the nvcc on the path."""
+    """Returns folders that may contain the toolkit of the nvcc on PATH."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return []
@@ -154,7 +154,7 @@ def _problem_with(toolkit: Toolkit) -> str | None:
 
 
 def problem_with_driver(built_for: str) -> str | None:
-    """Returns an error message if a driver is loaded that does not support CUDA `built_for`."""
+    """Returns an error message, or `None` if the driver supports this CUDA or none is loaded."""
     driver, major = driver_version(), int(built_for.partition(".")[0])
     if driver is None or driver[0] >= major:
         return None

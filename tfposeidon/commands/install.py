@@ -41,7 +41,7 @@ class InstallError(RuntimeError):
 
 
 def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
-    """Returns pip's requirement for TensorFlow; `None` is the release of the native library."""
+    """Returns pip's requirement for TensorFlow; `release` defaults to the native library's."""
     # Without a native library, default to the newest release for this Python. For CPUs,
     # tensorflow-cpu has half the size of tensorflow.
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])

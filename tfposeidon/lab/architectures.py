@@ -1,4 +1,4 @@
-"""Describes the models of the papers: layers with shapes and FLOPs, batch sizes and throughput.
+"""Describes models as the papers train them: shapes and FLOPs of layers, batch and throughput.
 
 ResNet's convolutions have no bias, as in the paper but unlike in Keras. Differs from the papers:
 GoogLeNet and Inception-V3 have no auxiliary heads. FLOPs count only products, not pooling,
@@ -242,7 +242,7 @@ class Model:
     `name` is a key of `MODELS`, plus "/factor" if the model is shrunk. `layers` are the layers with
     parameters in the order of the forward pass. `batch` is the number of samples per device and
     step, and `throughput` is the number of samples per second of one device without communication.
-    `source` names the paper and the device of both.
+    `source` names the source of `batch` and `throughput`, and the device.
     """
 
     name: str

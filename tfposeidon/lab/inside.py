@@ -164,7 +164,7 @@ class Report:
         return readable_size(size_bytes), str(packets), "" if share is None else f"{share:.0%}"
 
     def load(self, node: int) -> list[float]:
-        """Returns a link's load over time, as fractions of its rate, or else of its maximum."""
+        """Returns a link's load over time as fractions of its rate, or of its peak if unshaped."""
         # Merge intervals, so that the bars fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1

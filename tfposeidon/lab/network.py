@@ -63,12 +63,11 @@ CLASS_OF_PACKET = ",".join(
         f"6 0 0 {0x10002}",  # return 1:2
     ]
 )
-# Mount sysfs again, because it shows the interfaces of the namespace that mounted it, which
-# `payload_bytes` reads. Keep the control groups below it, where `available_memory` finds the limits
-# of containers. Mount a separate /dev/shm, because data caches share a store there that other
-# machines would not see. Select Reno, the only congestion control that every kernel allows in a
-# namespace: defaults differ, and BBR, for example, leaves up to half of a link idle when both
-# directions are busy.
+# Mount sysfs again, because `payload_bytes` reads it and it shows the interfaces of the namespace
+# that mounted it. Keep /sys/fs/cgroup, where `available_memory` finds the limits of containers.
+# Mount a separate /dev/shm, because data caches share a store there that other machines would not
+# see. Select Reno, the only congestion control that every kernel allows in a namespace: defaults
+# differ, and BBR, for example, leaves up to half of a link idle when both directions are busy.
 HOLD_NODE = """
 hostname "$0" && ip link set dev lo up &&
 mount --rbind /sys/fs/cgroup /mnt && mount -t sysfs none /sys &&
@@ -84,7 +83,7 @@ REPLACE_HOSTS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic over one node's link, headers included; the node sends to the switch.
+    """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
@@ -275,14 +274,14 @@ def _shape(commands: Iterator[str], *entering: str) -> None:
 
 
 def burst_bytes(rate: float) -> int:
-    """Returns the largest burst of a link in bytes: the amount of 1 ms, at least two frames."""
+    """Returns the largest burst of a link in bytes: 1 ms of its rate, at least two frames."""
     # On the development machines, smaller bursts lost throughput under load, and larger ones made
     # short exchanges faster than the link.
     return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
 
 
 def queue_bytes(rate: float) -> int:
-    """Returns the capacity of a link's queue in bytes: 50 ms, at least 16 MiB."""
+    """Returns the capacity of a link's queue in bytes: 50 ms of its rate, at least 16 MiB."""
     # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
     # kernel's TCP recovers from losses.
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)

@@ -47,7 +47,7 @@ RANKS = "ranks"
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
 _store: subprocess.Popen[str] | None = None
-"""Process of the store on rank 0. The reference prevents a warning about an unfinished process."""
+"""Process of the store on rank 0. The reference prevents a warning about a running process."""
 
 
 # ------------------------------------------------------------------ store

@@ -62,8 +62,6 @@ class Rank:
 
 @dataclass(frozen=True)
 class Start:
-    """Command of one rank, with its environment."""
-
     number: int
     node: int
     command: list[str]
@@ -108,7 +106,7 @@ class Runner:
 
     @property
     def status(self) -> int:
-        """Exit status of the job: 0, or the first failed rank's, with 128 + number for a signal."""
+        """Exit status of the job: 0, or the first failed rank's (128 + number for a signal)."""
         status = self.first_failed.status if self.first_failed else 0
         assert status is not None
         return status if status >= 0 else 128 - status

@@ -301,7 +301,7 @@ def _torchrun(variables: Variables) -> Job:
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Leave out the address, because some operators set it to "localhost" on the master.
     identity = f"torchrun {port} {run} of {size} restart {restarts}"
-    # If so, torchrun's agent listens on the port itself.
+    # With this variable, torchrun's agent itself listens on the port.
     taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ports = derived_ports(identity) if taken else (port,)
     host = variables["MASTER_ADDR"]
@@ -399,7 +399,7 @@ SOURCES = (
     Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
     Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
     Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
-    # The first two names show a step. Some shells set the number of tasks outside of steps, too.
+    # The first two names exclude the number of tasks, which some shells set outside of steps.
     Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
     Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES, FULL_NAME), _indexed_job),
 )
