@@ -79,7 +79,6 @@ class Nccl:
 
 
 def driver_present() -> bool:
-    """Returns whether a kernel driver for NVIDIA GPUs is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or driver_version() is not None
 
 

@@ -52,7 +52,6 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return math.prod(self.kernel) + sum(self.vectors)
 
     def shrunk(self, factor: float) -> Layer:
@@ -253,7 +252,6 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return sum(layer.parameters for layer in self.layers)
 
     @property

@@ -103,7 +103,6 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.per_node
 
     def rate(self, node: int) -> float | None:
