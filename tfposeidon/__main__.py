@@ -1,4 +1,4 @@
-"""The command `python -m tfposeidon`."""
+"""Runs the commands of `python -m tfposeidon`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ try:
 except versions.UnsupportedVersionError as error:
     sys.exit(str(error))
 
-# Imported after the check, because older versions of Python reject the syntax of these modules.
+# Import these modules after the check, because older versions of Python reject their syntax.
 from tfposeidon.commands import check, install
 from tfposeidon.lab import command as lab
 from tfposeidon.lab import demo
@@ -29,7 +29,6 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Runs the requested command and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tfposeidon", description="Keras 3 training over slow networks."
     )

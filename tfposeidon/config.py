@@ -1,4 +1,4 @@
-"""Frozen dataclasses that Keras can save and load with a model."""
+"""Lets Keras save and load frozen dataclasses with a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import keras
 class Configured:
     """Base class of frozen dataclasses that Keras saves with a model.
 
-    Classes are registered under the package `tfposeidon`, or under the module of the user who
-    defines them. So `my_schemes.dense>AllReduce` replaces neither this package's class nor another
-    of the user's.
+    Keras registers classes of this package under `tfposeidon`, and other classes under their
+    module. `my_schemes.dense>AllReduce` therefore replaces neither this package's `AllReduce` nor a
+    class of the same name in another module.
 
     >>> import dataclasses
     >>> @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Configured:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # `@dataclass` runs later, but returns the registered class itself, except with
-        # `slots=True`.
+        # `@dataclass` runs after this method and returns the registered class, unless `slots=True`.
         is_ours = cls.__module__.partition(".")[0] == "tfposeidon"
         keras.saving.register_keras_serializable("tfposeidon" if is_ours else cls.__module__)(cls)
 
@@ -42,7 +41,7 @@ class Configured:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Deserializes a value, with lists as tuples: JSON lacks tuples, and lists are not hashable."""
+    """Deserializes a value, and turns lists into tuples, because JSON lists are not hashable."""
     if isinstance(value, list | tuple):
         return tuple(map(_with_tuples, value))
     return keras.saving.deserialize_keras_object(value)

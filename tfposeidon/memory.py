@@ -1,4 +1,4 @@
-"""Memory available to this process, limited by the machine and the containers around it.
+"""Measures the memory available to this process, within the limits of machine and containers.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
 proc_pid_mountinfo(5).
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 PROC = Path("/proc")
 SPARE_SHARE = 20
-"""One part in this many stays free, because other processes may allocate memory meanwhile."""
+"""Divisor: 1/20 of each limit stays free, because other processes may allocate memory."""
 
 
 class _Version(NamedTuple):
     """File names and keys of one version of cgroups.
 
-    Keys of `reclaimable` in version 1 begin with "total", which includes the cgroups below, as
-    `used` does.
+    In version 1, keys of `reclaimable` that begin with "total" include child cgroups, as `used`
+    does.
     """
 
     file_system: str
@@ -46,9 +46,9 @@ class _Mount(NamedTuple):
 
 
 def available_memory(proc: Path = PROC) -> int:
-    """Returns the bytes that can be allocated before the kernel would kill processes."""
-    # The minimum of the machine's available memory and the remainder of each container's limit,
-    # less a reserve. The page cache of files counts as free, because the kernel reclaims it.
+    """Returns how many bytes can be allocated before the kernel would kill processes."""
+    # Take the minimum over the machine and each container, less a reserve. The page cache of files
+    # counts as free, because the kernel reclaims it.
     found = _first_numbers(proc / "meminfo")
     machine = (1024 * found["MemTotal:"], 1024 * found["MemAvailable:"])
     limits = (machine, *_containers(proc))
@@ -56,7 +56,7 @@ def available_memory(proc: Path = PROC) -> int:
 
 
 def is_memory(device: int, proc: Path = PROC) -> bool:
-    """Returns whether files of a device (`st_dev` of a file) are in memory (tmpfs or ramfs)."""
+    """Returns whether a device (`st_dev` of a file) keeps its files in memory (tmpfs or ramfs)."""
     name = f"{major(device)}:{minor(device)}"
     return any(
         mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
@@ -64,30 +64,30 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
 
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
-    """Yields the limit and the remaining bytes of each cgroup around this process."""
+    """Yields the limit and the remainder, in bytes, of each cgroup that contains this process."""
     cgroups = proc / "self" / "cgroup"
     # Kernels without cgroups do not have this file.
     for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
         number, controllers, path = line.split(":", 2)
         version = V2 if number == "0" else V1
         for mount in _mounts(proc):
-            # A hierarchy of version 1 has its own controllers and mount.
+            # In version 1, only the mount with the memory controller has the limits.
             has_memory = "memory" in controllers.split(",") and "memory" in mount.options
             if mount.file_system == version.file_system and (version is V2 or has_memory):
                 yield from _enclosing_limits(mount, path, version)
 
 
 def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
-    """Yields limit and remainder of a cgroup and its parents, each of which limits the process."""
-    # In a container the mount starts at its cgroup, and the path may be relative to the machine or
-    # to the container.
+    """Yields limit and remainder of a cgroup and of its parents, because all of them apply."""
+    # In a container, the mount starts at the container's cgroup, and `path` is relative to the
+    # machine or to the container.
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
     folder = mount.point / inside
     for cgroup in (folder, *folder.parents):
         limit = _limit(cgroup / version.limit)
         if limit is not None:
             stat = _first_numbers(cgroup / "memory.stat")
-            # Not the whole page cache, because it includes files in tmpfs, which cannot be
+            # Do not count the whole page cache: it includes files in tmpfs, which cannot be
             # reclaimed.
             reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
             used = int((cgroup / version.used).read_text()) - reclaimable
@@ -100,14 +100,14 @@ def _limit(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except FileNotFoundError:
-        # The root cgroup has no limit, and neither have cgroups without this controller.
+        # The root cgroup and cgroups without the memory controller have no limit.
         return None
     return None if text == "max" else int(text)
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
     for line in (proc / "self" / "mountinfo").read_text().splitlines():
-        # The number of fields before the dash varies.
+        # Split at the dash, because the number of fields before it varies.
         before, _, after = line.partition(" - ")
         _, _, device, root, point, *_ = before.split()
         file_system, *_, options = after.split()
@@ -115,7 +115,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _first_numbers(path: Path) -> dict[str, int]:
-    """Returns the first number of each line, by the preceding word."""
+    """Returns the number in each line, by the word before it."""
     return {
         name: int(number) for name, number in re.findall(r"^(\S+)\s+(\d+)", path.read_text(), re.M)
     }

@@ -1,4 +1,4 @@
-"""Suppression of TensorFlow's start-up messages in commands and in the ranks that they start."""
+"""Suppresses TensorFlow's start-up messages in commands and in the ranks that they start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 DEFAULTS = {LEVEL: "2"}
 """Environment variables that silence TensorFlow, unless the user has set them."""
 
-# TensorFlow logs these while it is loaded, before it reads LEVEL. TF_ENABLE_ONEDNN_OPTS=0 would
-# disable the second message, but also oneDNN, which changes speed and rounding.
+# TensorFlow logs these messages when it is loaded, before it reads LEVEL. TF_ENABLE_ONEDNN_OPTS=0
+# would disable the second message, but also oneDNN, which affects speed and rounding.
 STARTUP_MESSAGE = re.compile(
     "All log messages before absl::InitializeLog|oneDNN custom operations are on|"
     "This TensorFlow binary is optimized to use available CPU instructions|"
@@ -29,11 +29,11 @@ for line in sys.stdin.buffer:
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
 """
-"""Program that copies its input, except lines that match its argument, to standard error."""
+"""Program that copies its input to standard error, except lines that match its argument."""
 
 
 def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a line is a start-up message to suppress; none is with log level 0.
+    """Returns whether to suppress a line: a start-up message, unless the log level is 0.
 
     >>> is_startup_message("I0000 port.cc:153] oneDNN custom operations are on. You may", DEFAULTS)
     True
@@ -44,7 +44,7 @@ def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow without its start-up messages; all other output is passed on."""
+    """Imports TensorFlow without its start-up messages, and passes on all other output."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     with _startup_messages_left_out():
@@ -53,13 +53,13 @@ def import_tensorflow() -> None:
 
 @contextlib.contextmanager
 def _startup_messages_left_out() -> Iterator[None]:
-    """Filters standard error, including that of native code, through a process."""
-    # A process and not a thread, so that the last output of native code that aborts (TensorFlow on
+    """Passes standard error, also of native code, through a process that filters it."""
+    # Use a process, not a thread, so that the last output of native code that aborts (TensorFlow on
     # a CPU without AVX) still arrives.
     if os.environ[LEVEL] == "0":
         yield
         return
-    # A new session, so that a keyboard interrupt does not end the filter before this process.
+    # Start a new session, so that a keyboard interrupt does not end the filter before this process.
     command = [sys.executable, "-I", "-S", "-c", FILTER, STARTUP_MESSAGE.pattern]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -74,7 +74,7 @@ def _startup_messages_left_out() -> Iterator[None]:
         os.dup2(descriptor, 2)
         os.close(descriptor)
         process.stdin.close()
-        # The filter exits after it has copied everything. A process started in the meantime may
-        # have inherited the pipe and hold it open, hence the timeout.
+        # The filter exits after it has copied everything. Limit the wait, because a process that
+        # was started in the meantime may have inherited the pipe and hold it open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LONGEST_WAIT_S)

@@ -1,8 +1,7 @@
-"""Sizes, rates and durations as text, and tables, sparklines and progress bars.
+"""Parses and formats sizes, rates and durations; draws tables, sparklines and progress bars.
 
-Prefixes have the same meaning everywhere, in any case, as in `tc` and in data sheets: k, M, G and T
-are powers of ten, Ki, Mi, Gi and Ti powers of two. So "1.5gb" is 1.5e9 bytes and "1.5GiB" is 1.5 x
-2^30.
+As in `tc`, prefixes may be in upper or lower case. k, M, G and T are powers of ten; Ki, Mi, Gi and
+Ti are powers of two. For example, "1.5gb" is 1.5e9 bytes, and "1.5GiB" is 1.5 x 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
 SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
-# The same units as in `tc`, where "bps" means bytes per second.
+# As in `tc`, "bps" means bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
 DURATIONS = dict.fromkeys(("us", "usec", "usecs"), 1e-6)
@@ -30,7 +29,7 @@ NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", re.IGNORECAS
 
 
 def parse_size(text: str) -> float:
-    """Returns a size in bytes; a number without a unit is in bytes.
+    """Parses a size and returns it in bytes; a number without a unit is in bytes.
 
     >>> parse_size("1.5gb"), parse_size("1.5 GB"), parse_size("1.5GiB"), parse_size("400")
     (1500000000.0, 1500000000.0, 1610612736.0, 400.0)
@@ -40,7 +39,7 @@ def parse_size(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """Returns a rate in bits per second, between 8 kbit/s and 1 Tbit/s, which `tc` supports.
+    """Parses a rate and returns it in bits per second; `tc` supports 8 kbit/s to 1 Tbit/s.
 
     >>> parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate("10mbps")
     (200000000.0, 1500000000.0, 80000000.0)
@@ -53,7 +52,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Returns a duration in seconds.
+    """Parses a duration and returns it in seconds.
 
     >>> parse_duration("500us"), parse_duration("2s")
     (0.0005, 2.0)
@@ -62,7 +61,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Returns a percentage as a fraction, at most 1.
+    """Parses a percentage and returns it as a fraction, at most 1.
 
     >>> parse_share("0.1%")
     0.001
@@ -113,7 +112,7 @@ def _parse(text: str, units: Mapping[str, float], what: str, examples: str) -> f
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with columns as wide as their widest cell; rows have equal lengths.
+    """Formats rows of equal lengths as lines, with columns as wide as their widest cell.
 
     >>> table([("scheme", "ms"), ("hitopk", "239")])
     ['scheme  ms', 'hitopk  239']
@@ -126,7 +125,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Returns one bar per value from 0 to 1; larger values are drawn as 1.
+    """Draws one bar per value, which is a fraction; values above 1 are drawn as 1.
 
     >>> sparkline([0, 0.5, 1])
     '▁▅█'
@@ -135,7 +134,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class ProgressBar:
-    """A progress bar on a terminal, and occasional lines in a log.
+    """Progress bar on a terminal, or a line every 30 s in a log.
 
     >>> progress = ProgressBar(1000, "samples", stream=sys.stdout)
     >>> progress.add(256)
@@ -156,12 +155,12 @@ class ProgressBar:
     ) -> None:
         self._total, self._unit, self._done = total, unit, 0
         self._stream, self._clock = stream or sys.stderr, clock
-        # Logs get no control characters, and fewer lines.
+        # A log gets fewer lines, and no control characters.
         self._on_terminal = self._stream.isatty()
         self._begin_s = self._written_s = clock()
 
     def add(self, count: int) -> None:
-        """Counts items as done, and writes if the interval since the last output has passed."""
+        """Counts items as done, and shows the progress if the last output is old enough."""
         self._done += count
         now_s = self._clock()
         interval_s = self.TERMINAL_INTERVAL_S if self._on_terminal else self.LOG_INTERVAL_S

@@ -66,8 +66,8 @@ def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
     ("release", "driver", "message"),
     [
         (None, None, r"GPU code requires nvcc.*apt-get install cuda-nvcc-12-8.*pip install"),
-        ("12.6", None, r"nvcc 12.8 or later is needed. Received: nvcc 12.6"),
-        ("13.0", (12, 4), r"CUDA 13.0 needs NVIDIA's driver 580 or later.*up to 12.4"),
+        ("12.6", None, r"requires nvcc 12.8 or later. Received: nvcc 12.6"),
+        ("13.0", (12, 4), r"CUDA 13.0 requires NVIDIA's driver 580 or later.*up to 12.4"),
     ],
 )
 def test_what_cannot_compile_is_refused(monkeypatch, tmp_path, release, driver, message):
@@ -95,7 +95,7 @@ def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     (home / "lib64" / "libcudart_static.a").unlink()
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
-    with pytest.raises(cuda.CudaError, match=r"no libcudart_static.a.*cuda-cudart-dev-12-8"):
+    with pytest.raises(cuda.CudaError, match=r"requires libcudart_static.a.*cuda-cudart-dev-12-8"):
         cuda.require_toolkit()
 
 

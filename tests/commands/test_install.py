@@ -27,11 +27,11 @@ def test_another_python_is_refused(monkeypatch, capsys, python):
     monkeypatch.setattr(versions, "running_python", lambda: python)
     with pytest.raises(
         versions.UnsupportedVersionError,
-        match=r"needs Python 3\.11, 3\.12 or 3\.13\. Received: .* python3\.13 -m venv",
+        match=r"requires Python 3\.11, 3\.12 or 3\.13\. Received: .* python3\.13 -m venv",
     ):
         versions.require_python()
     assert install.main(argparse.Namespace(horovod_only=True, cuda=False)) == 1
-    assert "needs Python" in capsys.readouterr().err
+    assert "requires Python" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("release", ["2.18", "2.22", "1.15"])
@@ -40,7 +40,7 @@ def test_another_tensorflow_is_refused(monkeypatch, capsys, release):
     monkeypatch.setattr(install, "_tensorflow_version", lambda: f"tensorflow-cpu {release}.1")
     assert install.main(argparse.Namespace(horovod_only=True, cuda=False)) == 1
     assert (
-        f"tfposeidon needs TensorFlow 2.19, 2.20 or 2.21. Received: tensorflow-cpu {release}.1. "
+        f"tfposeidon requires TensorFlow 2.19, 2.20 or 2.21. Received: tensorflow-cpu {release}.1. "
         "Run: pip install 'tensorflow-cpu==2.21.*', "
         "then python -m tfposeidon install --horovod-only"
     ) in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_missing_nvcc_is_named_before_anything_is_downloaded(monkeypatch, capsys
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(install, "_pip", lambda *arguments: pytest.fail(f"pip {arguments}"))
     assert install.main(argparse.Namespace(horovod_only=False, tensorflow=None, cuda=True)) == 1
-    assert f"GPU code requires nvcc. Received: none in {tmp_path}" in capsys.readouterr().err
+    assert f"GPU code requires nvcc, which was not found in {tmp_path}" in capsys.readouterr().err
 
 
 def test_mpi_passes_through(monkeypatch):

@@ -206,9 +206,9 @@ def test_check_reports(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "remedy"),
     [
-        ({"horovod": None}, "horovod is missing. Run: python -m tfposeidon install"),
+        ({"horovod": None}, "tfposeidon requires horovod. Run: python -m tfposeidon install"),
         ({"horovod": "0.28.1"}, "Received: 0.28.1 without patches"),
-        ({"keras": "3.9.0"}, "Keras 3.15.* is needed. Received: 3.9.0"),
+        ({"keras": "3.9.0"}, "tfposeidon requires Keras 3.15.*. Received: 3.9.0"),
     ],
 )
 def test_check_names_the_remedy(monkeypatch, capsys, versions, remedy):

@@ -308,7 +308,7 @@ def test_missing_tools_are_named(tmp_path):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     done = lab("--nodes 2", "true", environment={"PATH": str(tmp_path)})
     assert done.returncode == 2
-    assert "ip, tc not found. Install: apt-get install iproute2" in done.stdout
+    assert "the lab needs ip, tc. Run: apt-get install iproute2" in done.stdout
 
 
 def test_missing_rights_are_named(tmp_path):
@@ -371,5 +371,5 @@ def test_demo_goes_on_where_the_lab_cannot_run(tmp_path):
     done = finish(start(DEMO, environment={"PATH": str(tmp_path)}))
     assert done.returncode == 0
     assert done.stdout.count("\n") == 1
-    assert "ip, tc not found. Install: apt-get install iproute2" in done.stdout
+    assert "the lab needs ip, tc. Run: apt-get install iproute2" in done.stdout
     assert done.stdout.startswith("tfposeidon demo: skipped, because the lab cannot run")

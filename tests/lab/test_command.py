@@ -57,7 +57,7 @@ def test_load_over_time_is_a_share_of_the_link():
 
 
 REFUSED = {
-    "--nodes 2 --": "A command is required. Received: none. Append it",
+    "--nodes 2 --": "A command is required. Received: [",
     "--nodes 0 -- true": "`--nodes` must be in 1..250. Received: 0",
     "--nodes 2 --per-node 0 -- true": "`--per-node` must be an integer >= 1. Received",
     "--nodes 2 --inter 200 -- true": "A rate must be between 8kbit and 1tbit. Received: '200'",

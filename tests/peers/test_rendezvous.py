@@ -61,7 +61,7 @@ def test_all_ranks_get_the_entries_of_all(server):
 
 
 def test_a_missing_rank_is_named(server):
-    message = r"Received: rank 1 \(host1:1\) did not register at 127\.0\.0\.1:\d+"
+    message = r"`start_timeout_s`\), but rank 1 \(host1:1\) did not register at 127\.0\.0\.1:\d+"
     with pytest.raises(TimeoutError, match=message):
         meet(server, 0, limit_s=0.2)
 
@@ -175,9 +175,7 @@ def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
 
 
 def test_a_wrong_token_is_refused(server):
-    with pytest.raises(
-        PermissionError, match=r"same token\. Received: the store at .*TFPOSEIDON_TOKEN"
-    ):
+    with pytest.raises(PermissionError, match=r"same token\. The store at .*TFPOSEIDON_TOKEN"):
         rendezvous.connect(job(server, 1), "another", 5.0)
 
 
@@ -348,9 +346,7 @@ def test_a_child_of_a_rank_is_refused(monkeypatch):
     monkeypatch.setenv(rendezvous.LAUNCHER, "3")
     monkeypatch.setenv(rendezvous.STORE_ADDRESS, "a:1/x")
     monkeypatch.setenv(rendezvous.MEMBER, "1 a:1/x")
-    with pytest.raises(
-        RuntimeError, match=rf"of rank 3, process {os.getpid()} in addition to process 1\."
-    ):
+    with pytest.raises(RuntimeError, match=rf"of rank 3, process 1, in process {os.getpid()}\."):
         rendezvous.join(1.0, has_mpi=False)
     # A job that the rank has started with a launcher.
     monkeypatch.setenv(rendezvous.STORE_ADDRESS, "a:2")

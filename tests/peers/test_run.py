@@ -55,7 +55,7 @@ def test_nodes_from_the_platform_or_one():
                 "MASTER_ADDR": "a",
                 "MASTER_PORT": "1",
             },
-            "Received from torchrun: several processes per node.*Leave out",
+            "torchrun: rank 1 of 4, with several processes per node.*Leave out",
         ),
     ],
 )
@@ -103,8 +103,8 @@ def test_visible_gpus_are_those_of_the_variable(given, gpus):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], r"A command is required\. Received: none"),
-        (["--"], r"A command is required\. Received: none"),
+        ([], r"A command is required\. Received: \[\]"),
+        (["--"], r"A command is required\. Received: \['--'\]"),
         (["--", "/no/such/program"], r"must be an executable file.* Received: '/no/such/program'"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Commands `python -m tfposeidon check` and `install`."""
+"""Implements the commands `python -m tfposeidon check` and `install`."""

@@ -1,9 +1,10 @@
-"""Reports versions, Horovod's build, GPUs and the nodes that it sees, and runs a small collective.
+"""Reports versions, Horovod's build, GPUs and topology, and averages a vector with every scheme.
 
-On its own it checks this machine; `horovodrun -np N python -m tfposeidon check` checks the job, as
-do `python -m tfposeidon run` and the platforms whose variables it lists.
-With `--network FILE` it also measures the network of the job, and writes a profile to a file for
-`tfposeidon.init(network=FILE)`. If a check fails, it prints the remedy, and the exit status is 1.
+A single process checks this machine. The ranks of a job check the job: start them with `horovodrun
+-np N python -m tfposeidon check`, with `python -m tfposeidon run`, or on a platform that sets their
+variables. With `--network FILE`, the command also measures the network between ranks and writes a
+profile for `tfposeidon.init(network=FILE)`. If a check fails, it prints the remedy and exits with
+status 1.
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ from tfposeidon.text import table
 
 
 class CheckError(RuntimeError):
-    """Error of a failed check; the message names the remedy."""
+    """Raised if a check fails; the message names the remedy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon check`."""
     parser.add_argument(
         "--ranks-per-node", type=int, help="ranks on each node, as for tfposeidon.init()"
     )
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns 0, or 1 if a check fails."""
+    """Returns the exit status: 1 if a check failed, else 0."""
     try:
         rows = [*_versions(), *peer_rows()]
-        # Modules that need TensorFlow are imported here and below, because `_versions` first
-        # reports a missing or unsupported TensorFlow with the remedy.
+        # Import modules that need TensorFlow here and below: if TensorFlow is missing or
+        # unsupported, `_versions` must first report the remedy.
         from tfposeidon.communication import launcher, runtime
 
         topology = runtime.init(ranks_per_node=options.ranks_per_node)
@@ -71,7 +71,7 @@ def _versions() -> list[tuple[str, str]]:
     for name in ("tensorflow", "keras", "horovod", "numpy"):
         version = version_of(package if name == "tensorflow" else name)
         if version is None:
-            raise CheckError(f"{name} is missing. Run: python -m tfposeidon install")
+            raise CheckError(f"tfposeidon requires {name}. Run: python -m tfposeidon install")
         found[name] = version
     versions.require_tensorflow(package, found["tensorflow"])
     built_for = install.built_for()
@@ -83,7 +83,7 @@ def _versions() -> list[tuple[str, str]]:
         )
     if not found["keras"].startswith(install.KERAS_VERSION.rstrip("*")):
         raise CheckError(
-            f"Keras {install.KERAS_VERSION} is needed. Received: {found['keras']}. Run: "
+            f"tfposeidon requires Keras {install.KERAS_VERSION}. Received: {found['keras']}. Run: "
             f"pip install 'keras=={install.KERAS_VERSION}'"
         )
     if not found["horovod"].endswith(CORRECTED_MARK):
@@ -96,7 +96,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def version_of(name: str) -> str | None:
-    """Returns the version of an installed distribution, or `None`."""
+    """Returns the version of a distribution, or `None` if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -104,8 +104,8 @@ def version_of(name: str) -> str | None:
 
 
 def peer_rows() -> list[tuple[str, str]]:
-    """Returns rows about the platforms whose variables are set, and about the job's token."""
-    # Imported here for the reason in `main`.
+    """Returns table rows about the platforms whose variables are set, and about the job's token."""
+    # Import these modules here for the reason in `main`.
     import_tensorflow()
     from tfposeidon.communication import launcher
 
@@ -124,7 +124,7 @@ def peer_rows() -> list[tuple[str, str]]:
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
-    """Returns rows about Horovod and GPUs; requires NCCL if each rank has its own GPU."""
+    """Returns table rows about Horovod and GPUs; raises `CheckError` if NCCL is missing."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -142,7 +142,7 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
 
 
 def _problems_of_all() -> list[str]:
-    """Runs every scheme once in a graph; returns the messages of all ranks on wrong means."""
+    """Averages a vector with every scheme; returns all ranks' messages about wrong averages."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -167,7 +167,7 @@ def _problems_of_all() -> list[str]:
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
     import tensorflow as tf
 
-    # A flush sends everything, which makes sparse schemes exact.
+    # Flush, so that sparse schemes send all elements and their averages are exact.
     state = scheme.flushing(
         tuple(tf.zeros(slot.shape) for slot in scheme.slots(vector.shape[0], wire.topology))
     )
@@ -175,10 +175,10 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
 
 
 def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
-    """Measures the network between ranks; rank 0 writes its profile to a file."""
+    """Measures the network between ranks, writes its profile on rank 0, and returns table rows."""
     if topology.size == 1:
         raise CheckError(
-            "`--network` requires two ranks or more. Received: one rank. Run: horovodrun -np N "
+            "`--network` requires at least 2 ranks. Received: 1 rank. Run: horovodrun -np 2 "
             "python -m tfposeidon check --network FILE"
         )
     from tfposeidon.autotune import measurement
@@ -186,7 +186,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
     links = measurement.measure(runtime.wire())
     if topology.rank == 0:
-        # The rename is atomic, so that readers see the old or the new content.
+        # A rename is atomic, so readers find either the old or the new profile.
         part = Path(f"{path}.part")
         part.write_text(links.to_json())
         part.replace(path)
@@ -224,7 +224,7 @@ def _rates_text(rates: Any) -> str:
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
     """Returns table rows about GPUs; raises `CheckError` if the driver is too old.
 
-    Requires that Horovod and TensorFlow are loaded; `gpus` is the number that TensorFlow sees.
+    Horovod and TensorFlow must be loaded. `gpus` is the number of GPUs that TensorFlow sees.
     """
     import horovod.tensorflow as hvd
 
@@ -238,7 +238,7 @@ def gpu_rows(gpus: int) -> list[tuple[str, str]]:
     driver = "none"
     if latest := cuda.driver_version():
         driver = f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(latest)}".strip()
-    # Only builds by `install` record the version.
+    # Only Horovod builds by `install` record their CUDA version.
     built_for = horovod_cuda or ("an unknown version of CUDA" if hvd.cuda_built() else "CPUs")
     return [
         ("GPUs", _gpus(gpus, tensorflow_cuda)),
@@ -260,7 +260,7 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
         )
     if problem := cuda.problem_with_driver(tensorflow_cuda):
         return f"0 for TensorFlow. {problem}"
-    # TensorFlow logs the libraries that it did not find, but not at our log level.
+    # TensorFlow logs which libraries it did not find, but not at the log level that `quiet` sets.
     return (
         "0 for TensorFlow, although a driver is loaded. TF_CPP_MIN_LOG_LEVEL=0 python -c 'import "
         'tensorflow as tf; tf.config.list_physical_devices("GPU")\' logs the cause. Usually CUDA '
@@ -269,7 +269,7 @@ def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
 
 
 def _horovod_cuda() -> str | None:
-    """Returns the version of CUDA that Horovod's build recorded in its metadata."""
+    """Returns the CUDA version in the metadata of Horovod's build, or `None` if it has none."""
     import horovod
 
     path = Path(horovod.__file__).with_name("metadata.json")
@@ -295,18 +295,18 @@ def _nccl() -> str:
     if built:
         text += f", Horovod for {_version_text(built)}"
     if built > number.value:
-        # An older NCCL passed all tests on an H200, but NVIDIA does not guarantee it.
+        # NVIDIA does not guarantee that an older NCCL works, but one passed all tests on an H200.
         text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_version_text(built)}'"
     return text
 
 
 def _version_text(code: int) -> str:
-    """Returns a version code of cuDNN or NCCL as text: 22707 is 2.27.7."""
+    """Formats a version code of cuDNN or NCCL: 22707 is 2.27.7."""
     return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
 
 
 def _loaded_library(name: str, place: str) -> ctypes.CDLL | None:
-    # The name comes first: if TensorFlow has loaded the library, this returns the same.
+    # Try the bare name first: it finds the library that TensorFlow has loaded, if any.
     for path in (name, *(str(folder / place / name) for folder in cuda.folders_of("nvidia"))):
         try:
             return ctypes.CDLL(path)
@@ -336,6 +336,6 @@ def _native_ops(gpus: int) -> str:
             "The native ops must be compiled for the architecture of this GPU. Received: "
             f"{error.message}. In tfposeidon's folder, name the architecture in setup.cfg "
             "([build_ext] gpus=70 for a V100, 60 for a P100) and run: pip install "
-            "--force-reinstall --no-deps . These two need nvcc 12: set HOROVOD_CUDA_HOME to it."
+            "--force-reinstall --no-deps . V100 and P100 need nvcc 12: set HOROVOD_CUDA_HOME to it."
         ) from error
     return "on CPUs and GPUs"

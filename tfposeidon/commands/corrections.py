@@ -1,4 +1,4 @@
-"""Patches of Horovod's last release, which `install` applies before it builds Horovod."""
+"""Lists the patches that `install` applies to Horovod's last release before building it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ CORRECTED_MARK = "+tfposeidon.3"
 
 
 class CorrectionError(RuntimeError):
-    """Error of a Horovod source that a patch does not match."""
+    """Raised if a patch does not match Horovod's source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Patch of a passage in Horovod's source; `file` is relative to the source."""
+    """Patch that replaces one passage in `file`, a path relative to Horovod's source."""
 
     file: str
     wrong: str
@@ -27,7 +27,7 @@ class Correction:
         text = path.read_text()
         if text.count(self.wrong) != 1:
             raise CorrectionError(
-                f"A correction must match Horovod's source exactly once. Received: "
+                f"A patch must match Horovod's source exactly once. Received: "
                 f"{text.count(self.wrong)} matches in {self.file}. "
                 f"Only horovod=={HOROVOD_VERSION} is supported."
             )
@@ -41,8 +41,8 @@ CORRECTIONS = (
         wrong='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
         right="",
     ),
-    # TensorFlow 2.21 does not export AsGpuStreamValue, so a Horovod with NCCL would not load. The
-    # header has moved as well.
+    # TensorFlow 2.21 does not export AsGpuStreamValue, so Horovod with NCCL would not load. The
+    # header that Horovod includes has moved as well.
     Correction(
         file="horovod/tensorflow/mpi_ops.cc",
         wrong="""// Forward declaration of AsGpuStreamValue
@@ -67,9 +67,10 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace stream_executor
 """,
     ),
-    # TensorFlow exports stubs of the CUDA runtime that load its own version. Code of another nvcc,
-    # linked after TensorFlow, would call these stubs. NCCL's path is relative to Horovod, because
-    # other environments install the built wheel, too.
+    # Record the CUDA version for `check`, and link the CUDA runtime before TensorFlow. TensorFlow
+    # exports stubs of the runtime that load TensorFlow's version, and code of another nvcc would
+    # call them. Set a path to NCCL relative to Horovod, because other environments install the same
+    # wheel.
     Correction(
         file="horovod/tensorflow/CMakeLists.txt",
         wrong="target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})\n",
@@ -94,7 +95,8 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
         "  device_attr.ai_family = AF_UNSPEC;\n"
         "  auto dev = CreateDevice(device_attr);\n\n  global_ctx",
     ),
-    # Under Gloo the stall inspector never sees a missing rank.
+    # Under Gloo, the stall inspector never reports a missing rank, because its list of ranks is
+    # empty.
     Correction(
         file="horovod/common/gloo/gloo_controller.cc",
         wrong="global_ranks_.reserve(size_);",
@@ -121,9 +123,9 @@ target_link_libraries(${TF_TARGET_LIB} ${LINKER_LIBS} ${TF_LINKER_LIBS})
         break;
 """,
     ),
-    # Gloo announces a receive over the connection on which it sends. A large message that is sent
-    # first delays the announcement and thus the other direction, so that two ranks that exchange
-    # use half of their link's bandwidth. The next patch has the same reason.
+    # Gloo announces a receive over the connection on which it also sends. If a large send comes
+    # first, it delays the announcement and thus the other direction, and two ranks that exchange
+    # messages use only half of their link's bandwidth. The next patch has the same reason.
     Correction(
         file="third_party/gloo/gloo/alltoallv.cc",
         wrong="""    in->send(

@@ -1,10 +1,10 @@
-"""Finds the components of CUDA: driver, toolkit with compiler, NCCL; and TensorFlow's CUDA version.
+"""Finds the CUDA toolkit, NCCL, and the CUDA versions of the driver and of TensorFlow.
 
-Three version numbers matter. The driver supports programs up to one version of CUDA. nvcc compiles
-for its own version and links its runtime into the result. TensorFlow contains another runtime. Two
-runtimes work in one process as long as the driver supports both.
+Three versions matter. The driver supports programs up to one version of CUDA. nvcc compiles for its
+own version and links the runtime of that version into the result. TensorFlow contains another
+runtime. Two runtimes work in one process as long as the driver supports both.
 
-This module uses the standard library only, because `install` and `setup.py` import it before any
+This module imports only the standard library, because `install` and `setup.py` import it before any
 dependency is installed.
 """
 
@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Version = tuple[int, int]
-# The first whose Thrust has `tabulate_output_iterator`.
+# This is the first release whose Thrust has `tabulate_output_iterator`.
 OLDEST_NVCC = (12, 8)
 DRIVERS = {12: "525", 13: "580"}
-"""First release of NVIDIA's driver that supports a major version of CUDA."""
+"""First release of NVIDIA's driver that supports each major version of CUDA."""
 WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
 
 
 class CudaError(RuntimeError):
-    """Error of a missing or incompatible component of CUDA, with the remedy."""
+    """Raised if a component of CUDA is missing or incompatible; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,12 @@ class Toolkit:
 
     @property
     def nvcc(self) -> Path:
-        """Path of the compiler."""
         return self.home / "bin" / "nvcc"
 
     @property
     def static_runtime(self) -> Path:
-        """Path of the CUDA runtime that Horovod and the native ops link."""
-        # Layouts of NVIDIA's installers, of Debian's package, and of the wheels.
+        """Path of the CUDA runtime that Horovod and the native ops link; it may not exist."""
+        # NVIDIA's installers, Debian's package and the wheels use different folders.
         folders = ("lib64", "lib/x86_64-linux-gnu", "targets/*/lib", "lib")
         found = (path for f in folders for path in self.home.glob(f"{f}/libcudart_static.a"))
         return next(found, self.home / "lib64" / "libcudart_static.a")
@@ -72,16 +71,14 @@ class Nccl:
 
     @property
     def rpath(self) -> str:
-        """Search path for the loader: relative to Horovod if both lie in one folder."""
+        """Folder of the library for the loader, relative to Horovod if NCCL is in site-packages."""
         if Path(sysconfig.get_path("purelib")) in self.library.parents:
-            # Relative to site-packages/horovod/tensorflow: the wheel may be installed in another
-            # environment.
+            # $ORIGIN is site-packages/horovod/tensorflow, so the wheel works in any environment.
             return "$ORIGIN/../../nvidia/nccl/lib"
         return str(self.library.parent)
 
 
 def driver_present() -> bool:
-    """Returns whether a kernel driver for NVIDIA GPUs is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or driver_version() is not None
 
 
@@ -93,14 +90,14 @@ def driver_version() -> Version | None:
     except OSError:
         return None
     number = ctypes.c_int()
-    # This call neither needs nor occupies a GPU.
+    # This call neither requires nor occupies a GPU.
     if library.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
         return None
     return number.value // 1000, number.value % 1000 // 10
 
 
 def driver_release() -> str | None:
-    """Returns the release of the driver, such as `"580.95.05"`, if the kernel reports it."""
+    """Returns the driver's release, such as `"580.95.05"`, or `None` if the kernel reports none."""
     path = Path("/proc/driver/nvidia/version")
     match = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.exists() else None
     return match[1] if match else None
@@ -109,8 +106,8 @@ def driver_release() -> str | None:
 def require_toolkit() -> Toolkit:
     """Returns the first toolkit that can compile for this machine.
 
-    It is that of `HOROVOD_CUDA_HOME` if set, otherwise one of `PATH`, `/usr/local/cuda` or pip.
-    `CudaError` reports that all lack a component, are too old, or are newer than the driver.
+    Searches `HOROVOD_CUDA_HOME` if it is set, otherwise `PATH`, `/usr/local/cuda` and pip's wheels.
+    Raises `CudaError` if every toolkit is incomplete, too old, or too new for the driver.
     """
     problems = []
     if given := os.environ.get("HOROVOD_CUDA_HOME"):
@@ -127,16 +124,16 @@ def require_toolkit() -> Toolkit:
                 return toolkit
             problems.append(problem)
     looked_in = given or "PATH and /usr/local/cuda"
-    problems.append(f"GPU code requires nvcc. Received: none in {looked_in}.")
+    problems.append(f"GPU code requires nvcc, which was not found in {looked_in}.")
     raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
 
 
 def _homes_of_nvcc() -> list[Path]:
-    """Returns candidate folders for the toolkit of the nvcc on the path."""
+    """Returns folders that may contain the toolkit of the nvcc on PATH."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return []
-    # nvcc may be a script that calls another one; Debian's calls one with libraries in /usr.
+    # nvcc may be a script that calls another nvcc: Debian's calls one whose libraries are in /usr.
     dry_run = [nvcc, "--dryrun", "-x", "cu", os.devnull]
     output = subprocess.run(dry_run, capture_output=True, text=True).stderr
     match = re.search(r"^#\$ _HERE_=(.+)$", output, re.MULTILINE)
@@ -147,22 +144,22 @@ def _homes_of_nvcc() -> list[Path]:
 def _problem_with(toolkit: Toolkit) -> str | None:
     if toolkit.version < OLDEST_NVCC:
         return (
-            f"nvcc {dotted(OLDEST_NVCC)} or later is needed. Received: nvcc "
+            f"GPU code requires nvcc {dotted(OLDEST_NVCC)} or later. Received: nvcc "
             f"{dotted(toolkit.version)} in {toolkit.home}."
         )
     if not toolkit.static_runtime.exists():
-        return f"nvcc needs the CUDA runtime. Received: no libcudart_static.a in {toolkit.home}."
+        return f"nvcc requires libcudart_static.a, which was not found in {toolkit.home}."
     return problem_with_driver(dotted(toolkit.version))
 
 
 def problem_with_driver(built_for: str) -> str | None:
-    """Returns an error message if the loaded driver does not support a version such as "12.5"."""
+    """Returns an error message, or `None` if the driver supports this CUDA or none is loaded."""
     driver, major = driver_version(), int(built_for.partition(".")[0])
     if driver is None or driver[0] >= major:
         return None
     needed = DRIVERS.get(major, "for this CUDA")
     return (
-        f"Code for CUDA {built_for} needs NVIDIA's driver {needed} or later. "
+        f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. "
         f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
         "Update the driver, or compile with an older nvcc."
     )
@@ -204,21 +201,18 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
                 version = ".".join(numbers)
                 return Nccl(include=header.parent, library=libraries[0], version=version)
     raise CudaError(
-        "Horovod on GPUs requires NCCL (nccl.h and libnccl.so). Received: none in "
-        f"{given or 'the environment, the toolkit and /usr'}. "
+        "Horovod on GPUs requires NCCL: nccl.h and libnccl.so were not found in "
+        f"{given or 'pip packages, the toolkit and /usr'}. "
         "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
         "Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
     )
 
 
 def folders_of(package: str) -> list[Path]:
-    """Returns the folders of a package, in pip's isolated build or in its target.
-
-    Does not import it. Packages of CUDA are in "nvidia".
-    """
-    # pip may have installed it after Python cached the folders.
+    """Returns a package's folders without importing it; CUDA's wheels are in "nvidia"."""
+    # pip may have installed the package after Python cached the folders.
     importlib.invalidate_caches()
-    # sys.path of an isolated build by pip lacks the last three.
+    # In pip's isolated build, sys.path does not contain the folders of the environment.
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     path = [*sys.path, *installed, site.getusersitepackages()]
     spec = importlib.machinery.PathFinder.find_spec(package, path)
@@ -226,8 +220,8 @@ def folders_of(package: str) -> list[Path]:
 
 
 def tensorflow_cuda() -> str | None:
-    """Returns the CUDA version for which TensorFlow was built; `None` for CPUs or without it."""
-    # Importing TensorFlow would take seconds.
+    """Returns the CUDA version of TensorFlow, or `None` if it is for CPUs or not installed."""
+    # Read the file, because importing TensorFlow takes seconds.
     for folder in folders_of("tensorflow"):
         path = folder / "python/platform/build_info.py"
         text = path.read_text() if path.exists() else ""

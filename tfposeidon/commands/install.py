@@ -1,12 +1,12 @@
 """Installs the dependencies of tfposeidon: TensorFlow, and a patched Horovod.
 
-Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later nor connects
-several hosts over Gloo without patches. `python -m tfposeidon install` downloads its source,
-patches it (see `corrections`), builds a wheel and stores it in a per-user cache, so that the next
-environment on this machine takes seconds. `versions` lists the supported releases of Python and
+Without patches, Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later
+nor connects several hosts over Gloo. `python -m tfposeidon install` downloads its source, applies
+the patches in `corrections`, builds a wheel and stores it in a per-user cache, so that the next
+installation on this machine takes seconds. `versions` lists the supported releases of Python and
 TensorFlow.
 
-This module uses the standard library only, because it runs before any dependency is installed.
+This module imports only the standard library, because it runs before any dependency is installed.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
 
 
 class InstallError(RuntimeError):
-    """Error of a failed installation, with the cause and the remedy."""
+    """Raised if an installation fails; the message has the cause and the remedy."""
 
 
 def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
-    """Returns pip's requirement; the default release is that of the native library."""
-    # Without a native library, take the newest release that this Python supports. The wheel for
-    # CPUs has half the size.
+    """Returns pip's requirement for TensorFlow; `release` defaults to the native library's."""
+    # Without a native library, default to the newest release for this Python. For CPUs,
+    # tensorflow-cpu has half the size of tensorflow.
     release = release or versions.release_of(built_for() or versions.tensorflow_releases()[-1])
     return f"{'tensorflow[and-cuda]' if with_cuda else 'tensorflow-cpu'}=={release}.*"
 
 
 def built_for(library: Path = LIBRARY) -> str | None:
-    """Returns the TensorFlow version of the native library, if known, without loading it."""
+    """Returns the TensorFlow version of the native library, or `None` if it is unknown."""
     if not library.exists():
         return None
     match = re.search(rb"tfposeidon built for TensorFlow ([0-9a-z.]+)", library.read_bytes())
@@ -57,23 +57,23 @@ def built_for(library: Path = LIBRARY) -> str | None:
 
 
 def target_has(module: str) -> bool:
-    """Returns whether this environment has a top-level module, also from isolated builds."""
+    """Returns whether the environment has a top-level module, even in pip's isolated build."""
     path = _path_of_environment(without_isolation())
     return importlib.machinery.PathFinder.find_spec(module, path) is not None
 
 
 def without_isolation() -> dict[str, str]:
-    """Returns the environment variables without those by which pip isolates a build."""
+    """Returns the environment variables, except the variables with which pip isolates a build."""
     isolating = ("PYTHONPATH", "PYTHONNOUSERSITE")
     return {name: value for name, value in os.environ.items() if name not in isolating}
 
 
 def _path_of_environment(variables: dict[str, str]) -> list[str]:
-    """Returns a new interpreter's path, including a user's site that pip has just created."""
+    """Returns `sys.path` of a new interpreter, which sees a user site that pip has just created."""
     code = "import json, sys; print(json.dumps(sys.path[1:]))"
     command = [sys.executable, "-c", code]
     output = subprocess.run(command, env=variables, capture_output=True, text=True)
-    # Code that runs at every start may print.
+    # Read the last line only, because code that runs at every start of Python may print.
     return json.loads(output.stdout.splitlines()[-1])
 
 
@@ -89,26 +89,27 @@ def horovod_flags(with_cuda: bool) -> dict[str, str]:
     with_mpi = os.environ.get("HOROVOD_WITH_MPI") == "1"
     flags = {
         "HOROVOD_WITH_TENSORFLOW": "1",
-        # Gloo is needed even with MPI: the lab's ranks connect through its key-value store.
+        # Build Gloo even with MPI, because the lab's ranks connect through Gloo's key-value store.
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_PYTORCH": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         ("HOROVOD_WITH_MPI" if with_mpi else "HOROVOD_WITHOUT_MPI"): "1",
-        # Horovod's bundled gloo requests a CMake older than CMake 4 accepts.
+        # CMake 4 rejects the minimum version that the bundled Gloo declares.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
     }
     if with_cuda:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
-            # The default is static, but the wheels of NCCL contain a shared library only.
+            # Horovod links NCCL statically by default, but NCCL's wheels contain only a shared
+            # library.
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return flags
 
 
 def cache_key(with_cuda: bool) -> str:
-    """Returns a hash of the wheel's dependencies: TensorFlow, Python, compilers, patches."""
+    """Returns a hash of the build's inputs: TensorFlow, Python, compilers, options, patches."""
     parts = [
         HOROVOD_VERSION,
         _tensorflow_version() or "none",
@@ -119,7 +120,8 @@ def cache_key(with_cuda: bool) -> str:
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
     if os.environ.get("HOROVOD_WITH_MPI") == "1":
-        # Open MPI and MPICH, and their releases, have libraries of their own.
+        # The printed flags name the MPI libraries, which differ between Open MPI, MPICH and
+        # releases.
         shown = subprocess.run(["mpicxx", "-show"], capture_output=True, text=True)
         parts.append(shown.stdout)
     if with_cuda:
@@ -130,9 +132,9 @@ def cache_key(with_cuda: bool) -> str:
 
 
 def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
-    """Installs TensorFlow and Keras where they are missing.
+    """Installs TensorFlow and Keras, unless a TensorFlow is installed.
 
-    An installed TensorFlow is not replaced; `InstallError` reports one that differs from `release`.
+    Raises `InstallError` if the installed TensorFlow is not of this release.
     """
     if release:
         versions.require_tensorflow("tensorflow", release)
@@ -151,10 +153,10 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
 
 
 def install_horovod(with_cuda: bool) -> None:
-    """Installs Horovod from the cached wheel, which is built first if necessary.
+    """Installs Horovod from the cache, after building its wheel if necessary.
 
-    A build with NCCL needs nvcc, but no driver. `InstallError` has the compiler's last lines and
-    the packages to install.
+    A build with NCCL requires nvcc, but no driver. If the build fails, the `InstallError` contains
+    the compiler's last lines and the packages to install.
     """
     present = _tensorflow_version()
     if present is None:
@@ -176,19 +178,18 @@ def install_horovod(with_cuda: bool) -> None:
     if not wheels:
         wheels = [_build_into(folder, with_cuda)]
     _say(f"installing {wheels[0]}")
-    # Force it, because a wheel of the same version for another TensorFlow may be installed.
+    # Replace an installed Horovod of the same version: it may be built for another TensorFlow.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
-    # Horovod's runtime dependencies; setuptools and wheel were needed for the build only.
+    # Install Horovod's runtime dependencies; only the build requires setuptools and wheel.
     _pip("install", *BUILD_TOOLS[2:])
 
 
 def _build_into(folder: Path, with_cuda: bool) -> Path:
-    """Builds the wheel in a temporary folder; a killed build leaves no partial wheel."""
+    """Builds the wheel and moves it into `folder`; a killed build leaves no partial wheel there."""
     require_build_tools()
     folder.parent.mkdir(parents=True, exist_ok=True)
     _pip("install", *BUILD_TOOLS)
-    # The temporary folder is in the cache, so that the wheel can be renamed into its place, which
-    # is atomic on one file system only.
+    # The temporary folder is in the cache, because a rename is atomic only within one file system.
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
@@ -202,7 +203,7 @@ def _build_into(folder: Path, with_cuda: bool) -> Path:
 def _corrected_source(scratch: Path) -> Path:
     requirement = f"horovod=={HOROVOD_VERSION}"
     _say(f"downloading the source of {requirement}")
-    # Without isolation, pip runs setup.py for the name, with the setuptools installed above.
+    # pip runs setup.py to read the name. Without isolation, it uses the setuptools installed above.
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(scratch)]
     _pip("download", *options, requirement)
     archive = next(scratch.glob("horovod-*.tar.gz"))
@@ -215,11 +216,11 @@ def _corrected_source(scratch: Path) -> Path:
 
 
 def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) -> None:
-    """Compiles a wheel of Horovod into a folder; an error has the end of the log."""
+    """Compiles a wheel of Horovod into `target`; raises `InstallError` with the end of the log."""
     environment = os.environ | horovod_flags(with_cuda) | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if with_cuda:
         environment |= cuda_environment(scratch)
-    # Without isolation, Horovod gets headers and flags from the installed TensorFlow.
+    # Without isolation, the build finds the headers and flags of the installed TensorFlow.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
     command += ["-w", str(target), str(source)]
     log = cache_folder() / "horovod-build.log"
@@ -227,7 +228,7 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
         result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
     if result.returncode:
         text = log.read_text(errors="replace")
-        # Horovod's setup.py and pip end with long messages that do not contain the cause.
+        # Cut the long messages that setup.py and pip print last, which do not contain the cause.
         for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
             text = text.partition(closing)[0]
         raise InstallError(
@@ -243,7 +244,10 @@ def _last_lines(text: str) -> str:
 
 
 def cuda_environment(scratch: Path) -> dict[str, str]:
-    """Returns variables that name the CUDA toolkit and NCCL to Horovod's build."""
+    """Returns variables that pass the CUDA toolkit and NCCL to Horovod's build.
+
+    Some of them refer to links that this function creates in `scratch`.
+    """
     toolkit = cuda.require_toolkit()
     nccl = cuda.require_nccl(toolkit)
     for_tensorflow = cuda.tensorflow_cuda() or "unknown"
@@ -254,8 +258,8 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
     if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
         needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
         _say(f"the GPU code requires NVIDIA's driver {needed} or later on each machine")
-    # Wheels contain libnccl.so.2 and libcudart.so.13 only, but CMake searches names without a
-    # version.
+    # Link the libraries under names without a version, which CMake searches: wheels contain only
+    # libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
     links.mkdir()
     (links / "libnccl.so").symlink_to(nccl.library)
@@ -266,7 +270,7 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
         (links / "libcudart_static.a").symlink_to(toolkit.static_runtime)
     return {
         "CMAKE_LIBRARY_PATH": str(links),
-        # Horovod's build queries the nvcc on the path for the GPUs that it supports.
+        # Horovod's build asks the nvcc on PATH which GPUs it supports.
         "PATH": os.pathsep.join([str(toolkit.home / "bin"), os.environ.get("PATH", "")]),
         "HOROVOD_CUDA_HOME": str(toolkit.home),
         "HOROVOD_NCCL_INCLUDE": str(nccl.include),
@@ -284,7 +288,7 @@ def require_build_tools() -> None:
         missing.append("libopenmpi-dev")
     if missing:
         raise InstallError(
-            "Building Horovod needs a C++ compiler, cmake and make. "
+            "Building Horovod requires a C++ compiler, cmake and make. "
             f"Missing: {', '.join(missing)}. "
             f"Run: apt-get install {' '.join(missing)}"
         )
@@ -292,7 +296,7 @@ def require_build_tools() -> None:
 
 def _tensorflow_version() -> str | None:
     # Read the metadata, because importing TensorFlow takes seconds. Invalidate Python's caches of
-    # folders: pip may have installed it after this process started.
+    # folders, because pip may have installed TensorFlow after this process started.
     importlib.invalidate_caches()
     path = _path_of_environment(dict(os.environ))
     for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
@@ -335,7 +339,6 @@ def for_gpus() -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon install`."""
     parser.add_argument("--horovod-only", action="store_true", help="do not install TensorFlow")
     parser.add_argument(
         "--cuda",
@@ -352,12 +355,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status, 1 if an installation failed."""
+    """Returns the exit status: 1 if an installation failed, else 0."""
     try:
         versions.require_python()
         with_cuda = for_gpus() if options.cuda is None else options.cuda
         if with_cuda:
-            # Fail before gigabytes are downloaded.
+            # Fail before pip downloads gigabytes.
             cuda.require_toolkit()
         if not options.horovod_only:
             install_tensorflow(with_cuda, options.tensorflow)

@@ -1,8 +1,8 @@
-"""Releases of Python, TensorFlow and Keras that tfposeidon supports, and errors for all others.
+"""Lists the supported releases of Python, TensorFlow and Keras, and refuses all others.
 
-`setup.py` and `build_backend.py` import this module without any dependency installed, and `python
--m tfposeidon` on a Python that may be too old. It therefore uses the standard library only, and no
-syntax newer than Python 3.7.
+`setup.py` and `build_backend.py` import this module before any dependency is installed, and `python
+-m tfposeidon` imports it on a Python that may be too old. It therefore imports only the standard
+library, and uses no syntax newer than Python 3.7.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 PYTHON = ("3.11", "3.12", "3.13")
 TENSORFLOW = ("2.19", "2.20", "2.21")
 FIRST_TENSORFLOW = {"3.13": "2.20"}
-"""First TensorFlow with wheels for a Python, if it is not the first of `TENSORFLOW`."""
+"""First supported TensorFlow with wheels for a Python release, if it is not `TENSORFLOW[0]`."""
 KERAS = "3.15"
 
 
 class UnsupportedVersionError(RuntimeError):
-    """Error of an unsupported release, with the supported releases and the command to run."""
+    """Raised for an unsupported release; the message has the supported ones and the remedy."""
 
 
 def running_python() -> str:
@@ -27,18 +27,21 @@ def running_python() -> str:
 
 
 def require_python() -> None:
-    """Raises `UnsupportedVersionError` if TensorFlow or Horovod lacks support for this Python."""
+    """Raises `UnsupportedVersionError` unless tfposeidon supports the running Python."""
     if running_python() not in PYTHON:
         received = ".".join(map(str, sys.version_info[:3]))
         raise UnsupportedVersionError(
-            f"tfposeidon needs Python {either(PYTHON)}. "
+            f"tfposeidon requires Python {either(PYTHON)}. "
             f"Received: Python {received} in {sys.executable}. "
             f"Create an environment with one of them: python{PYTHON[-1]} -m venv .venv"
         )
 
 
 def tensorflow_releases(python: str | None = None) -> tuple[str, ...]:
-    """Returns the supported TensorFlow releases with wheels for a Python, oldest first."""
+    """Returns the supported TensorFlow releases with wheels for `python`, oldest first.
+
+    The default is the running Python.
+    """
     first = FIRST_TENSORFLOW.get(python or running_python(), TENSORFLOW[0])
     return TENSORFLOW[TENSORFLOW.index(first) :]
 
@@ -51,7 +54,7 @@ def require_tensorflow(package: str, version: str) -> None:
         return
     where = f" on Python {running_python()}" if release in TENSORFLOW else ""
     raise UnsupportedVersionError(
-        f"tfposeidon needs TensorFlow {either(releases)}{where}. Received: {package} {version}. "
+        f"tfposeidon requires TensorFlow {either(releases)}{where}. Received: {package} {version}. "
         f"Run: pip install '{package}=={releases[-1]}.*', "
         "then python -m tfposeidon install --horovod-only"
     )
@@ -63,5 +66,5 @@ def release_of(version: str) -> str:
 
 
 def either(names: Sequence[str]) -> str:
-    """Returns one or more names as a choice, such as `"2.19, 2.20 or 2.21"`."""
+    """Joins names to a choice, such as `"2.19, 2.20 or 2.21"`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

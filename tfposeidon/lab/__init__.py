@@ -1,9 +1,9 @@
-"""The lab: a cluster that is emulated on one machine by network namespaces and shaped links.
+"""Emulates a cluster on one machine, with network namespaces and shaped links.
 
-`command` reads and checks the options, and restarts Python inside private namespaces. There,
-`inside` builds the `network`, starts the ranks and writes the report. When the last process ends,
-the kernel removes everything.
+`command` checks the options and restarts Python inside private namespaces. There, `inside` builds
+the `network`, starts the ranks and writes the report. When the last process ends, the kernel
+removes the namespaces and links.
 
-`architectures` and `accelerator` make Keras models that train as slowly as those of the papers
+`architectures` and `accelerator` make Keras models that take as long per step as the papers' models
 without using the CPU. `demo` compares schemes on one of them.
 """

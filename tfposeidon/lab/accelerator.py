@@ -1,8 +1,9 @@
-"""Emulated accelerator for scaling studies: Keras models whose layers wait instead of computing.
+"""Emulates an accelerator for scaling studies: layers of Keras models wait instead of computing.
 
-Parameters have their real shapes and gradients are exchanged, while forward and backward passes
-only wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of values. Dense
-layers multiply factors, as those of Keras do, so that the optimizer can find sufficient factors.
+Parameters have their real shapes and gradients are exchanged, but forward and backward passes only
+wait (`Stream`). Gradients of convolutions and vectors are slices of a buffer of random values.
+Dense layers multiply factors, as Keras's dense layers do, so that the optimizer can find sufficient
+factors.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tfposeidon.lab import architectures
 from tfposeidon.lab.architectures import Layer
 
 SCALE = 1e-3
-"""Scale of the values of a gradient."""
+"""Scale of gradient values."""
 ALIGNED = 16
-"""Elements to whose multiples slices of the buffer are aligned: TensorFlow does not copy those."""
+"""Slices of the buffer begin at multiples of this length, so that TensorFlow does not copy them."""
 
 
 class Stream:
@@ -58,8 +59,9 @@ class Stream:
         self._free_s = self._clock()
 
     def run(self, seconds: float) -> None:
-        """Waits until a piece of work of this many seconds would be done."""
-        # Work starts at the end of the previous work, not now: a late call sleeps less.
+        """Queues work of this many seconds, and waits until it would be done."""
+        # Work starts at the end of the previous work, not at the time of the call, so a late call
+        # sleeps less.
         self._free_s += seconds
         self.busy_s += seconds
         wait_s = self._free_s - self._clock()
@@ -93,15 +95,15 @@ class Accelerator:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Emulates compute time; returns the new token, and an offset for `values`."""
 
-        # The token is passed through, which orders the layers. `first` marks the start of a step.
+        # Pass the token through, which orders the layers. `first` marks the start of a step.
         def run(value: np.ndarray) -> tuple[np.ndarray, np.int64]:
             if first:
                 self.stream.begin()
             self.stream.run(seconds)
             return value, np.int64(self._generator.integers(self._spare // ALIGNED) * ALIGNED)
 
-        # A NumPy function, because only Python can wait without occupying a core. It is stateful,
-        # so that TensorFlow neither merges equal calls nor prunes one.
+        # Use a NumPy function, because only Python can wait without occupying a core. It is
+        # stateful, so TensorFlow neither merges nor prunes calls.
         passed, offset = tf.numpy_function(run, [token], [token.dtype, tf.int64])
         return tf.ensure_shape(passed, token.shape), tf.ensure_shape(offset, [])
 
@@ -111,7 +113,7 @@ class Accelerator:
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Identity layer with real parameters whose forward and backward passes take this many seconds.
+    """Identity layer with real parameters, whose passes take `forward_s` and `backward_s` seconds.
 
     `first` marks the first layer of a model, which starts a step. `options` are those of
     `keras.layers.Layer`.
@@ -140,7 +142,7 @@ class EmulatedLayer(keras.layers.Layer):
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
-        # The parameters are arguments because custom gradients are returned for arguments only.
+        # Pass the parameters as arguments, because only arguments get custom gradients.
         @tf.custom_gradient
         def work(token: tf.Tensor, *parameters: tf.Tensor) -> Any:
             passed, _ = self._accelerator.work(token, self._forward_s, first=self._first)
@@ -162,7 +164,7 @@ class EmulatedLayer(keras.layers.Layer):
     def _kernel_gradient(self, batch: int, offset: tf.Tensor) -> tf.Tensor:
         if self._layer.kind != "dense":
             return self._accelerator.values(self._layer.kernel, offset)
-        # A real product, because the exchange finds factors at the op that multiplies them.
+        # Compute a real product, because the exchange finds factors at the op that multiplies them.
         rows = batch * self._layer.rows
         factors = (self._accelerator.values((rows, n), offset) for n in self._layer.kernel)
         return tf.matmul(*factors, transpose_a=True)
@@ -178,8 +180,9 @@ def emulated_model(
     """Returns a Keras model with the parameters and the timing of `model`.
 
     Its input and output are `[batch, 1]`, and any data and loss are suitable. Embeddings have dense
-    gradients, as they do where the logits share them. `dilation` multiplies all times: a slow
-    machine can follow if links are slower by the same factor. Each rank should have its own `seed`.
+    gradients, as in models whose logits share the embedding. `dilation` multiplies all times: use
+    it on a machine that is too slow, with links that are slower by the same factor. Each rank
+    should have its own `seed`.
 
     >>> from tfposeidon.lab import architectures
     >>> resnet = emulated_model(architectures.model("resnet50").shrunk(16), dilation=0.1)

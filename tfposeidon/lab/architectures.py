@@ -1,7 +1,7 @@
-"""Models as the papers train them: layers with shapes and FLOPs, batch sizes and throughput.
+"""Describes models as the papers train them: shapes and FLOPs of layers, batch and throughput.
 
-ResNet's convolutions have no bias, as in the paper and unlike in Keras. Differs from the papers:
-GoogLeNet and Inception-V3 lack auxiliary heads. FLOPs count products only, without pooling,
+ResNet's convolutions have no bias, as in the paper but unlike in Keras. Differs from the papers:
+GoogLeNet and Inception-V3 have no auxiliary heads. FLOPs count only products, not pooling,
 activation and normalization.
 """
 
@@ -21,28 +21,28 @@ IMAGE_CHANNELS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Layer with parameters, whose name is unique within the model.
+    """Layer with parameters; its name is unique within the model.
 
     >>> *_, layer = alexnet()
     >>> layer.name, layer.kernel, layer.parameters
     ('dense3', (4096, 1000), 4097000)
 
-    `kernel` is (height, width, channels in, channels out) of a convolution, with the channels in of
-    one group, and (in, out) of a dense layer or embedding. `vector_count` is the number of other
-    parameters with one value per output: the bias, or those of the following normalization.
-    `flops` are those of the forward pass per sample; a multiply-add counts 2.
+    `kernel` is (height, width, channels in per group, channels out) for a convolution, and (in,
+    out) for a dense layer or embedding. `vector_count` is the number of other parameters with one
+    value per output: the bias, or the parameters of the following normalization. `flops` counts the
+    forward pass per sample, with 2 for a multiply-add.
     """
 
     name: str
     kernel: tuple[int, ...]
-    # Origin of the kernel's gradient: a convolution, a matrix product or a scatter of rows. In
-    # transformers the logits share the "tokens" embedding, so a matrix product adds to its
+    # The kernel's gradient comes from a convolution, a matrix product or a scatter of rows. In
+    # transformers, the logits share the "tokens" embedding, so a matrix product adds to its
     # gradient.
     kind: Kind
     vector_count: int = 1
     flops: float
-    # Rows per sample in the product that yields the kernel's gradient: 1, or the length of the
-    # sequence; 0 for a convolution.
+    # The product that yields the kernel's gradient has this many rows per sample: 1, or the length
+    # of the sequence. Convolutions have 0.
     rows: int = 1
 
     @property
@@ -52,7 +52,6 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return math.prod(self.kernel) + sum(self.vectors)
 
     def shrunk(self, factor: float) -> Layer:
@@ -86,11 +85,11 @@ def _stem(*shapes: tuple[int, int, int, int]) -> Iterator[Layer]:
 def _branches(
     name: str, channels: int, branches: str, side: int, last: int = 0, vectors: int = 1
 ) -> Generator[Layer, None, int]:
-    """Yields convolutions in branches from one input; returns the channels of all branches' ends.
+    """Yields convolutions in branches from one input; returns the number of output channels.
 
-    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A step is height x width x channels out, and
-    "+" places two convolutions in parallel. Outputs are `side` x `side`, and `last` x `last` at the
-    end of a branch.
+    "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A convolution is height x width x channels
+    out, and "+" joins two parallel convolutions. Outputs are `side` x `side`, but with `last`, the
+    output of a branch's end is `last` x `last`.
     """
     ends = 0
     for branch, steps in enumerate(branches.split("|"), 1):
@@ -113,7 +112,7 @@ def _classifier(*widths: int) -> Iterator[Layer]:
 
 def alexnet() -> Iterator[Layer]:
     """Yields the layers of AlexNet. Source: Krizhevsky et al. 2012."""
-    # The second, fourth and fifth convolution have two groups.
+    # The second, fourth and fifth convolutions have two groups.
     grouped = (27, 5, 48, 256), (13, 3, 256, 384), (13, 3, 192, 384), (13, 3, 192, 256)
     yield from _stem((55, 11, IMAGE_CHANNELS, 96), *grouped)
     yield from _classifier(6 * 6 * 256, 4096, 4096, 1000)
@@ -130,7 +129,7 @@ def vgg19(classes: int) -> Iterator[Layer]:
 
 
 def resnet(*blocks: int) -> Iterator[Layer]:
-    """Yields the layers of a ResNet with bottlenecks and this number of blocks in each stage.
+    """Yields the layers of a ResNet with these numbers of bottleneck blocks in its stages.
 
     Source: He et al. 2016, Table 1. Each convolution is normalized, and the stride of a stage is in
     its first 1 x 1 convolution.
@@ -205,14 +204,13 @@ def inception_v3() -> Iterator[Layer]:
 def transformer() -> Iterator[Layer]:
     """Yields the layers of BERT-base without its pooler and segment embedding.
 
-    Source: Devlin et al. 2019. The model represents CommLib's Transformer, for which the paper
-    gives only the 110 M parameters and the 256 words. The matrix that embeds the tokens also
-    computes the logits.
+    Source: Devlin et al. 2019. The model represents CommLib's Transformer: that paper states only
+    110 M parameters and 256 words. The matrix that embeds the tokens also computes the logits.
     """
     blocks, width, tokens, positions, length = 12, 768, 30_522, 512, 256
 
     def layer(name: str, kernel: tuple[int, int], vectors: int, more: float = 0) -> Layer:
-        # `more` are FLOPs without a kernel.
+        # `more` is the number of FLOPs that involve no kernel.
         flops = 2 * math.prod(kernel) * length + more
         return Layer(
             name=name, kernel=kernel, kind="dense", vector_count=vectors, flops=flops, rows=length
@@ -222,13 +220,13 @@ def transformer() -> Iterator[Layer]:
         yield replace(layer(name, (entries, width), vectors), kind="embedding", flops=0)
     for block in range(1, blocks + 1):
         for projection in ("query", "key", "value", "output"):
-            # The last projection precedes a normalization. The FLOPs of the scores
-            # (4 length^2 width) have no kernel, and are spread evenly over the four projections.
+            # The last projection precedes a normalization. The FLOPs of the scores (4 length^2
+            # width) involve no kernel, so spread them evenly over the four projections.
             vectors = 3 if projection == "output" else 1
             name = f"encoder{block}/attention1/{projection}"
             yield layer(name, (width, width), vectors, length**2 * width)
         yield layer(f"encoder{block}/inner", (width, 4 * width), 1)
-        # The FLOPs of the logits count at the last layer, where they are executed.
+        # Count the FLOPs of the logits at the last layer, which executes them.
         logits = 2 * length * width * tokens if block == blocks else 0
         yield layer(f"encoder{block}/outer", (4 * width, width), 3, logits)
 
@@ -238,11 +236,12 @@ def transformer() -> Iterator[Layer]:
 
 @dataclass(frozen=True)
 class Model:
-    """Model as one of the papers trains it, named as in `MODELS`, plus "/factor" if it was shrunk.
+    """Model as one of the papers trains it.
 
-    `layers` are those with parameters, in the order of the forward pass. `batch` is the samples per
-    device and step, and `throughput` the samples per second of one device without communication.
-    `source` names the source of both, and the device.
+    `name` is a key of `MODELS`, plus "/factor" if the model is shrunk. `layers` are the layers with
+    parameters in the order of the forward pass. `batch` is the number of samples per device and
+    step, and `throughput` is the number of samples per second of one device without communication.
+    `source` names the source of `batch` and `throughput`, and the device.
     """
 
     name: str
@@ -253,12 +252,11 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward pass, per sample of the model before it was shrunk."""
+        """FLOPs of the forward pass per sample, which `shrunk` does not change."""
         return sum(layer.flops for layer in self.layers)
 
     @property
@@ -275,15 +273,14 @@ class Model:
         return self.batch / self.throughput
 
     def times(self) -> tuple[tuple[float, float], ...]:
-        """Returns the seconds of each layer's forward and backward pass; their sum is `step_s`."""
-        # The step time is distributed by FLOPs. A backward pass takes twice as long as a forward
-        # pass, because it computes two products (for the gradients of kernel and input) instead of
-        # one.
+        """Returns each layer's forward and backward time in seconds; the sum is `step_s`."""
+        # Distribute the step time by FLOPs. A backward pass takes twice as long as a forward pass,
+        # because it computes two products instead of one, for the gradients of kernel and input.
         flop_s = self.step_s / (3 * self.flops)
         return tuple((layer.flops * flop_s, 2 * layer.flops * flop_s) for layer in self.layers)
 
     def shrunk(self, factor: float) -> Model:
-        """Returns a model that represents this one with less memory: M, N and K are divided.
+        """Returns a model that represents this one with less memory: divides M, N and K.
 
         Each dimension is divided by `factor`, rounded, and at least 1. Factors have K (M + N)
         elements and matrices M N, so both shrink with the square of `factor` as long as the batch K
@@ -306,7 +303,7 @@ class Model:
 
 
 def model(name: str) -> Model:
-    """Returns the model of this name, one of `MODELS`."""
+    """Returns the model with this name, a key of `MODELS`."""
     if name not in MODELS:
         raise ValueError(f"`name` must be one of {', '.join(MODELS)}. Received: name={name!r}")
     return MODELS[name]

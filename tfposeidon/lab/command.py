@@ -3,9 +3,9 @@
   python -m tfposeidon lab --nodes 2 --per-node 2 --inter 200mbit -- python train.py
 
 Nodes are network namespaces on this machine, joined by a switch. Ranks get the environment
-variables of horovodrun. At the end, a table shows the traffic over each node's link, read from its
-queues. The exit status is that of the job. Needs Linux with iproute2, as root or with user
-namespaces.
+variables that horovodrun sets. At the end, a table shows the traffic over each node's link, as
+counted by its queues. The exit status is the job's. The lab requires Linux with iproute2, as root
+or with user namespaces.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tfposeidon.text import (
 )
 
 MOST_NODES = 250
-"""Nodes have the addresses 10.99.0.1 to 10.99.0.250, and the switch has 10.99.0.254."""
+"""Largest number of nodes, with addresses 10.99.0.1 to 10.99.0.250; the switch has 10.99.0.254."""
 RANK_BYTES = 4e8
-"""Memory that TensorFlow alone takes in each rank."""
+"""Memory that TensorFlow alone uses in each rank."""
 TOOLS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
     "hostname": "hostname",
@@ -50,15 +50,15 @@ TOOLS = {
 """Programs that the lab needs, and their packages."""
 NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
 AS_USER = ("--user", "--map-root-user")
-# The components of a lab, tried out before anything is started.
+# This command tries out the components of a lab before anything is started.
 PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
 ENDED = 128 + signal.SIGTERM
-"""Exit status of a lab that ended on request."""
+"""Exit status of a lab that the user interrupted."""
 
 
 class UnavailableError(Exception):
-    """Error of a machine that cannot run a lab; the message names the missing component."""
+    """Raised if this machine cannot run a lab; the message names the missing component."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class Cluster:
     >>> cluster.rate(0), cluster.rate(1)
     (200000000.0, 50000000.0)
 
-    Each node has one link to a switch without a limit of its own, and its ranks communicate over
-    its loopback. Rates are in bits per second, and `None` is unshaped: `inter` and `slow` for each
-    direction of a link, `flow` for each TCP connection between nodes, and `intra` for all traffic
-    of a node's loopback. Times are in seconds: `rtt` is added to each round trip, `jitter` bounds
-    the variation of one direction's delay, and `loss` is the fraction of packets lost on the way to
-    the switch.
+    Each node has one link to a switch, which has no limit, and the ranks of a node communicate over
+    its loopback. Rates are in bits per second, and `None` is unshaped: `inter` and `slow` limit
+    each direction of a link, `flow` each TCP connection between nodes, and `intra` all traffic of a
+    node's loopback. Times are in seconds: `rtt` is added to each round trip, and `jitter` bounds
+    the variation of one direction's delay. `loss` is the fraction of packets lost on the way to the
+    switch.
     """
 
     nodes: int
@@ -103,16 +103,15 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.per_node
 
     def rate(self, node: int) -> float | None:
-        """Returns the bits per second of a node's link, or `None` if it is unshaped."""
+        """Returns the rate of a node's link in bits per second, or `None` if it is unshaped."""
         return dict(self.slow).get(node, self.inter)
 
     @property
     def delays(self) -> bool:
-        """True if packets have to be delayed or dropped, which token buckets cannot do."""
+        """Whether packets must be delayed or dropped, which token buckets cannot do."""
         return self.rtt > 0 or self.loss > 0
 
     def check(self, option: str, what: str, number: int) -> None:
@@ -155,9 +154,8 @@ class Fault:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon lab`."""
-    # `inside` has the same arguments, because it parses the same command line again. `Cluster` has
-    # the defaults.
+    # `inside` calls this as well, to parse the same command line. Options without a default here
+    # have theirs in `Cluster`.
     cluster = parser.add_argument_group("cluster (default: links without limits and delays)")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
@@ -218,9 +216,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns the job's exit status, or 2 if nothing was started."""
+    """Returns the job's exit status, or 2 if the lab could not start."""
     try:
-        # Check everything before anything is created. `inside` parses `options.arguments` again.
+        # Check all options before creating anything. `inside` parses `options.arguments` again.
         cluster, _ = read_request(options)
         path = options.report
         if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
@@ -244,13 +242,13 @@ def read_request(options: argparse.Namespace) -> tuple[Cluster, list[str]]:
 
 
 def check_machine(cluster: Cluster, rank_bytes: float = RANK_BYTES) -> None:
-    """Raises `ValueError` if this machine lacks Horovod, or memory for all ranks."""
+    """Raises `ValueError` if this machine has no Horovod, or too little memory for all ranks."""
     if not importlib.util.find_spec("horovod"):
         raise ValueError(
             "The lab requires Horovod, whose rendezvous server connects the ranks. Run: "
             "python -m tfposeidon install"
         )
-    # The kernel would kill ranks that do not fit, one by one and minutes later.
+    # Check the memory now: the kernel would kill ranks that do not fit one by one, minutes later.
     free_bytes = available_memory()
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
@@ -298,7 +296,7 @@ def _loss(text: str) -> float:
 
 
 def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a `type` for argparse that shows the error message of `reader`."""
+    """Returns a `type` for argparse that shows the message of a `ValueError` of `reader`."""
 
     def read(text: str) -> Any:
         try:
@@ -314,19 +312,19 @@ def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def python(module: str) -> list[str]:
     """Returns the command that runs a module, with `-P` if this process was started with it."""
-    # Without it, sources in the current folder would hide the installed package.
+    # Without `-P`, sources in the current folder would hide the installed package.
     return [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module]
 
 
 def run_inside(arguments: list[str]) -> int:
-    """Runs `inside` in new namespaces; returns its exit status, 128 + number for a signal."""
-    # If this process is killed, setpriv makes the kernel kill the processes inside.
+    """Runs `inside` in new namespaces; returns its exit status, or 128 + number for a signal."""
+    # With setpriv, the kernel kills the processes inside if this process is killed.
     command = ["setpriv", "--pdeathsig", "KILL", *namespaces(), *python("tfposeidon.lab.inside")]
-    # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe, so that the
-    # module's standard input ends and the module ends its ranks in order. A second signal kills
-    # everything. The signal is not passed on, because it would also reach processes that the module
-    # has just started and has to end. Python's pipes are not inherited, so no copy of the end
-    # remains open inside.
+    # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe. The standard
+    # input of `inside` then ends, and `inside` ends its ranks in order. Do not forward the signal,
+    # because it would also reach processes that `inside` has just started and must end itself. A
+    # second signal kills everything. Child processes do not inherit Python's pipes, so no copy of
+    # the end stays open.
     standard_input, end_request = os.pipe()
     signals: list[int] = []
     inside: subprocess.Popen[bytes] | None = None
@@ -339,10 +337,10 @@ def run_inside(arguments: list[str]) -> int:
         signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP.
+        # Under nohup, SIGHUP is ignored and must stay so.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
-    # A session of its own, because Ctrl-C in a terminal would reach the module directly.
+    # Start a new session, because Ctrl-C in a terminal would otherwise reach `inside` directly.
     inside = subprocess.Popen([*command, *arguments], start_new_session=True, stdin=standard_input)
     status = inside.wait()
     status = status if status >= 0 else 128 - status
@@ -355,13 +353,12 @@ def namespaces() -> tuple[str, ...]:
     if missing:
         packages = sorted({TOOLS[tool] for tool in missing})
         raise UnavailableError(
-            f"{', '.join(missing)} not found. Install: apt-get install {' '.join(packages)}"
+            f"the lab needs {', '.join(missing)}. Run: apt-get install {' '.join(packages)}"
         )
     errors = []
-    # Root in a container may lack the privilege for the first, but may create user namespaces.
+    # Root in a container may create namespaces only within a user namespace, so try both.
     for rights in ((), AS_USER) if os.geteuid() == 0 else (AS_USER,):
         command = (*NAMESPACES, *rights)
-        # The attempt takes a tenth of a second.
         probe = subprocess.run(
             [*command, "sh", "-c", PROBE], capture_output=True, text=True, stdin=subprocess.DEVNULL
         )

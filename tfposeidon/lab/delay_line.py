@@ -1,9 +1,9 @@
-"""Delays or drops packets between nodes and the switch: delay, jitter and loss.
+"""Delays and drops packets on their way from nodes to the switch.
 
-Many kernels of clouds and containers lack `netem`, so a process forwards the frames of each link
+Many kernels of clouds and containers have no `netem`, so a process forwards the frames of each link
 between two TAP devices: `eth0` in the node and the bridge's port. Without loss, segmentation
-offload stays on, so a frame has up to 64 kB and costs about 20 us of one core. This is enough for
-links of a few Gb/s.
+offload stays on, so a frame has up to 64 kB and costs about 20 us of one core, which is fast enough
+for links of a few Gb/s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from tfposeidon.lab.command import UnavailableError, python
 
 TUN_DEVICE = "/dev/net/tun"
-# From linux/if_tun.h.
+# These constants are from linux/if_tun.h.
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 OFFLOAD_CHECKSUM, OFFLOAD_TSO4 = 0x01, 0x02
@@ -53,8 +53,8 @@ class DelayLine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)
-        # Due time, number, target and frame. The number orders frames that are due at the same time
-        # by their arrival.
+        # Each tuple is due time, number, target and frame. The number orders frames with the same
+        # due time by their arrival.
         self._held: list[tuple[float, int, int, bytes]] = []
         self._last_due: dict[int, float] = {}
         self._numbers = itertools.count()
@@ -64,36 +64,36 @@ class DelayLine:
         if self._random.random() < self.loss:
             return
         due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
-        # TCP would take reordered frames for losses.
+        # Keep the order of frames, because TCP would mistake reordered frames for losses.
         due = max(due, self._last_due.get(target, 0.0))
         self._last_due[target] = due
         heapq.heappush(self._held, (due, next(self._numbers), target, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Removes and returns the frames that are due: pairs of target and frame, in due order."""
+        """Removes and returns the frames that are due: (target, frame) pairs in due order."""
         ready = []
         while self._held and self._held[0][0] <= now_s:
             ready.append(heapq.heappop(self._held)[2:])
         return ready
 
     def until_next(self, now_s: float) -> float | None:
-        """Returns the seconds until a frame is due, or `None` if none is held."""
+        """Returns the number of seconds until a frame is due, or `None` without frames."""
         return max(0.0, self._held[0][0] - now_s) if self._held else None
 
 
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Creates TAP devices in this network namespace, and a process that forwards their frames.
+    """Starts a process that creates TAP devices in this network namespace and forwards frames.
 
     The devices stay connected when they are moved to other namespaces. The process runs until it is
-    killed. `UnavailableError` reports that the machine has no TAP devices.
+    killed. Raises `UnavailableError` if the machine has no TAP devices.
     """
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": asdict(line)})
     command = [*python("tfposeidon.lab.delay_line"), argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    # Devices can be moved only once they exist, which only the process knows.
+    # Wait until the process has created the devices, because the caller moves them.
     answer = process.stdout.readline().strip()
     if answer != "ready":
         process.wait()
@@ -106,7 +106,7 @@ def start(
 
 
 def _tap(name: str, offload: bool) -> int:
-    # Large frames need IFF_VNET_HDR: its header describes how to segment them into packets.
+    # Large frames need IFF_VNET_HDR, whose header describes how to segment them into packets.
     device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(
         device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
@@ -119,7 +119,7 @@ def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: Dela
     """Forwards frames until the process is killed: to nodes at once, to the switch with delay."""
     devices = [*to_switch, *to_nodes]
     while True:
-        # select() has a resolution of microseconds, epoll one of milliseconds.
+        # Use select(), whose timeout has a resolution of microseconds; epoll's has milliseconds.
         readable, _, _ = select.select(devices, [], [], line.until_next(time.monotonic()))
         for device in readable:
             for frame in _read(device):
@@ -144,7 +144,7 @@ def _write(device: int, frame: bytes) -> None:
     try:
         os.write(device, frame)
     except OSError as error:
-        # The interface at the other end is not up yet, or its link was cut.
+        # Drop the frame if the interface at the other end is not up yet or its link was cut.
         if error.errno != errno.EIO:
             raise
 
@@ -153,10 +153,10 @@ def main() -> None:
     """Creates the devices, prints "ready" or the error, and forwards frames."""
     request = json.loads(sys.argv[1])
     line = DelayLine(**request["line"])
-    # With offload, one frame holds up to 44 packets, and a loss would drop all of them together.
+    # With offload, a loss would drop a frame of up to 44 packets instead of one packet.
     offload = line.loss == 0
-    # A high priority keeps delays accurate on a loaded machine. Root of a user namespace lacks the
-    # permission.
+    # A high priority keeps delays accurate on a loaded machine, but root of a user namespace may
+    # not set it.
     with contextlib.suppress(PermissionError):
         os.nice(-20)
     try:

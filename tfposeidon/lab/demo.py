@@ -1,11 +1,11 @@
-"""Compares schemes on a slow network: a table and a plot.
+"""Compares schemes on a slow network, in a table and a plot.
 
   python -m tfposeidon demo
 
-Trains a model in the lab, on emulated nodes with slow links between them: with Horovod's
-all-reduce, with the choice of `auto`, with a lossless and with a sparse scheme. It takes two
-minutes. It needs Linux with iproute2, as root or with user namespaces; elsewhere it reports the
-reason, and the exit status is 0 as well.
+The demo trains a model in the lab, on emulated nodes with slow links between them: with Horovod's
+all-reduce, with the plan that `auto` chooses, with a lossless scheme and with a sparse scheme. It
+takes two minutes. It requires Linux with iproute2, as root or with user namespaces; elsewhere, it
+prints the reason and exits with status 0.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ LABELS = {
     "hitopk": "tfposeidon hitopk, top 1 %",
 }
 """Compared schemes and their labels; the first is the baseline."""
-# The colors of the plots in docs/results, which benchmarks/figures.py defines.
+# benchmarks/figures.py defines these colors for the plots in docs/results.
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 MODEL = architectures.model("vgg19_32").shrunk(4)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
 TIME_LIMIT_S = 600
 STEP_LIMIT_S = 60
-"""Added for each of `--steps`, for which all schemes together take 10 s."""
+"""Time added to the limit per step of `--steps`: all schemes together take about 10 s."""
 
 
 class DemoError(Exception):
-    """Error of the demo's job in the lab."""
+    """Raised if the demo's job fails in the lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """Step time and traffic of a scheme.
 
-    `step_s` is the slowest rank's time, median over the steps. `sent_bytes` is the bytes per rank
-    that are sent to other nodes, without headers.
+    `step_s` is the slowest rank's time, as the median over the steps. `sent_bytes` is the number of
+    bytes that a rank sends to other nodes per step, without headers.
     """
 
     step_s: float
@@ -62,7 +62,6 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon demo`."""
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="timed steps per scheme (default: 3)"
     )
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the demo; returns 0 (also without a lab), 1 for a failed job, 2 for invalid options."""
+    """Returns 0 (even if no lab can run), 1 for a failed job, or 2 for invalid options."""
     try:
         checks.check_integer("--steps", options.steps, 1)
     except ValueError as error:
@@ -109,8 +108,8 @@ def measure(steps: int) -> dict[str, Measured]:
         command = ["setpriv", "--pdeathsig", "TERM", *python("tfposeidon"), "lab"]
         command += [*cluster.split(), "--show", "first", "--"]
         command += [*python("tfposeidon.lab.demo"), str(path), str(steps)]
-        # The accelerators are emulated: NCCL would refuse ranks that share a real one, and `auto`
-        # does not measure networks of GPUs.
+        # Hide real GPUs, because NCCL would refuse ranks that share one, and `auto` does not
+        # measure networks of GPUs.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         limit_s = TIME_LIMIT_S + STEP_LIMIT_S * steps
         try:
@@ -151,7 +150,7 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
 def plot(found: Mapping[str, Measured], path: Path) -> str:
     """Draws a bar for each scheme into a PNG file; returns a message for the user."""
     try:
-        # Matplotlib is optional, so it is not imported above.
+        # Import Matplotlib only here, because it is optional.
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return "The plot was skipped: Matplotlib is missing. Run: pip install matplotlib"
@@ -193,8 +192,8 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
 
 
 def train(path: str, steps: int) -> None:
-    """Measures every scheme; rank 0 writes the results of all ranks to a JSON file."""
-    # Imported here and below, because the command must start without TensorFlow.
+    """Measures every scheme, and writes the results to a JSON file on rank 0."""
+    # Import TensorFlow here and below, because the command must start without it.
     import tensorflow as tf
 
     import tfposeidon
@@ -210,7 +209,7 @@ def train(path: str, steps: int) -> None:
 
 
 def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
-    """Trains a few steps; collective, and returns the fields of `Measured`, equal on all ranks."""
+    """Trains a few steps on all ranks; returns the fields of `Measured`, equal on all ranks."""
     import keras
     import numpy as np
 
@@ -226,8 +225,8 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")
     batch = model.inputs[0].shape[0]
-    # One step that is traced, or that traces again, and the timed steps. `auto` decides after an
-    # epoch with its own number of timed steps.
+    # An epoch has one step that is traced or retraced, and the timed steps. `auto` decides after an
+    # epoch, and needs its own number of timed steps in it.
     per_epoch = max(1 + steps, UNTIMED_STEPS + TIMED_STEPS if scheme == "auto" else 0)
     data = np.ones((batch * per_epoch, 1), "float32")
     seen: list[tuple[float, int]] = []
@@ -239,16 +238,17 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
         on_epoch_end=stop,
         on_train_batch_end=lambda _, logs: seen.append((time.perf_counter(), payload_bytes())),
     )
-    # Pretend a long training, of which only two epochs run: `auto` retraces a step only if that
-    # pays off in the remaining epochs.
+    # Announce a long training, but run only two epochs: `auto` retraces a step only if the
+    # remaining epochs repay the time.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(seen, axis=0)[-steps:].T
     wire = runtime.wire()
-    # Each rank counts the bytes of its whole node.
+    # The interface counts the bytes of all ranks of the node.
     node_bytes = float(np.mean(own_bytes)) / wire.topology.node.size
     everybody = exchange_objects((own_steps_s.tolist(), node_bytes), wire, "demo")
     steps_s, sent_bytes = zip(*everybody, strict=True)
-    # All ranks wait for the slowest. The median ignores steps that the machine disturbed.
+    # Take the slowest rank, because all ranks wait for it. The median ignores steps that other load
+    # on the machine slowed down.
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)

@@ -1,7 +1,7 @@
-"""Part of the lab that runs inside private namespaces: `python -m tfposeidon.lab.inside`.
+"""Runs a lab inside private namespaces, as `python -m tfposeidon.lab.inside`.
 
-It builds the network, runs the ranks, injects faults, counts the bytes that nodes send, and writes
-the report: a table to read, and JSON for programs.
+This program builds the network, runs the ranks, injects faults, counts the bytes that nodes send,
+and writes the report: a table for readers, and JSON for programs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ NAME = "tfposeidon lab"
 SAMPLE_INTERVAL_S = 0.5
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
 LONGEST_BARS = 40
-"""Most bars of a node in the report."""
+"""Largest number of bars that the report draws for a node."""
 
 
 class Job(Runner):
-    """Job whose ranks run on the nodes of a network.
+    """Runs the ranks of a job on the nodes of a network.
 
     `samples` holds pairs of the seconds since the start and the bytes sent by each node so far.
     """
@@ -58,8 +58,8 @@ class Job(Runner):
     async def run_on_nodes(self, command: list[str], environments: list[dict[str, str]]) -> None:
         """Runs one rank per environment, and returns when all have ended.
 
-        Raises `CancelledError` if the task is cancelled or standard output is closed, and
-        `UnavailableError` if the network fails, in both cases after ending all ranks.
+        Raises `CancelledError` if the task is cancelled or standard output is closed, or
+        `UnavailableError` if the network fails, but always ends all ranks first.
         """
         per_node = self._network.cluster.per_node
         starts = [
@@ -74,7 +74,7 @@ class Job(Runner):
             self._take_sample()
 
     async def _inject(self, fault: Fault) -> None:
-        # Seconds count from the job's start: this task starts later, after all ranks.
+        # `at_s` counts from the job's start, but this task starts later, after all ranks.
         await asyncio.sleep(self._begin + fault.at_s - time.monotonic())
         self.say(str(fault))
         if fault.kind == "cut":
@@ -91,7 +91,7 @@ class Job(Runner):
         self.samples.append((time.monotonic() - self._begin, self._network.byte_counts()))
 
     def report(self, command: list[str]) -> Report:
-        """Returns the report of the job, which has ended, while its network still exists."""
+        """Returns the report of the ended job; its network must still exist."""
         return Report(
             cluster=self._network.cluster,
             command=command,
@@ -113,9 +113,9 @@ class Job(Runner):
 class Report:
     """Report of a job that has ended.
 
-    `wall_s` is the seconds from the start of the job to the end of the slowest rank. The status in
-    `ranks` is negative for a signal. `sent_over_time` holds pairs of the seconds since the start
-    and the bytes sent by each node so far.
+    `wall_s` is the time in seconds from the start of the job to the end of the slowest rank. The
+    status in `ranks` is negative for a signal. `sent_over_time` holds pairs of the seconds since
+    the start and the bytes sent by each node so far.
     """
 
     cluster: Cluster
@@ -127,19 +127,19 @@ class Report:
     sent_over_time: Sequence[tuple[float, Sequence[int]]]
 
     def link_share(self, node: int, size_bytes: int) -> float | None:
-        """Returns bytes as a fraction of the link's capacity one way; `None` if it is unlimited."""
+        """Returns a size as a fraction of a link's capacity one way; `None` if it is unshaped."""
         rate = self.cluster.rate(node)
         return 8 * size_bytes / (rate * self.wall_s) if rate and self.wall_s else None
 
     def write(self, path: Path) -> None:
-        """Writes all fields, and rate and share of each link, as JSON, in one atomic step."""
+        """Writes all fields, and each link's rate and shares, as JSON in one atomic step."""
         content = asdict(self)
         for node, row in enumerate(content["traffic"]):
             row["rate_bits_per_s"] = self.cluster.rate(node)
             row["sent_share"] = self.link_share(node, row["sent_bytes"])
             row["received_share"] = self.link_share(node, row["received_bytes"])
-        # The temporary file is in the same folder because a rename is atomic on one file system
-        # only.
+        # The temporary file is in the same folder, because a rename is atomic only within one file
+        # system.
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_text(json.dumps(content, indent=2) + "\n")
         temporary.replace(path)
@@ -164,11 +164,11 @@ class Report:
         return readable_size(size_bytes), str(packets), "" if share is None else f"{share:.0%}"
 
     def load(self, node: int) -> list[float]:
-        """Returns a link's load over time, as fractions of its rate, or else of the maximum."""
-        # Use intervals of equal length, so that the bars fit on a line.
+        """Returns a link's load over time as fractions of its rate, or of its peak if unshaped."""
+        # Merge intervals, so that the bars fit on a line.
         points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
         stride = -(-len(points) // LONGEST_BARS) or 1
-        # Keep the last point whatever the stride: it is the end of the job.
+        # Keep the last point for any stride, because it is the end of the job.
         points = [*points[:-1:stride], *points[-1:]]
         rates = [
             8 * (after - before) / (b - a)
@@ -180,10 +180,10 @@ class Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Builds the cluster, runs the job and reports; returns the job's exit status, or 2."""
+    """Builds the cluster, runs the job and prints a report; returns its status, or 2 on failure."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    # Ranks may write characters that this locale cannot encode, which must not end the job.
+    # Replace characters that this locale cannot encode: output of ranks must not end the job.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> int:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    # Must come first, so that a request to end is not missed while the network is built.
+    # Watch standard input first, so that a request to end is not missed while the network is built.
     _cancel_at_end_of_input()
     cluster, command = read_request(options)
     with network(cluster) as built, rendezvous(cluster) as environments:
@@ -207,7 +207,7 @@ async def _run(options: argparse.Namespace) -> int:
         except asyncio.CancelledError:
             job.say("interrupted; ended all ranks")
             return ENDED
-        # Read the counters inside the context: they disappear with the interfaces.
+        # Read the counters inside the context, because they disappear with the interfaces.
         report = job.report(command)
     if options.report:
         report.write(options.report)
@@ -216,7 +216,7 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 def _cancel_at_end_of_input() -> None:
-    """Cancels the current task at the end of standard input, by which `command` ends a lab."""
+    """Cancels the current task when `command` closes standard input to end the lab."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -231,7 +231,7 @@ def _cancel_at_end_of_input() -> None:
 @contextmanager
 def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     """Runs Horovod's key-value store at the switch; yields the environment of each rank."""
-    # These are internals of horovodrun, whose public interface reaches hosts by ssh only, not
+    # Use internals of horovodrun, because its public interface reaches hosts only by SSH, not in
     # network namespaces.
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -242,8 +242,8 @@ def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
     server = RendezvousServer()
     store_port = server.start()
     server.init(slots)
-    # User settings override our defaults, and Horovod's variables override both. Output is not
-    # buffered, so that the lab shows lines as soon as ranks write them.
+    # The user's variables override these defaults, and Horovod's variables override both. Output is
+    # not buffered, so that the lab shows lines as soon as ranks write them.
     common = quiet.DEFAULTS | os.environ | {"PYTHONUNBUFFERED": "1"}
     common |= create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
     try:

@@ -1,9 +1,9 @@
-"""Nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
+"""Builds nodes and links: namespaces joined by a bridge, shaped by `tc` in both directions.
 
 A node is a process that holds a network, a host-name and a mount namespace, with its own
 `/dev/shm`. Its link is a pair of interfaces: `eth0` in the node and `portN` on the bridge. The
-bridge lies in the lab's own namespace, where the rendezvous server listens. Packets that a node
-sends queue at `eth0`, and those that it receives at its port.
+bridge lies in the lab's own namespace, where the rendezvous server listens. Packets from a node
+queue at its `eth0`, and packets to a node queue at its port.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
 INTERFACE = "eth0"
-# Headers of a packet as the interface counts them: Ethernet, IP, and TCP with time stamps.
+# The interface counts these headers of each packet: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
 BURST_S = 0.001
-# Two Ethernet frames. A token bucket smaller than one frame would block all packets.
+# The smallest burst holds two Ethernet frames: a token bucket smaller than one frame would block
+# all packets.
 SMALLEST_BURST_BYTES = 3200
 QUEUE_S = 0.05
 SMALLEST_QUEUE_BYTES = 2**24
 FLOW_CLASSES = 1024
-"""Number of classes of limited connections. Two connections in one class share its rate: with 8
-busy connections per node, this happens in 3 of 100 networks. Creating 4096 classes takes 3 s per
-node, these take 0.1 s."""
+"""Number of classes for limited connections. Two connections in one class share its rate: with 8
+busy connections per node, this happens in 3 of 100 networks. Creating these classes takes 0.1 s per
+node, but 4096 classes would take 3 s."""
 LONGEST_WITHOUT_DATA = 100
 """Largest size in bytes of an IP packet without data: headers with time stamps and three selective
 acknowledgements."""
-# Classic BPF, which every version of `tc` accepts. It returns class 2:(1 + low bits of source port
-# xor destination port) for an IPv4 packet without options. It uses both ports, because PyTorch
-# listens on one port for all ranks, and Gloo on one for each pair.
+# This is classic BPF, which every version of `tc` accepts. For an IPv4 packet without options, it
+# returns class 2:(1 + low bits of source port xor destination port). It uses both ports, because
+# PyTorch listens on one port for all ranks, and Gloo listens on one port per pair of ranks.
 CLASS_OF_CONNECTION = ",".join(
     [
         "7",
@@ -52,7 +53,7 @@ CLASS_OF_CONNECTION = ",".join(
         "22 0 0 0",  # return A
     ]
 )
-# Packets without data, such as acknowledgements, go to the first class, all others to the second.
+# Packets without data, such as acknowledgements, go to class 1:2, and all others go to 1:3.
 CLASS_OF_PACKET = ",".join(
     [
         "4",
@@ -62,19 +63,18 @@ CLASS_OF_PACKET = ",".join(
         f"6 0 0 {0x10002}",  # return 1:2
     ]
 )
-# sysfs shows the interfaces of the namespace that mounted it, and `payload_bytes` reads them there.
-# It would cover the control groups, in which `available_memory` finds the limits of containers.
-# Each node has its own /dev/shm, because data caches share a store there that other machines would
-# not see. Reno is the only congestion control that every kernel allows in a namespace. The default
-# differs between kernels, and BBR, for example, leaves up to half of a link idle when both
-# directions are busy.
+# Mount sysfs again, because `payload_bytes` reads it and it shows the interfaces of the namespace
+# that mounted it. Keep /sys/fs/cgroup, where `available_memory` finds the limits of containers.
+# Mount a separate /dev/shm, because data caches share a store there that other machines would not
+# see. Select Reno, the only congestion control that every kernel allows in a namespace: defaults
+# differ, and BBR, for example, leaves up to half of a link idle when both directions are busy.
 HOLD_NODE = """
 hostname "$0" && ip link set dev lo up &&
 mount --rbind /sys/fs/cgroup /mnt && mount -t sysfs none /sys &&
 mount --rbind /mnt /sys/fs/cgroup && umount -l /mnt && mount -t tmpfs none /dev/shm &&
 echo reno > /proc/sys/net/ipv4/tcp_congestion_control && echo ready && exec sleep infinity
 """
-# Uses a tmpfs over /mnt in our mount namespace, so that no file outside is written.
+# Write to a tmpfs over /mnt in the lab's mount namespace, so that no file outside changes.
 REPLACE_HOSTS = (
     "mount -t tmpfs none /mnt && cat > /mnt/hosts && "
     "mount --bind /mnt/hosts /etc/hosts && umount -l /mnt"
@@ -83,11 +83,11 @@ REPLACE_HOSTS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic over one node's link, headers included; sent is from the node to the switch.
+    """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
-    `dropped_packets` counts packets lost in full queues, in either direction, and those that the
-    process that delays packets did not read in time.
+    `dropped_packets` counts packets that full queues dropped in either direction, and packets that
+    the delaying process did not read in time.
     """
 
     sent_bytes: int
@@ -102,7 +102,7 @@ class Network:
     """Nodes and links of a cluster while they exist; `network()` creates it.
 
     `holders` are the processes that hold the nodes' namespaces, by node. `line` is the process that
-    delays packets, if any.
+    delays packets, or `None` without delays.
     """
 
     cluster: Cluster
@@ -110,9 +110,9 @@ class Network:
     line: subprocess.Popen[str] | None
 
     def entering(self, node: int) -> list[str]:
-        """Returns the prefix of a command that runs it on a node, in the current directory."""
+        """Returns a prefix for commands, which runs them on a node in the current directory."""
         enter = ["nsenter", "--target", str(self.holders[node].pid), "--net", "--uts", "--mount"]
-        # A process that enters a mount namespace starts in its root directory.
+        # Set the directory, because a process that enters a mount namespace starts in its root.
         return [*enter, "env", "--chdir", str(Path.cwd())]
 
     def cut(self, node: int) -> None:
@@ -133,46 +133,44 @@ class Network:
         return found
 
     def _unread_packets(self, node: int) -> int:
-        """Returns the packets of a node's link that the delaying process did not read in time."""
+        """Returns how many packets of a node's link the delaying process did not read in time."""
         if self.line is None:
             return 0
-        # A TAP device drops them behind its queue, which has counted them as sent.
+        # A TAP device drops these packets behind its queue, which has counted them as sent.
         show = ("ip", "-s", "-j", "link", "show", "dev")
         both = (_call(*show, port(node)), _call(*self.entering(node), *show, INTERFACE))
         return sum(json.loads(text)[0]["stats64"]["tx"]["dropped"] for text in both)
 
     def byte_counts(self) -> list[int]:
-        """Returns the bytes that each node has sent; raises `UnavailableError` for dead links."""
-        # Cheaper than `traffic`, but without the headers that segmentation adds later.
+        """Returns how many bytes each node has sent; raises `UnavailableError` for dead links."""
+        # This is cheaper than `traffic`, but excludes the headers that segmentation adds later.
         if self.line is not None and self.line.poll() is not None:
             raise UnavailableError(
                 f"the process that delays packets exited with status {self.line.returncode}"
             )
-        # The first column is received bytes: a port receives the packets that its node sends.
+        # The first column counts received bytes: a port receives the packets that its node sends.
         text = Path("/proc/self/net/dev").read_text()
         counters = dict(re.findall(r"^ *(\w+): *(\d+)", text, re.MULTILINE))
         return [int(counters[port(node)]) for node in range(self.cluster.nodes)]
 
 
 def host_name(node: int) -> str:
-    """Returns the host name of a node."""
     return f"node{node}"
 
 
 def address(node: int) -> str:
-    """Returns a node's address on the network of the lab."""
     return f"10.99.0.{node + 1}"
 
 
 def port(node: int) -> str:
-    """Returns the name of the interface at the bridge's end of a node's link."""
+    """Returns the name of the bridge's interface to a node."""
     return f"port{node}"
 
 
 def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "tx") -> int:
-    """Returns the bytes without headers that this node has sent or received over an interface.
+    """Returns how many bytes without headers this node has sent or received over an interface.
 
-    Ranks call it. It returns 0 outside the lab, where the interface does not exist.
+    Ranks call this function. Outside the lab, where the interface does not exist, it returns 0.
     """
     folder = Path("/sys/class/net") / interface / "statistics"
     if not folder.exists():
@@ -186,17 +184,17 @@ def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "
 def network(cluster: Cluster) -> Iterator[Network]:
     """Builds the nodes and their links in the lab's namespaces; they exist during the context.
 
-    `CalledProcessError` has the kernel's message, and `UnavailableError` reports that the machine
-    has no TAP devices for delays.
+    Raises `CalledProcessError` with the kernel's message, or `UnavailableError` if delays are asked
+    for and the machine has no TAP devices.
     """
     names = [host_name(node) for node in range(cluster.nodes)]
     lines = [[address(node), name] for node, name in enumerate(names)]
-    # This machine may have a node0 of its own, whose address would be used as well. Its line may
-    # have further names, such as localhost.
+    # Remove the nodes' names from this machine's own lines, which may define another node0. Keep
+    # the other names in these lines, such as localhost.
     others = Path("/etc/hosts").read_text().splitlines()
     lines += [[word for word in line.split() if word not in names] for line in others]
     hosts = "".join(f"{' '.join(line)}\n" for line in lines if len(line) > 1)
-    # Must precede the creation of the nodes, whose mount namespaces are copies of this one.
+    # Replace the hosts before creating nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
@@ -204,8 +202,8 @@ def network(cluster: Cluster) -> Iterator[Network]:
     _call("ip", "link", "set", "dev", "switch", "up")
     holders = [_hold(name) for name in names]
     line = None
-    # The kernel removes namespaces with their last process, and interfaces with their namespace, so
-    # only processes need cleanup.
+    # End only the processes: the kernel removes a namespace with its last process, and interfaces
+    # with their namespace.
     try:
         if cluster.delays:
             line = _plug_delayed(cluster, names, holders)
@@ -228,7 +226,7 @@ def _hold(name: str) -> subprocess.Popen[str]:
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stderr is not None
-    # Interfaces can be moved into a namespace only once it exists.
+    # Wait until the namespace exists, because the caller moves interfaces into it.
     if holder.stdout.readline() != "ready\n":
         raise subprocess.CalledProcessError(holder.wait(), command, stderr=holder.stderr.read())
     return holder
@@ -237,8 +235,8 @@ def _hold(name: str) -> subprocess.Popen[str]:
 def _plug_delayed(
     cluster: Cluster, ends: list[str], holders: list[subprocess.Popen[str]]
 ) -> subprocess.Popen[str]:
-    # Only frames to the switch are delayed: each direction of a round trip has one such link, with
-    # half of the delay.
+    # Delay only frames to the switch: each direction of a round trip crosses one such link, so it
+    # gets half of the delay.
     line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
     process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
     for end, holder in zip(ends, holders, strict=True):
@@ -251,22 +249,22 @@ def _connect(built: Network, node: int) -> None:
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
     _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
-    # Both ends need a queue, because it shapes only packets that leave an interface.
+    # Both ends need a queue, because a queue shapes only packets that leave an interface.
     rate = built.cluster.rate(node)
     _shape(_shaped_link(port(node), rate))
     flow = built.cluster.flow
     if flow is None:
         _shape(_shaped_link(INTERFACE, rate), *inside)
         if rate is not None:
-            # Segments must be smaller than the burst of the link; the default is up to 64 kB.
+            # Segments must be smaller than the burst of the link, but by default have up to 64 kB.
             size = str(min(burst_bytes(rate), 65536))
             _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
-        # A limit at the sending node is enough: connections share nothing before it.
+        # Limit connections at the sending node only, because they share nothing before its queue.
         _shape(_limited_connections(rate, flow), *inside)
     if built.cluster.intra is not None:
-        # With the default MTU of loopbacks, 64 kB, single packets would not fit into the token
-        # bucket.
+        # Reduce the MTU, because packets of a loopback's default MTU, 64 kB, would not fit into the
+        # token bucket.
         _call(*inside, "ip", "link", "set", "dev", "lo", "mtu", "1500")
         _shape(_shaped_link("lo", built.cluster.intra), *inside)
 
@@ -276,14 +274,14 @@ def _shape(commands: Iterator[str], *entering: str) -> None:
 
 
 def burst_bytes(rate: float) -> int:
-    """Returns the largest burst of a link, in bytes: those of one millisecond."""
+    """Returns the largest burst of a link in bytes: 1 ms of its rate, at least two frames."""
     # On the development machines, smaller bursts lost throughput under load, and larger ones made
     # short exchanges faster than the link.
     return max(round(rate / 8 * BURST_S), SMALLEST_BURST_BYTES)
 
 
 def queue_bytes(rate: float) -> int:
-    """Returns the capacity of a link's queue in bytes: 50 ms, at least 16 MiB."""
+    """Returns the capacity of a link's queue in bytes: 50 ms of its rate, at least 16 MiB."""
     # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
     # kernel's TCP recovers from losses.
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
@@ -293,18 +291,18 @@ def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
     """Yields commands for `tc`: a link that serves acknowledgements before data.
 
     In one queue, acknowledgements would wait behind the data of the other direction. A link that is
-    busy in both directions would then stall at times, unlike a network with fair queues. `None` for
-    `rate` yields a plain queue that counts.
+    busy in both directions would then stall at times, unlike a network with fair queues. With
+    `rate=None`, the link is unshaped, and the queue only counts packets.
     """
     if rate is None:
         yield f"qdisc add dev {device} root pfifo limit 10000"
         return
     burst = burst_bytes(rate)
-    # The quantum only matters between classes of equal priority; the default causes a warning.
+    # Set the quantum only to avoid a warning: it matters between classes of equal priority.
     both = f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum 60000"
     yield f"qdisc add dev {device} root handle 1: htb default 3"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate:.0f}bit {both}"
-    # Each class may use the whole link; the shares are guaranteed minimums.
+    # Each class may use the whole link; the shares are guaranteed minima.
     for number, share in ((2, 0.1), (3, 0.9)):
         yield (
             f"class add dev {device} parent 1:1 classid 1:{number} htb rate {share * rate:.0f}bit "
@@ -324,8 +322,8 @@ def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
         parent = "parent 1:1"
     yield f"qdisc add dev {INTERFACE} {parent} handle 2: htb default 1"
     burst = burst_bytes(flow)
-    # The quantum only matters between classes that borrow, which these do not; the default causes a
-    # warning.
+    # Set the quantum only to avoid a warning: it matters between classes that borrow, and these
+    # classes do not.
     limits = f"rate {flow:.0f}bit ceil {flow:.0f}bit burst {burst} cburst {burst} quantum 60000"
     for number in range(1, FLOW_CLASSES + 1):
         yield f"class add dev {INTERFACE} parent 2: classid 2:{number:x} htb {limits}"

@@ -1,6 +1,6 @@
-"""Ranks that find each other by the variables of their platform, without SSH.
+"""Connects ranks by the environment variables of their platform, without SSH.
 
-A source reads a platform's variables. Ranks publish their addresses in a store on the node of
-rank 0, and derive Horovod's variables from the addresses of all. `run` starts the ranks of one
-machine.
+`sources` reads a platform's variables. In `rendezvous`, ranks publish their addresses in a `store`
+on the node of rank 0, and derive Horovod's variables from all addresses. `run` starts the ranks of
+one machine.
 """

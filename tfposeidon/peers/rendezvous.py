@@ -1,8 +1,8 @@
-"""Rendezvous at the start of a job: ranks register in a store, and derive Horovod's variables.
+"""Registers ranks in a store at the start of a job, and derives Horovod's variables.
 
-Each rank publishes its node and address and waits for all others. From the same entries, every rank
-derives the nodes and its own variables, so that Horovod starts only after all ranks have
-registered. A `Client` sends the requests of a rank to the store.
+Each rank publishes its node and address and waits for all other ranks. All ranks then derive the
+nodes and their own variables from the same entries, so that Horovod starts only after all ranks
+have registered. A `Client` sends the requests of a rank to the store.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ RETRY_S = 0.2
 """Seconds between attempts to reach a store."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the registered process and its store: child processes inherit the other ones."""
+"""Variable with the rank's process and store, by which `_refuse_child` detects child processes."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 INTERFACE = "HOROVOD_GLOO_IFACE"
 START_TIMEOUT_S = 600.0
-"""Default time within which all ranks must register: nodes may have to be allocated."""
+"""Default time within which all ranks must register, including the allocation of their nodes."""
 RANKS = "ranks"
 """Scope of the store in which ranks register."""
 
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
 _store: subprocess.Popen[str] | None = None
-"""Process of the store, if this is rank 0: a reference, because it outlives this process."""
+"""Process of the store on rank 0. The reference prevents a warning about a running process."""
 
 
 # ------------------------------------------------------------------ store
 
 
 class EndingError(ConnectionError):
-    """Error of a request to a store whose job is ending."""
+    """Raised for a request to a store whose job is ending."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a store, the job that it serves, and the address from which it was asked."""
+    """Answer of a store, with its job's identity and this host's address on the connection."""
 
     status: int
     body: bytes
@@ -67,13 +67,13 @@ class Answer:
     own_address: str
 
     def value(self) -> Any:
-        """Returns the body, which is JSON."""
+        """Returns the decoded body, which is JSON."""
         return json.loads(self.body)
 
 
 @dataclass(frozen=True)
 class Client:
-    """Connection data of a store, and the address of this host from which it is reached."""
+    """Address of a store, its job's prefix, and this host's address on connections to the store."""
 
     host: str
     port: int
@@ -90,17 +90,17 @@ class Client:
         return answer.value() if answer.status == HTTPStatus.OK else None
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
-        """Returns the values in a scope once it has `count` of them; `None` after `wait_s`."""
+        """Returns a scope's values by rank once there are `count`, or `None` after `wait_s`."""
         found = self.get(scope, f"?count={count}", wait_s)
         return found and {int(rank): json.loads(value) for rank, value in found.items()}
 
     def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> Answer:
-        """Returns the answer to a GET, or to a PUT that keeps an existing value.
+        """Sends a GET, or with `body` a PUT that keeps an existing value, and returns the answer.
 
-        Raises `OSError` if there is no answer, or if the job is ending.
+        Raises `OSError` if the store does not answer or its job is ending.
         """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
-        # Not urllib, which would send requests to the proxy of `http_proxy`.
+        # Do not use urllib, which would send requests to the proxy in `http_proxy`.
         connection = http.client.HTTPConnection(
             self.host, self.port, timeout=wait_s + ANSWER_TIMEOUT_S
         )
@@ -115,17 +115,16 @@ class Client:
                 answer = connection.getresponse()
                 content = answer.read()
         except http.client.HTTPException as error:
-            raise ConnectionError(f"no answer of HTTP: {error!r}") from error
+            raise ConnectionError(f"the answer is not HTTP: {error!r}") from error
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise EndingError("its job is ending")
         return Answer(answer.status, content, unquote(answer.getheader(JOB_HEADER) or ""), own)
 
 
 def connect(job: Job, token: str | None, timeout_s: float) -> Client:
-    """Returns a client of the job's store as soon as it answers.
+    """Returns a client of the job's store as soon as the store answers.
 
-    Raises `PermissionError` for a wrong token, and `TimeoutError` with the addresses that it tried
-    and the problem at each.
+    Raises `PermissionError` for a wrong token, or `TimeoutError` with the problem at each address.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -138,7 +137,7 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
                 f"All processes of a job must reach the store of {job.unit} 0 within its start "
                 f"timeout. Received: {problems}, for {timeout_s:g} s. Check that "
                 f"{job.name_of(0)} has started and that no firewall or network policy closes the "
-                f"port; {HOST} and {PORT} choose another address.{job.hint}"
+                f"port, or set {HOST} and {PORT} to another address.{job.hint}"
             )
         time.sleep(RETRY_S)
 
@@ -150,25 +149,26 @@ def running_store_or(job: Job, token: str | None, start: Callable[[], T]) -> Cli
     try:
         return start()
     except OSError:
-        # A second process 0 may have started it at the same time.
+        # A second process 0 may have started the store at the same time.
         if client := running_store(job, token):
             return client
         raise
 
 
 def running_store(job: Job, token: str | None) -> Client | None:
-    """Returns a client of the job's store if it runs on this host already."""
+    """Returns a client of the job's store if it runs on this host, else `None`."""
     *_, last = _attempts(replace(job, host=loopback_address(job.host)), token)
     return last if isinstance(last, Client) else None
 
 
 def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
-    """Tries each address; yields the problem of each, and ends with a client if one answers."""
+    """Tries each port; yields the problem at each, and ends with a client if the store answers."""
     prefix = prefix_of(job.identity, token)
     for port in job.ports:
         where = f"{job.host}:{port}"
         try:
-            # Only IPv4, as Horovod; the address is the same in all later connections.
+            # Resolve the name once, so that later connections use the same address. Horovod
+            # supports only IPv4.
             client = Client(socket.gethostbyname(job.host), port, prefix)
             answer = client.request("ranks/?count=0")
         except OSError as error:
@@ -179,9 +179,9 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
             return
         if answer.job == job.identity:
             raise PermissionError(
-                f"All processes of a job must have the same token. Received: the store at {where} "
-                f"refused that of {job.name_of(job.rank)}. Set {TOKEN}, or the file of "
-                f"{TOKEN}_FILE, to the same value on all of them."
+                f"All processes of a job must have the same token. The store at {where} refused "
+                f"the token of {job.name_of(job.rank)}. Set {TOKEN}, or the content of the file in "
+                f"{TOKEN}_FILE, to the same value for all processes."
             )
         served = answer.job or "another program"
         yield f"another job at {where} ({served}; this job is {job.identity})"
@@ -192,26 +192,26 @@ def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Name of a rank's node, which no other node has, and its address towards the store."""
+    """Unique name of a rank's node, and the rank's address on its connection to the store."""
 
     node: str
     address: str
 
 
 def variables() -> dict[str, str]:
-    """Returns the environment, with this host's full name if an Indexed Job needs it."""
+    """Returns the environment variables, with this host's full name in an Indexed Job."""
     found = dict(os.environ)
     if "JOB_COMPLETION_INDEX" in found:
-        # Only in this case, because the lookup takes seconds on some networks.
+        # Look up the name only in this case, because a lookup takes seconds on some networks.
         found[sources.FULL_NAME] = socket.getfqdn()
     return found
 
 
 def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
-    """Sets Horovod's variables from those of a platform, once all ranks have registered.
+    """Registers this rank, waits for all others, and sets Horovod's variables.
 
-    Returns the ranks of each node, or `None` if a launcher has started this process, or if the job
-    has no other.
+    Returns the ranks of each node, or `None` if a launcher started this process or the job has only
+    one process.
     """
     global _nodes
     if _nodes is not None:
@@ -223,11 +223,11 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
         return None
     entries, client = register_ranks(job, sources.token(found), timeout_s)
     os.environ.update(horovod_variables(entries, job.rank, client))
-    # Only if the user has not chosen an interface.
+    # Keep an interface that the user has chosen.
     for name, value in interface_variables(entries, job.rank).items():
         os.environ.setdefault(name, value)
     os.environ[MEMBER] = f"{os.getpid()} {os.environ[STORE_ADDRESS]}"
-    # Jobs that this rank starts have their own.
+    # Remove the variables of `run`, which jobs that this rank starts must not inherit.
     for name in sources.OF_RUN:
         os.environ.pop(name, None)
     _nodes = nodes_of([entry.node for entry in entries])
@@ -235,27 +235,30 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
 
 
 def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
-    """Returns whether a launcher's variables apply: they do not in ranks that `run` starts."""
+    """Returns whether a launcher's variables apply; the variables of `run` take precedence."""
     names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
     return sources.RANK not in found and any(found.get(name) for name in names)
 
 
 def _refuse_child() -> None:
-    """Refuses a process that inherited the variables of a rank."""
+    """Raises `RuntimeError` in a child process of a rank, which has inherited its variables."""
     process, _, address = os.environ.get(MEMBER, "").partition(" ")
-    # With another address, it is a rank of a job that this rank has started.
+    # A process with another store is a rank of a job that the registered rank has started.
     if process in ("", str(os.getpid())) or address != os.environ.get(STORE_ADDRESS):
         return
     raise RuntimeError(
-        "Each rank must be one process. Received: a second process with the variables of rank "
-        f"{os.environ.get(LAUNCHER)}, process {os.getpid()} in addition to process {process}. Do "
-        "not call tfposeidon.init() in a child process of a rank, or start it without the "
-        "variables that begin with HOROVOD_."
+        "Each rank must be one process. Received: the variables of rank "
+        f"{os.environ.get(LAUNCHER)}, process {process}, in process {os.getpid()}. Do not call "
+        "tfposeidon.init() in a child process of a rank, or start the child without the variables "
+        "that begin with HOROVOD_."
     )
 
 
 def register_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[Entry], Client]:
-    """Returns the entries of all ranks, in their order, and the store's client."""
+    """Registers this rank, and returns all ranks' entries in order and the store's client.
+
+    Rank 0 starts the store first, unless it runs already.
+    """
     global _store
     deadline = time.monotonic() + timeout_s
     found: Client | tuple[subprocess.Popen[str], int] | None = None
@@ -272,7 +275,7 @@ def register_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[
 
 
 def register_process(client: Client, scope: str, job: Job, own: Any, deadline: float) -> list[Any]:
-    """Publishes `own` and returns the values of all processes of the job, in their order."""
+    """Publishes `own`, waits for all processes of the job, and returns their values in order."""
     own = {**own, **this_process(), "size": job.size}
     found = None
     while found is None:
@@ -286,7 +289,7 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
                 )
             found = client.all(scope, job.size, deadline - time.monotonic())
         except OSError as error:
-            # Others, such as a reset, do not show that the store has ended.
+            # Other errors, such as a reset connection, do not show that the store has ended.
             is_gone = isinstance(error, EndingError | ConnectionRefusedError)
             if is_gone or time.monotonic() > deadline:
                 raise RuntimeError(
@@ -303,24 +306,25 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
 
 
 def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
-    # Among the entries of a larger job, one of this job's ranks may be missing.
+    # Check this before reading the entries by rank: if another process has a larger size, the entry
+    # of one of this job's ranks may still be missing.
     for rank, entry in found.items():
         if entry["size"] != job.size:
             raise ValueError(
                 f"All {job.unit}s must have the same size. Received from {job.source}: {job.size} "
-                f"on {job.name_of(job.rank)}, {entry['size']} on {job.name_of(rank)}. Correct the "
-                "variables, or restart all of them."
+                f"on {job.name_of(job.rank)}, {entry['size']} on {job.name_of(rank)}. Set the same "
+                f"size for all of them, and restart all {job.unit}s."
             )
 
 
 def this_process() -> dict[str, Any]:
-    """Returns the host and number of this process for messages, and a unique identifier."""
+    """Returns the host and number of this process for messages, and a unique text."""
     return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
 
 
 @functools.cache
 def start_text() -> str:
-    """Returns a random text: a restarted container has the same host name and process number."""
+    """Returns a random text, because a restarted container has the same host and process number."""
     return secrets.token_hex(8)
 
 
@@ -329,7 +333,7 @@ def _missing(client: Client, scope: str, job: Job) -> str:
     missing = [job.name_of(rank) for rank in range(job.size) if rank not in found]
     return (
         f"All {job.size} {job.unit}s must register in the store within the start timeout "
-        f"(`start_timeout_s`). Received: {', '.join(missing)} did not register at "
+        f"(`start_timeout_s`), but {', '.join(missing)} did not register at "
         f"{client.host}:{client.port}. Check that they have started, and that they reach this "
         f"address; their own messages name the address that they tried.{job.hint}"
     )
@@ -344,7 +348,7 @@ def _this_node() -> str:
 
 
 def nodes_of(names: Sequence[str]) -> Nodes:
-    """Returns the ranks of each node, ordered by the first; they need not be consecutive."""
+    """Returns the ranks of each node, ordered by first rank; ranks need not be consecutive."""
     nodes: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         nodes.setdefault(name, []).append(rank)
@@ -352,11 +356,11 @@ def nodes_of(names: Sequence[str]) -> Nodes:
 
 
 def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> dict[str, str]:
-    """Returns the variables with which Horovod starts as a rank over Gloo."""
+    """Returns the environment variables of a rank for Horovod over Gloo."""
     nodes = nodes_of([entry.node for entry in entries])
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     local_rank = nodes[node].index(rank)
-    # Nodes that have this local rank form a group.
+    # Horovod's cross group has one rank of each node that has this local rank.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
     found = {
         "RANK": rank,
@@ -365,7 +369,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
         "LOCAL_SIZE": len(nodes[node]),
         "CROSS_RANK": across.index(node),
         "CROSS_SIZE": len(across),
-        # Horovod uses the text after the address as a prefix of each path.
+        # Horovod uses the text after the address as a prefix of each path in its requests.
         "GLOO_RENDEZVOUS_ADDR": f"{client.host}:{client.port}/{client.prefix}",
         "GLOO_RENDEZVOUS_PORT": 0,
         "HOSTNAME": f"node-{node}",
@@ -376,13 +380,13 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
 
 
 def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
-    """Returns the variables that select the network interface between ranks, if one is found."""
+    """Returns variables that select the interface between ranks, or none if it is unknown."""
     first_elsewhere = next((e for e in entries if e.node != entries[0].node), None)
     if first_elsewhere is None:
         address = "127.0.0.1"
     elif entries[rank].node == entries[0].node:
-        # Ranks on this node reach the store over the loopback, so use the address towards a rank on
-        # another node.
+        # Ranks on this node reach the store over the loopback, so use their address in connections
+        # to another node.
         address = _address_towards(first_elsewhere.address)
     else:
         address = entries[rank].address
@@ -391,15 +395,15 @@ def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
 
 
 def _address_towards(host: str) -> str:
-    """Returns this host's address in connections to another; sends nothing."""
+    """Returns this host's address in connections to `host`; sends no packets."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))
         return probe.getsockname()[0]
 
 
 def _interface_of(address: str) -> str | None:
-    """Returns the name of the interface that has an address."""
-    # Imported here, because `check` must start without psutil, which `install` installs.
+    """Returns the name of the interface with an address, or `None`."""
+    # Import psutil here, because `check` must start before `install` has installed it.
     import psutil
 
     for name, found in psutil.net_if_addrs().items():

@@ -4,9 +4,9 @@
   python -m tfposeidon run --per-node 4 -- python train.py     # four ranks, also without GPUs
   python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
 
-Over several nodes, run the same command on each of them, without SSH: nodes are described by the
-options, or by the variables of a platform (docs/clusters.md). Each rank sees one GPU. The exit
-status is that of the first rank of this node that fails, or 1 if a rank of another node failed.
+For several nodes, run the same command on each node, without SSH; the options or the variables of a
+platform describe the nodes (docs/clusters.md). Each rank sees one GPU. The command exits with the
+status of the first failed rank of this node, or with 1 if only ranks of other nodes failed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
-"""Variables with a platform's number of ranks per node, or with a word such as "gpu"."""
+"""Variables in which platforms set the number of ranks per node, or a word such as "gpu"."""
 TERMINATION_S = 10.0
-"""Time between SIGTERM and SIGKILL, in which ranks may save their state."""
+"""Time between SIGTERM and SIGKILL, during which ranks may save their state."""
 FOLLOW_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfposeidon run`."""
     parser.add_argument(
         "--per-node",
         type=int,
@@ -75,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs the command; returns the job's exit status, or 2 if nothing was started."""
+    """Returns the job's exit status, or 2 if the options are invalid or the ranks could not run."""
     try:
         command = read_command(options.command_line)
         variables = rendezvous.variables()
@@ -103,7 +102,7 @@ def read_command(words: list[str]) -> list[str]:
     """Returns the command of each rank, without the dashes before it."""
     command = words[1:] if words[:1] == ["--"] else words
     if not command:
-        raise ValueError("A command is required. Received: none. Append it: ... -- python train.py")
+        raise ValueError(f"A command is required. Received: {words}. Append: -- python train.py")
     if not shutil.which(command[0]):
         raise ValueError(
             f"The command must be an executable file, or on PATH. Received: {command[0]!r}. Check "
@@ -113,7 +112,7 @@ def read_command(words: list[str]) -> list[str]:
 
 
 def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
-    """Returns the job of nodes that options or a platform describe; else one of this node."""
+    """Returns the job that options or a platform describe, or else a job of this node."""
     given = (options.nodes, options.node_rank, options.master)
     found = None if any(one is not None for one in given) else sources.find(variables)
     if found is None or found.size == 1:
@@ -121,9 +120,9 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
     if not found.one_per_node:
         raise ValueError(
             "`run` starts all ranks of a node, so the platform must start one process per node. "
-            f"Received from {found.source}: several processes per node; this one is rank "
-            f"{found.rank} of {found.size}. Leave out `python -m tfposeidon run`: tfposeidon.init()"
-            " finds the other ranks."
+            f"Received from {found.source}: rank {found.rank} of {found.size}, with several "
+            "processes per node. Leave out `python -m tfposeidon run`: tfposeidon.init() finds the "
+            "other ranks."
         )
     return dataclasses.replace(found, unit="node")
 
@@ -132,8 +131,7 @@ def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None
     if None in (nodes, node_rank, master) and (nodes, node_rank, master) != (None, None, None):
         raise ValueError(
             "`--nodes`, `--node-rank` and `--master` must be given together. Received: --nodes "
-            f"{nodes}, --node-rank {node_rank}, --master {master}. Leave out all of them for one "
-            "node."
+            f"{nodes}, --node-rank {node_rank}, --master {master}. Omit all three for one node."
         )
     # On one node the kernel chooses the port, because no other node needs to know it.
     host, port = sources.split_address(master or "127.0.0.1:0", "--master")
@@ -144,26 +142,25 @@ def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
-    """Returns the job's token, or a random one for a single node."""
+    """Returns the job's token: for a single node, the default is a random one."""
     if options.token_file:
         return sources.read_token(options.token_file)
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
 
 
 def visible_gpus(variables: Mapping[str, str]) -> list[str]:
-    """Returns the GPUs of this machine that CUDA may use, as in `CUDA_VISIBLE_DEVICES`."""
+    """Returns the GPUs of this machine that CUDA may use, in the form of `CUDA_VISIBLE_DEVICES`."""
     if (given := variables.get(sources.VISIBLE_GPUS)) is not None:
         return [one.strip() for one in given.split(",") if one.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
         return []
-    # Not with TensorFlow, which would allocate memory of each GPU.
+    # Do not ask TensorFlow, which would allocate memory on each GPU.
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     return [str(index) for index in range(count)]
 
 
 def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str]) -> int:
-    """Returns the number of ranks on this machine."""
     by_platform = next((variables[name] for name in RANKS_OF_NODE if name in variables), "")
     if asked is None and by_platform.isdigit():
         asked = int(by_platform)
@@ -179,7 +176,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 
 @contextlib.contextmanager
 def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
-    """Connects to the store of node 0, which lives in this process if this is node 0."""
+    """Yields a client of node 0's store; on node 0, this process serves the store."""
     server: Client | store.Store
     if job.rank > 0:
         server = connect(job, token, timeout_s)
@@ -187,14 +184,15 @@ def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]
         place = (job.host, job.ports, job.identity, token)
         server = running_store_or(job, token, lambda: store.listen(*place))
     if isinstance(server, Client):
-        # If this is node 0, two processes are node 0, which `rendezvous.register_process` reports.
+        # If this is node 0, another process serves its store: `rendezvous.register_process` reports
+        # that two processes are node 0.
         yield server
         return
     with server.serving():
         here = store.loopback_address(job.host)
         yield Client(here, server.server_address[1], server.prefix, here)
         if job.size > 1:
-            # The ranks of this node have ended; those of other nodes may still read the cause.
+            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
             server.wait_for_exit_statuses(len(server.all(rendezvous.RANKS, 0) or ()))
 
 
@@ -211,7 +209,7 @@ def _environments(
         sources.STORE: f"{client.host}:{client.port}",
         sources.JOB: job.identity,
         sources.NODE: f"node {job.rank}",
-        # Ranks do not buffer lines.
+        # Ranks must not buffer their output, so that `run` prints each line at once.
         "PYTHONUNBUFFERED": "1",
     }
     for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
@@ -222,7 +220,7 @@ def _environments(
         first + index: {
             **common,
             sources.RANK: str(first + index),
-            # Ranks that share GPUs see all of them, so that tfposeidon.init() checks the number.
+            # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
             **({sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}),
         }
         for index in range(count)
@@ -230,7 +228,7 @@ def _environments(
 
 
 class _Ranks(Runner):
-    """Ranks of this node, which also end when a rank of another node has failed."""
+    """Runs the ranks of this node, and also ends them when a rank of another node has failed."""
 
     def __init__(self, client: Client, folder: Path | None) -> None:
         super().__init__("tfposeidon run", folder=folder, termination_s=TERMINATION_S)
@@ -238,19 +236,19 @@ class _Ranks(Runner):
         self.failed_elsewhere = False
 
     async def follow(self) -> None:
-        """Ends the ranks of this node after a rank of any node has failed."""
+        """Waits until a rank of any node has failed, and ends the ranks of this node."""
         cause = None
         while cause is None:
             try:
                 place = (store.FAILURES, store.FIRST_FAILURE)
                 cause = await asyncio.to_thread(self._client.get, *place, FOLLOW_S)
             except ConnectionRefusedError:
-                # Node 0 has ended. Ranks notice it themselves, or have ended too.
+                # Node 0 has ended. The ranks notice it by themselves, or have ended, too.
                 return
             except OSError:
                 # A lost connection does not end the job.
                 await asyncio.sleep(FOLLOW_S)
-        # The ranks of this node may end in the meantime, even with status 0.
+        # Set this now, because the ranks of this node may end in the meantime, even with status 0.
         self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
         if self.first_failed is None:
@@ -262,21 +260,21 @@ class _Ranks(Runner):
         status = None
         with contextlib.suppress(OSError):
             status = self._client.get(store.FAILURES, store.EXIT_STATUS.format(rank.number))
-        # A rank that raised an exception after tfposeidon.init() has written its cause. After
-        # sys.exit(3), its exit status is that of a normal end.
+        # A rank that raised an exception after tfposeidon.init() has stored its own cause. After
+        # sys.exit(3), a rank has stored "ended", as after a normal end.
         if status in (None, "ended"):
             self.leave_cause(f"{rank}.")
         super()._fail(rank)
 
     def leave_cause(self, cause: str) -> None:
         """Stores the cause of the job's end for the other nodes, unless there is one."""
-        # Without a store, no other node waits.
+        # If the store has ended, no other node waits for the cause.
         with contextlib.suppress(OSError):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
 async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
-    """Runs the ranks; returns the exit status, 128 + number if a signal ended the job."""
+    """Runs the ranks; returns the exit status, which is 128 + number if a signal ended the job."""
     ranks, here = _Ranks(client, folder), f"run of node {starts[0].node}"
     signals: list[int] = []
 
@@ -285,14 +283,14 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
             ranks.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
-            # Not in this thread, because the store of a lost node 0 does not answer for seconds.
+            # Use another thread, because a request to a lost node 0 may block for seconds.
             loop.run_in_executor(None, ranks.leave_cause, cause)
             ranks.cancel()
         signals.append(number)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP.
+        # Under nohup, SIGHUP is ignored and must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, end, number)
     try:

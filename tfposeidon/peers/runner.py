@@ -1,4 +1,4 @@
-"""Runs ranks of a job on this machine: forwards their output, and ends all when one fails.
+"""Runs ranks of a job on this machine, forwards their output, and ends all when one fails.
 
 `python -m tfposeidon run` and the lab start ranks with it.
 """
@@ -21,14 +21,15 @@ from typing import TextIO
 from tfposeidon.quiet import is_startup_message
 
 GRACE_S = 10.0
-"""Time for the other ranks to end and report after one has failed."""
+"""Time for the other ranks to report and end after one has failed."""
 TERMINATION_S = 3.0
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0
 """Time for reading output after a rank has ended: its child processes may hold the pipe open."""
 KEPT_LINES = 30
 CHUNK_BYTES = 65536
-# Progress bars end in "\r". One at the end of a chunk does not count: "\n" may follow.
+# Progress bars end lines with "\r". A "\r" at the end of a chunk does not count, because "\n" may
+# follow.
 LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 
@@ -61,8 +62,6 @@ class Rank:
 
 @dataclass(frozen=True)
 class Start:
-    """Command of one rank, with its environment."""
-
     number: int
     node: int
     command: list[str]
@@ -74,12 +73,12 @@ Background = Sequence[Callable[[], Coroutine[None, None, None]]]
 
 
 class Runner:
-    """Ranks of a job on this machine, from their start to their end.
+    """Runs ranks of a job on this machine, from their start to their end.
 
-    Output is printed with the rank's number before each line, or written to one file per rank in
-    `folder`. Only the output of the ranks in `show` is printed, `None` for all. The last lines of
-    the rank that fails first are always printed. `name` begins the runner's own messages, and
-    `termination_s` is the time between SIGTERM and SIGKILL.
+    The output of ranks is printed with the rank's number before each line, or written to one file
+    per rank in `folder`. Without `folder`, only the ranks in `show` are printed (`None`: all). The
+    last lines of the rank that fails first are always printed. The runner's own messages begin with
+    `name`, and `termination_s` is the time between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Runner:
 
     @property
     def status(self) -> int:
-        """Exit status of the job: 0, or that of the first failed rank in the form of a shell."""
+        """Exit status of the job: 0, or the first failed rank's (128 + number for a signal)."""
         status = self.first_failed.status if self.first_failed else 0
         assert status is not None
         return status if status >= 0 else 128 - status
@@ -115,8 +114,8 @@ class Runner:
     async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
         """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
-        Raises `CancelledError` if the task is cancelled or output cannot be written, and the error
-        of a background task, in each case after ending all ranks.
+        Raises `CancelledError` if the task is cancelled or output cannot be written, or the error
+        of a background task, but always ends all ranks first.
         """
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
@@ -130,7 +129,7 @@ class Runner:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
-                    # A process group of its own, so that signals reach the rank's child processes.
+                    # Start a new process group, so that signals reach the rank's child processes.
                     start_new_session=True,
                 )
                 self.ranks.append(Rank(start.number, start.node, process))
@@ -138,7 +137,8 @@ class Runner:
             watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
             await _wait_for(watchers, tasks)
         finally:
-            # Ranks that are terminated from here on have not failed. Nothing interrupts the end.
+            # Ranks that the runner terminates have not failed, and `cancel` must not interrupt the
+            # end.
             self._ended, self._task = True, None
             for task in tasks:
                 task.cancel()
@@ -146,7 +146,7 @@ class Runner:
             await asyncio.gather(*watchers)
 
     def cancel(self) -> None:
-        """Makes `run` end all ranks, from another task, unless it does so already."""
+        """Makes `run`, in another task, end all ranks unless they are already ending."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -158,12 +158,13 @@ class Runner:
             log = path.open("w", encoding="utf-8", errors="replace")
         streams = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
         output = [asyncio.create_task(self._pass_on(rank, s, log or sink)) for s, sink in streams]
-        # Process.wait() would also wait for the pipes, which children of the rank may hold open.
+        # Poll, because Process.wait() would also wait for the pipes, which child processes of the
+        # rank may hold open.
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decide now, because another rank may fail in the meantime. Report later, because the pipe
-        # may still contain the last lines, which the report shows.
+        # Decide now which rank failed first, because another one may fail in the meantime. Report
+        # it later, because the pipe may still contain the last lines, which the report shows.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank
@@ -195,13 +196,13 @@ class Runner:
         if not self._folder:
             if not self._shows(rank):
                 return
-            # The terminal's encoding may lack characters of the ranks.
+            # The terminal's encoding may not have all characters that ranks write.
             encoding = sink.encoding or "utf-8"
             text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
         try:
             print(text, file=sink, flush=True)
         except OSError as error:
-            # The output is closed, as in `lab ... | head`, or its disk is full, so end the job.
+            # End the job if its output is closed, as in `lab ... | head`, or if the disk is full.
             _discard(sink)
             if not isinstance(error, BrokenPipeError):
                 self.say(f"the job ends, because output could not be written: {error}.")
@@ -215,7 +216,7 @@ class Runner:
             for line in rank.last_lines:
                 print(f"[{rank.number}] {line}", file=sys.stderr)
         self.say(str(rank))
-        # Hold a reference, because asyncio only has weak references to tasks.
+        # Hold a reference, because asyncio has only weak references to tasks.
         self._ending = asyncio.create_task(self.end(GRACE_S))
 
     def say(self, text: str) -> None:
@@ -245,7 +246,7 @@ class Runner:
 
 
 def _discard(sink: TextIO) -> None:
-    """Redirects a stream, so that Python does not fail again when it flushes the buffer."""
+    """Redirects a stream to /dev/null, so that Python can flush its buffer without an error."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sink.fileno())
     os.close(null)
@@ -254,7 +255,7 @@ def _discard(sink: TextIO) -> None:
 async def _wait_for(
     watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
 ) -> None:
-    """Waits for all watchers; raises the error of any task at once."""
+    """Waits for all watchers; raises the error of any watcher or background task at once."""
     waiting = set(watchers)
     while waiting:
         done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
-"""Jobs described by environment variables of platforms.
+"""Reads the job of a process from the environment variables of its platform.
 
-Think of each source as a function from variables to a `Job`. Nothing here reads the environment or
-starts anything: `find` takes a mapping, and returns the job of the first complete source with
-several processes.
+Think of each source as a function from variables to a `Job`. `find` returns the job of the first
+complete source with several processes. This module takes the variables as a mapping: it neither
+reads the environment nor starts processes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ TOKEN = "TFPOSEIDON_TOKEN"
 TOKEN_FILE = "TFPOSEIDON_TOKEN_FILE"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 FULL_NAME = "HOSTNAME"
-"""Name of this host with its domain, from which the name of an Indexed Job's first pod follows."""
+"""Variable with this host's full name, from which `_indexed_job` derives the first pod's name."""
 
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
-"""Ports that are derived from a job's identity: below those of outgoing connections."""
+"""Range of the ports that a job's identity selects, below the range of outgoing connections."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""First of the step numbers that SLURM gives to batch scripts and shells, which are one process."""
+"""First step number of SLURM's batch scripts and shells, which run as one process."""
 
 
 class IncompleteError(ValueError):
-    """Error of a source that lacks variables."""
+    """Raised if only some of a source's variables are set."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
     Attributes:
-      host: Host on which process 0 keeps the store: an IPv4 address, or a name that has one.
+      host: Host of process 0 and the store: an IPv4 address, or a name that resolves to one.
       ports: Ports of the store, in the order in which they are tried.
       identity: Text that identifies the job among all jobs that run at the same time.
       node: Name of this process's node, or empty if the source does not give it.
       members: Name or address of each process for messages, or empty.
       one_per_node: Whether the source starts one process per node, which may start one per GPU.
-      has_store: Whether the store runs already, in the process that set the variables.
+      has_store: Whether the process that set the variables already runs the store.
       unit: Noun for a process in messages: "rank" or "node".
-      hint: Sentence after a message that processes are missing, or empty.
+      hint: Remedy to append to messages about missing processes, or empty.
     """
 
     source: str
@@ -79,11 +79,11 @@ class Job:
         if not 0 <= self.rank < self.size:
             raise ValueError(
                 f"The rank must be in 0..size-1. Received from {self.source}: rank {self.rank} of "
-                f"{self.size}. Correct its variables."
+                f"{self.size}. Number the processes from 0."
             )
 
     def name_of(self, rank: int) -> str:
-        """Returns the name of a process in messages, with its address if the source gives it."""
+        """Returns the name of a process for messages, with its address if the source gives it."""
         address = f" ({self.members[rank]})" if rank < len(self.members) else ""
         return f"{self.unit} {rank}{address}"
 
@@ -93,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """Variables of one platform: present if one of the first two of `names` is set."""
+    """Platform with variables `names`; it is present if one of the first two is set."""
 
     name: str
     names: tuple[str, ...]
@@ -111,8 +111,8 @@ class Source:
 def find(variables: Variables) -> Job | None:
     """Returns the job of the first complete source, or `None` if there is no source.
 
-    A job of one process counts only if no source has a larger one, except that of `run`. Raises
-    `ValueError` if a source before it contradicts itself, and `IncompleteError` if all sources that
+    A job of one process counts only if `run` has started it or no source has a larger job. Raises
+    `ValueError` if an earlier source contradicts itself, or `IncompleteError` if all sources that
     are present are incomplete.
     """
     alone, lacks = None, []
@@ -128,13 +128,13 @@ def find(variables: Variables) -> Job | None:
     if lacks and alone is None:
         raise IncompleteError(
             "The variables that describe a job must be complete. Received: "
-            f"{'; '.join(lacks)}. Set them, or remove the others for a job of one process."
+            f"{'; '.join(lacks)}. Set these, or unset the others for a job of one process."
         )
     return alone
 
 
 def describe(variables: Variables) -> list[str]:
-    """Returns a line for each source that is present: its job, or its problem."""
+    """Returns one line per source that is present: its job or its problem."""
     return [str(found) for found in _all(variables)]
 
 
@@ -148,7 +148,7 @@ def _all(variables: Variables) -> Iterator[Job | ValueError]:
 
 
 def token(variables: Variables) -> str | None:
-    """Returns the job's token, from its variable or file, or `None` if it has none."""
+    """Returns the job's token from its variable or file, or `None` if neither is set."""
     if path := variables.get(TOKEN_FILE):
         return read_token(path)
     return variables.get(TOKEN) or None
@@ -167,8 +167,8 @@ def read_token(path: str) -> str:
         text = stream.read().strip()
     if not text:
         raise ValueError(
-            f"A token file must hold a token. Received: {path}, which is empty. Write one, for "
-            "example with: openssl rand -hex 16"
+            f"A token file must hold a token. Received: {path}, which is empty. Run: openssl rand "
+            f"-hex 16 > {path}"
         )
     return text
 
@@ -182,14 +182,14 @@ def split_address(text: str, source: str) -> tuple[str, int]:
     host, colon, port = text.strip().rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(
-            f"An address must have the form host:port. Received from {source}: {text!r}. Correct "
-            "it, such as node1:29500."
+            f"An address must have the form host:port. Received from {source}: {text!r}. Set an "
+            "address such as node1:29500."
         )
     return host.strip("[]"), int(port)
 
 
 def derived_ports(identity: str) -> tuple[int, ...]:
-    """Returns the ports to try for a job whose platform gives none."""
+    """Returns the ports to try for a job whose platform sets no port."""
     digest = hashlib.sha256(identity.encode()).digest()
     words = (digest[2 * i : 2 * i + 2] for i in range(PORT_TRIES))
     found = (FIRST_PORT + int.from_bytes(word, "big") % PORT_COUNT for word in words)
@@ -197,14 +197,14 @@ def derived_ports(identity: str) -> tuple[int, ...]:
 
 
 def _with_settings(job: Job, variables: Variables) -> Job:
-    """Replaces host and port of the store by those that the user has set."""
+    """Replaces the store's host and port if the user has set `HOST` or `PORT`."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
     return require_ipv4(dataclasses.replace(job, host=host, ports=ports))
 
 
 def require_ipv4(job: Job) -> Job:
-    """Returns a job unless its processes would meet at an address of IPv6."""
+    """Returns a job; raises `ValueError` if its processes would need an IPv6 address."""
     if ":" in job.host and job.size > 1:
         raise ValueError(
             "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
@@ -216,7 +216,9 @@ def require_ipv4(job: Job) -> Job:
 def _integer(variables: Variables, name: str) -> int:
     text = variables[name]
     if not text.strip().isdigit():
-        raise ValueError(f"{name} must be a number from 0. Received: {name}={text!r}. Correct it.")
+        raise ValueError(
+            f"{name} must be a number. Received: {name}={text!r}. Set it to 0 or more."
+        )
     return int(text)
 
 
@@ -228,7 +230,7 @@ def _of_run(variables: Variables) -> Job:
 
 
 def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
-    """Reads TensorFlow's description of a cluster; ranks are numbered role after role."""
+    """Reads TensorFlow's description of a cluster, and numbers the ranks role after role."""
     cluster, kind, index = _parsed(source, variables[source])
     if not cluster:
         return None
@@ -243,7 +245,7 @@ def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job |
         raise ValueError(
             f"The task of {source} must be part of its cluster. Received: {kind} {index}, and "
             f"{', '.join(f'{len(cluster[role])} {role}' for role in roles if role in cluster)}. "
-            "Correct the task, or list its address."
+            "Set the task's index (from 0), or add its address to the cluster."
         )
     addresses = [cluster[role][number] for role, number in members]
     return _of_addresses(source, addresses, members.index((kind, index)))
@@ -255,18 +257,18 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
         found = json.loads(text)
         if not (cluster := found.get("cluster")):
             return {}, "", 0
-        # Sparse clusters, which map indices to addresses, are of parameter servers.
+        # Refuse sparse clusters, which map indices to addresses: only parameter servers use them.
         if all(
             isinstance(one, list) and all(isinstance(address, str) for address in one)
             for one in cluster.values()
         ):
             return cluster, str(found["task"]["type"]), int(found["task"].get("index") or 0)
-        problem = "addresses in another form"
+        problem = "the addresses of a role are not a list of strings"
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         problem = repr(error)
     raise ValueError(
         f"{source} must be a JSON object with `cluster`, which lists all addresses of each role, "
-        f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to a form "
+        f"and `task`, with a type and an index. Received: {text!r} ({problem}). Set it to text "
         'such as {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}.'
     )
 
@@ -279,7 +281,7 @@ def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
     identity = f"{source} {addresses[0]} {digest}"
     return Job(
         *(source, rank, len(addresses), hosts[0], (split[0][1],), identity),
-        # An index beyond the list is an error of the job.
+        # `Job` refuses an index beyond the list.
         node=hosts[rank] if rank < len(hosts) else "",
         members=tuple(addresses),
         one_per_node=len(set(hosts)) == len(hosts),
@@ -290,16 +292,16 @@ def _torchrun(variables: Variables) -> Job:
     rank, size = _integer(variables, "RANK"), _integer(variables, "WORLD_SIZE")
     per_node = "LOCAL_RANK" not in variables
     if per_node and variables.get("PET_NNODES", "").isdecimal():
-        # A PyTorchJob counts pods in RANK, but with `nprocPerNode` processes in WORLD_SIZE.
+        # With `nprocPerNode`, a PyTorchJob counts pods in RANK, but processes in WORLD_SIZE.
         size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
     run = variables.get("TORCHELASTIC_RUN_ID", "")
-    # Agents of several nodes may count restarts differently.
+    # Ignore restarts on several nodes, because the agents may count them differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-    # Without the address, which is "localhost" on the master of some operators.
+    # Leave out the address, because some operators set it to "localhost" on the master.
     identity = f"torchrun {port} {run} of {size} restart {restarts}"
-    # torchrun's agent then listens on the port itself.
+    # With this variable, torchrun's agent itself listens on the port.
     taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ports = derived_ports(identity) if taken else (port,)
     host = variables["MASTER_ADDR"]
@@ -323,8 +325,8 @@ def _keras(variables: Variables) -> Job:
     if len(addresses) > 1:
         raise ValueError(
             "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
-            f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Correct "
-            "them."
+            f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Set one "
+            f"address or {size}."
         )
     host, port = split_address(addresses[0], source)
     return Job(source, rank, size, host, (port,), f"{source} {addresses[0]} {size}")
@@ -363,7 +365,7 @@ def first_host(nodes: str) -> str:
 def _indexed_job(variables: Variables) -> Job | None:
     rank, size = _integer(variables, "JOB_COMPLETION_INDEX"), _integer(variables, NODES)
     if size == 1:
-        # The index of a pod that trains alone is not a rank.
+        # If each pod trains alone, its index is not a rank.
         return None
     pod, dot, domain = variables[FULL_NAME].partition(".")
     name = pod.removesuffix(f"-{rank}")
@@ -397,8 +399,8 @@ SOURCES = (
     Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
     Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
     Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
-    # A batch script has no variables of a step, except a number of tasks in some shells.
+    # The first two names exclude the number of tasks, which some shells set outside of steps.
     Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
     Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES, FULL_NAME), _indexed_job),
 )
-"""All sources, in the order of precedence."""
+"""All sources in order of precedence."""

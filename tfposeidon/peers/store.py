@@ -1,9 +1,9 @@
-"""Key-value store of a job, which answers as Horovod's rendezvous server does.
+"""Serves the key-value store of a job, which is compatible with Horovod's rendezvous server.
 
-Every path begins with the job's prefix. Beyond Horovod's requests, a PUT with `If-None-Match: *`
-keeps an existing value (412), and a GET with `Prefer: wait=SECONDS` waits for a value, or with
-`?count=N` for the values of a scope. This module imports nothing of the package: rank 0 runs it as
-a process that outlives it.
+Every path begins with the job's prefix. In addition to Horovod's requests, a PUT with
+`If-None-Match: *` keeps an existing value (412), and a GET with `Prefer: wait=SECONDS` waits for a
+value, or with `?count=N` for N values in a scope. Rank 0 runs this module as a process that
+outlives rank 0, so the module imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LONGEST_VALUE_BYTES = 2**20
 LONGEST_WAIT_S = 30.0
 REQUEST_TIMEOUT_S = 10.0
 LONGEST_END_S = 10.0
-"""Time after the end of rank 0 in which other ranks must write their exit status."""
+"""Time after the end of rank 0 within which other ranks must write their exit status."""
 BIND_S = 15.0
 """Time to wait for a port that the store of an earlier start may still hold."""
 POLL_S = 0.1
 JOB_HEADER = "Tfposeidon-Job"
 FAILURES = "tfposeidon"
-"""Scope in which ranks write their exit status and the first cause of failure."""
+"""Scope in which ranks store their exit status and the first cause of failure."""
 FIRST_FAILURE = "first-failure"
 EXIT_STATUS = "exit-status-of-rank-{}"
 
 
 def prefix_of(identity: str, token: str | None) -> str:
-    """Returns the prefix of a job's paths: a secret only if the job has a token.
+    """Returns the prefix of a job's paths, which is secret only if the job has a token.
 
     >>> prefix_of("TF_CONFIG a:1", None) == prefix_of("TF_CONFIG b:1", None)
     False
@@ -50,7 +50,7 @@ def prefix_of(identity: str, token: str | None) -> str:
 
 
 class Store(ThreadingHTTPServer):
-    """Store of one job, which listens from its construction and serves in `serving()`."""
+    """Key-value store of one job: listens once it is constructed, and answers in `serving()`."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -100,19 +100,18 @@ class Store(ThreadingHTTPServer):
         """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`."""
         with self._changed:
             values = self._values.setdefault(scope, {})
-            # No more ranks register in a job that is ending.
+            # Stop waiting if the job is ending, because no more ranks register.
             self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
             if len(values) < count:
                 return None
             return {key: value.decode() for key, value in values.items()}
 
     def delete(self, scope: str, key: str) -> None:
-        """Removes a value, if it exists."""
         with self._changed:
             self._values.get(scope, {}).pop(key, None)
 
     def wait_for_exit_statuses(self, size: int, limit_s: float = LONGEST_END_S) -> None:
-        """Waits until all ranks have written their exit status, or the limit."""
+        """Marks the job as ending, and waits up to `limit_s` for the exit statuses of all ranks."""
         with self._changed:
             self.is_ending = True
             self._changed.notify_all()
@@ -121,7 +120,7 @@ class Store(ThreadingHTTPServer):
             self.get(FAILURES, EXIT_STATUS.format(rank), max(0.0, deadline - time.monotonic()))
 
     def report_end(self, rank: int, text: str) -> None:
-        """Stores the end of a rank without exit status as the first cause, unless there is one."""
+        """Stores `text` as the first cause, unless one exists or the rank has an exit status."""
         if self.get(FAILURES, EXIT_STATUS.format(rank)) is None:
             self.put(FAILURES, FIRST_FAILURE, json.dumps(text).encode(), keep=True)
 
@@ -160,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         if keep and scope != FAILURES and self._refuses_start():
             return
         found = self.server.put(scope, key, value, keep=keep)
-        # A client repeats a request whose answer was lost.
+        # An equal value is a success, because a client repeats a request whose answer was lost.
         self._answer(HTTPStatus.OK if found == value else HTTPStatus.PRECONDITION_FAILED, found)
 
     def do_DELETE(self) -> None:
@@ -169,12 +168,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK)
 
     def _place(self) -> tuple[str, str, int | None] | None:
-        """Returns scope, key and count of the path, or refuses the request."""
+        """Returns scope, key and count of the path, or refuses the request and returns `None`."""
         path = urlsplit(self.path)
         prefix, _, rest = path.path.removeprefix("/").partition("/")
-        # Horovod appends its port to the prefix, which follows the address (see `rendezvous`).
+        # Horovod appends a port to the prefix (see `rendezvous.horovod_variables`).
         if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
-            # The token of a new start may differ.
+            # A restart of a job that is ending may have another token, and must wait.
             if not self._refuses_start():
                 self._answer(HTTPStatus.FORBIDDEN)
             return None
@@ -183,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         return scope, key, int(count[0]) if count else None
 
     def _refuses_start(self) -> bool:
-        """Refuses a request of a new start if the job is ending: it waits for its own store."""
+        """Refuses a request if the job is ending: a restarted job must wait for its own store."""
         if self.server.is_ending:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
         return self.server.is_ending
@@ -205,8 +204,8 @@ def _seconds(preferences: str) -> float:
 
 
 def loopback_address(host: str) -> str:
-    """Returns the address at which processes on its own host reach the store of a host."""
-    # A name may resolve to another address, such as that of a service. Debian's 127.0.1.1 is a
+    """Returns the address at which processes on `host` reach the store there."""
+    # Do not use the name, which may resolve to the address of a service. Debian's 127.0.1.1 is a
     # different loopback address from 127.0.0.1.
     return host if host.startswith("127.") else "127.0.0.1"
 
@@ -238,10 +237,10 @@ def listen(host: str, ports: Sequence[int], identity: str, token: str | None) ->
 def start_process(
     host: str, ports: Sequence[int], identity: str, token: str | None, size: int
 ) -> tuple[subprocess.Popen[str], int]:
-    """Starts a store that outlives this process, which is rank 0; returns it and its port."""
-    # A session of its own, so that signals to a process group do not end it before the ranks.
-    # Isolated and without site-packages, because it must not import TensorFlow, nor a module of
-    # the script's folder that has the name of a standard one.
+    """Starts a store that outlives this process, which is rank 0; returns process and port."""
+    # Start a new session, so that signals to a process group do not end the store before the ranks.
+    # Isolate Python (-I -S): it must import neither TensorFlow nor a module of the script's folder
+    # that has the name of a standard module.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__)],
         stdin=subprocess.PIPE,
@@ -253,7 +252,7 @@ def start_process(
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    # Through a pipe, because every user can read command lines.
+    # Pass the token through a pipe, because every user can read command lines.
     with process.stdin, process.stdout:
         json.dump([os.getpid(), size, host, ports, identity, token], process.stdin)
         process.stdin.close()
@@ -264,7 +263,7 @@ def start_process(
 
 
 def main() -> None:
-    """Serves the job that standard input describes until rank 0 and the other ranks have ended."""
+    """Serves the job that standard input describes until all ranks have ended."""
     parent, size, *place = json.load(sys.stdin)
     try:
         store = listen(*place)
