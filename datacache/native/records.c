@@ -9,8 +9,8 @@
 #include <immintrin.h>
 #endif
 
-// Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch.
-// Records of fewer than SMALL bytes are copied with ordinary stores.
+// Sizes in bytes of a cache line and of a part that is folded at a time, and the distance of a
+// prefetch from the load. Records of fewer than SMALL bytes are copied with ordinary stores.
 enum { LINE = 64, PART = 16, AHEAD = 1024, SMALL = 4096 };
 
 static void copy(char* into, const char* from, size_t bytes) {
@@ -109,7 +109,7 @@ NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from,
   return bytes ? reduced(folded) : checksum;
 }
 
-// The same for whole blocks of four parts.
+// Does the same as `of_parts` for whole blocks of four parts.
 NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* from,
                                      size_t bytes) {
   const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
@@ -124,11 +124,11 @@ NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* 
     }
     if (!done) folded[0] = _mm_xor_si128(folded[0], _mm_cvtsi32_si128((int)checksum));
   }
-  // The remainders in memory are the last block of a message with the same checksum.
+  // The four remainders form a message of four parts with the same checksum, so fold these parts.
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
-// The same for whole blocks of eight parts, two in each register.
+// Does the same as `of_parts` for whole blocks of eight parts, two in each register.
 WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m256i by_1024 = _mm256_set_epi64x(0x14a7fe880, 0x1e88ef372, 0x14a7fe880, 0x1e88ef372);
   __m256i folded[4] = {_mm256_setzero_si256()};
@@ -150,8 +150,8 @@ WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* f
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
-// Returns the checksum of a record, and copies it unless `into` is null. zlib inverts checksums
-// before and after.
+// Updates a checksum with a record, and copies the record unless `into` is null. As in zlib, the
+// checksum is inverted before and after.
 static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t bytes, int wide) {
   uint32_t (*const of_blocks)(uint32_t, char*, const char*, size_t) =
       wide ? of_eight_parts : of_four_parts;
@@ -182,7 +182,7 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
   return 0;
 }
 
-// Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless
+// Updates checksums[i] with the bytes of records[indices[i]], and copies the bytes to into[i] unless
 // `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
