@@ -143,7 +143,10 @@ class LoaderProcess:
             self._connection.send((turn, buffer, content))
 
     def reply(self, turn: int) -> Reply:
-        """Waits for the next reply of a pass, dropping older ones; `EOFError` if the process ends."""
+        """Waits for the next reply of a pass; drops older replies.
+
+        Raises `EOFError` if the process ends.
+        """
         sentinel = self._process.sentinel
         while sentinel not in connection.wait([self._connection, sentinel]):
             reply: Reply = self._connection.recv()

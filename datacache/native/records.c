@@ -182,8 +182,8 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
   return 0;
 }
 
-// Updates checksums[i] with the bytes of records[indices[i]], and copies the bytes to into[i] unless
-// `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
+// Updates checksums[i] with the bytes of records[indices[i]], and copies the bytes to into[i]
+// unless `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
                                                           int64_t count, uint32_t* checksums,

@@ -55,7 +55,7 @@ class Reader:
         self.tiers = cast("StoreTier", Closed())
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """Returns an array `[n, *shape]` per component, padded at the end if the component varies."""
+        """Returns an array `[n, *shape]` per component, padded at the end if shapes differ."""
         can_copy, made, arrays = self.tiers.can_copy(indices), 0, None
         while arrays is None:
             # `gather` verifies samples while it copies them, so here they need only be ready.

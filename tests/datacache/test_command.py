@@ -143,7 +143,7 @@ DAMAGE = {
     ),
     "made": (
         lambda f: (f / "datacache.store").rename(f / "datacache.part"),
-        r"must be complete. Received: .*being created, or is left of a kill",
+        r"must be complete. Received: .*being created, or was left by a kill",
     ),
     "short": (
         lambda f: os.truncate(f / "datacache.store", 5000),
