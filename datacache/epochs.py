@@ -32,9 +32,9 @@ MOST_AHEAD = 32
 """Number of steps by which a pipeline without buffers may read ahead of training. An iteration that
 starts further ahead belongs to other code."""
 AUTOTUNED = {"_buffer_size": math.inf, "_num_parallel_calls": os.cpu_count() or 1}
-"""Largest number of elements, by attribute, that a dataset reads ahead if TensorFlow chooses it."""
+"""Largest number of elements that a dataset reads ahead with AUTOTUNE, by its attribute."""
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
-"""Kinds of datasets that preserve the steps of the cache's dataset, or of which it consists."""
+"""Kinds of datasets that have the same steps as the cache's dataset, or are part of it."""
 Data = TypeVar("Data")
 
 
@@ -123,7 +123,7 @@ class EpochIterator:
         ahead: float = MOST_AHEAD,
         begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit`; see `Cache.begin_epoch`. `ahead` is from `steps_ahead`."""
+        """Starts an epoch of `fit`; see `Cache.begin_epoch`. `steps_ahead` returns `ahead`."""
         self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
@@ -183,12 +183,10 @@ class EpochIterator:
         self._length, self._next = None, self._position()
 
     def count(self, steps: int) -> None:
-        """Counts further steps as trained."""
         most = math.inf if self._length is None else self._length
         self._trained = int(min(self._trained + steps, most))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, as values for JSON."""
         if self._handed_out and not self._reported:
             raise RuntimeError(
                 "Training must count its steps, because batches are prefetched. Received: a "
@@ -247,7 +245,6 @@ class Positions:
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:
-        """Registers the epoch iterator of a dataset, and returns the dataset."""
         self._made.append(epochs)
         self._of[data] = epochs
         return data

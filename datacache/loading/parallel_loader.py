@@ -199,7 +199,7 @@ def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Image preparation that subtracts the mean, crops, and mirrors.
+    """Prepares images: subtracts the mean, crops, and mirrors.
 
     Crops and mirroring are random in training; otherwise the crop is centered.
 

@@ -63,11 +63,9 @@ def _gather_in_python(
 
 
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
-    """Creates the page tables of a part of a mapping; needs Linux 5.14 and the compiled library.
-
-    Returns whether the page tables were created.
-    """
+    """Creates the page tables of a part of a mapping; returns whether they were created."""
     library = _compiled()
+    # The library returns 0 before Linux 5.14.
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return library is not None and bool(library.map_pages(pages.ctypes.data, size, write))
 

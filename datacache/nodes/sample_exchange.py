@@ -38,8 +38,9 @@ class SampleExchange:
     The collectives run on a separate thread, so ranks need not be at the same step. A rank without
     requests takes part until all ranks have closed or need no more samples.
 
-    Cost: 1 all-gather of 3 numbers per iteration; with requests 2 more all-gathers, of a number per
-      rank and of one number, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
+    Cost: one all-gather of three numbers per iteration. With requests, two more all-gathers (of one
+      number per rank, and of one number) and three all-to-alls (8 bytes per index, 8 bytes per
+      length, and the samples).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class SampleExchange:
             while True:
                 requests = self._next_requests()
                 state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
-                # These numbers are equal on all ranks, so that all call the same collectives.
+                # The gathered numbers are equal on all ranks, so all call the same collectives.
                 if state[:, 0].any():
                     self._run_round(requests)
                 elif (state[:, 1] | state[:, 2]).all():
@@ -190,7 +191,7 @@ class SampleExchange:
 
 
 def _bytes_by_rank(lengths: np.ndarray, counts: np.ndarray) -> list[int]:
-    """Returns the number of bytes for each rank, from signed lengths and counts of its samples."""
+    """Returns the number of bytes for each rank, from samples' lengths and counts per rank."""
     return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(counts)[:-1])]
 
 

@@ -127,7 +127,7 @@ def is_pool(folder: Path) -> bool:
 
 
 def open_pool_folder(folder: Path, others: Others = "refused") -> Directory:
-    """Opens the folder of an existing store."""
+    """Opens the folder of a store; raises `CacheError` if it does not exist."""
     try:
         return Directory(folder, others)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -141,7 +141,7 @@ def _not_a_pool(folder: Path) -> CacheError:
 
 
 def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
-    """Opens the file of an existing store."""
+    """Opens the file of a store; raises `CacheError` if it does not exist."""
     try:
         return directory.open(STORE, flags)
     except FileNotFoundError as error:

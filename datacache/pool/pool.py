@@ -65,7 +65,7 @@ class Pool(Owner):
         return self.spec.reserved_bytes + in_heap
 
     def prepare(self, verify: bool = True) -> None:
-        """Starts a thread that creates the page tables of a full store in memory, and verifies."""
+        """Starts a thread that creates page tables of a full store in memory and verifies it."""
         # Skip a store on a disk, which this would read completely.
         in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
@@ -109,7 +109,7 @@ class Pool(Owner):
         return (indices >= 0) & (self._words.array[np.maximum(indices, 0)] >= READY)
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
-        """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
+        """Writes a sample to its slot and marks it ready; returns `False` if the heap is full."""
         arrays = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
         if self._heap is None:
@@ -238,7 +238,7 @@ class Pool(Owner):
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
-        """Claims samples to produce; yields those that are neither ready nor claimed, `[k]`."""
+        """Claims missing samples; yields the samples that the caller must produce, `[k]` int64."""
         # The kernel releases the claims of a process that is killed.
         with self._file.locked_bytes(self._slot_indices[samples].tolist()) as mine:
             # The previous holder of a claim may have just finished the sample.

@@ -334,7 +334,6 @@ class PoolSpec:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        """Returns the description that `to_dict` wrote."""
         return cls(
             layout=Layout.from_dict(content["layout"]),
             shard=SampleShard(**content["part"]),

@@ -123,8 +123,8 @@ def from_folder(
       Source of these files, in the order of their paths.
 
     Raises:
-      SourceError: If the folder does not exist or has no file, or, with labels, a file is outside
-        the folders of classes or in one that is not among `class_names`.
+      SourceError: If the folder does not exist or has no matching file. With labels, also if a file
+        is outside the folders of classes, or its folder is not in `class_names`.
       ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` has
         duplicates or is given without labels.
 

@@ -135,7 +135,6 @@ class _NewStores:
 
     @property
     def layout(self) -> Layout:
-        """The layout of cached samples."""
         if self.decoded:
             return self.decoded.layout
         if not self._make.variable_shapes:
@@ -150,7 +149,7 @@ class _NewStores:
         )
 
     def needed_bytes(self) -> int:
-        """Returns how many bytes all samples need, assuming equal sizes without a full store."""
+        """Returns how many bytes all samples need; this is an estimate unless `decoded` is full."""
         # An incomplete store shows only how many bytes its own samples need.
         if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes

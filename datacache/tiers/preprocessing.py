@@ -54,7 +54,7 @@ class Preprocessing:
         self._batched: Any = self._trace_batched(source.signature) if can_batch else None
 
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
-        """Computes the cached samples; an error names the sample by `indices`."""
+        """Computes cached samples; `indices` identify the samples in errors."""
         if self._batched is not None and len(stored) > 1:
             # After a failure, retry one by one: the error of a batch does not identify the sample.
             with contextlib.suppress(tf.errors.OpError):

@@ -352,7 +352,7 @@ class StoreTier(Tier):
         return made, kept
 
     def _fill_from_stream(self, pool: Pool, stream: Stream, indices: np.ndarray) -> None:
-        """Reads a stream once for all samples with space if any of `indices` is missing."""
+        """Reads a stream once and stores all samples that fit, if any of `indices` is missing."""
         # One process of the node reads the stream for all; the others wait until it has finished.
         while self.missing(indices[pool.has_room(indices)]).size:
             with pool.claim_all() as claimed:
