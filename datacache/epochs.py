@@ -135,7 +135,7 @@ class EpochIterator:
         if length is None and steps not in (None, self.epoch_steps):
             raise RuntimeError(
                 f"{NAME} Received: {steps} steps per epoch in fit, {self.epoch_steps} steps per "
-                "epoch of the cache. Pass the data of fit to CachePosition."
+                "epoch of the cache. Pass the data of fit: CachePosition(cache, data)."
             )
         length = self._checked(length)
         if length == math.inf and not steps:

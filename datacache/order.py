@@ -208,7 +208,7 @@ class Order:
             raise ValueError(
                 "Every rank must get a sample at each step. Received: "
                 f"global_batch={self.global_batch}, {self.samples} samples, {ranks} ranks. Use "
-                "larger batches, more samples or fewer ranks."
+                "a larger `global_batch`, more samples or fewer ranks."
             )
         bounds = [*range(done, self.samples, self.global_batch), self.samples]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] < ranks:

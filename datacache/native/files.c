@@ -38,7 +38,7 @@ __attribute__((visibility("default"))) int64_t read_file(const char* path, int64
     about[2] = (int64_t)found.st_ctim.tv_sec * 1000000000 + found.st_ctim.tv_nsec;
     about[3] = (int64_t)found.st_ino;
   }
-  // Closing may change errno.
+  // Restore errno, which `close` may change.
   const int problem = errno;
   close(file);
   errno = problem;

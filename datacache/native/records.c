@@ -38,7 +38,7 @@ static void finish(void) {
 #endif
 }
 
-// into[i] = records[indices[i]], for records of `bytes` bytes.
+// Copies records[indices[i]] to into[i], for records of `bytes` bytes.
 __attribute__((visibility("default"))) void gather_records(char* into, const char* records,
                                                            int64_t bytes, const int64_t* indices,
                                                            int64_t count) {
@@ -83,7 +83,7 @@ NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
 NARROW static inline uint32_t reduced(__m128i folded) {
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
                 by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-  // The polynomial, and the quotient of x^64 by it that Barrett's reduction multiplies with.
+  // `polynomial` also has the quotient of x^64 by the polynomial, for Barrett's reduction.
   const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124),
                 polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
   folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_128, 0x10));
@@ -95,8 +95,8 @@ NARROW static inline uint32_t reduced(__m128i folded) {
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(folded, product), 1);
 }
 
-// Returns the checksum of whole parts, and copies them to `into`, a multiple of 16 bytes, unless it
-// is null.
+// Returns the checksum of whole parts, and copies them to `into` unless it is null. `into` must be
+// aligned to 16 bytes.
 NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
   __m128i folded = _mm_setzero_si128();

@@ -122,7 +122,7 @@ def _shard_type(builder: Any) -> Any:
     if form not in _SHARDS:
         raise SourceError(
             f"The files of a split must be {' or '.join(_SHARDS)} files. Received: {form} for "
-            f"{builder.info.full_name}. Prepare the split with such a `file_format`."
+            f"{builder.info.full_name}. Prepare the split with one of these as `file_format`."
         )
     return _SHARDS[form]
 
@@ -132,7 +132,8 @@ def _status(path: str) -> FileStatus:
         return FileStatus.of(os.stat(path))
     except OSError as error:
         raise SourceError(
-            f"The files of a split must exist. Received: {error}. Prepare the split again."
+            f"The files of a split must exist. Received: {error}. Prepare the split again: "
+            "builder.download_and_prepare()."
         ) from error
 
 

@@ -70,8 +70,8 @@ class Tier(Owner):
                 "Samples must be produced by the process that opened the cache: neither threads "
                 f"nor TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
                 f"memory, in process {os.getpid()}, forked from {self._process}. Call cache.warm() "
-                "before the fork, or read in threads, as cache.pydataset(..., workers=4) does: "
-                "they copy batches concurrently."
+                "before the fork, or read in threads, which copy batches concurrently: "
+                "cache.pydataset(..., workers=4)."
             )
 
 
