@@ -1,7 +1,7 @@
-"""Cache of decoded samples, which are then read at memory speed (CommLib, section 4.1).
+"""Caches decoded samples, so that later epochs read them at memory speed (CommLib, section 4.1).
 
-Importing the package loads no other module. Names load at their first use, so that commands such as
-`python -m datacache ls` start without TensorFlow.
+Importing the package loads no other module. Each public name is imported at its first use, so that
+commands such as `python -m datacache ls` start without TensorFlow.
 """
 
 from __future__ import annotations

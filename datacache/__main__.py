@@ -1,4 +1,4 @@
-"""Command `python -m datacache`, which lists, verifies, fills and removes the stores of caches."""
+"""Implements `python -m datacache`, which lists, verifies, fills and removes stores of caches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from datacache.system.background import done_in_windows
 DONE, CORRUPT, NO_ROOM, FAILED, INTERRUPTED = 0, 1, 1, 2, 130
 HEADINGS = ("FOLDER", "SOURCE", "READY", "CAPACITY", "SAMPLES", "SIZE", "LAST OPENED", "STATE")
 SAMPLES_PER_CHECK = 256
-"""Samples that `verify` reads between two updates of the progress bar."""
+"""Number of samples that `verify` reads between two updates of the progress bar."""
 DESCRIPTION = """Manages stores: folders of cached samples, in /dev/shm or on local disks.
 
   python -m datacache ls                                    list your stores in shared memory
@@ -41,25 +41,27 @@ LS = """Lists stores, their sizes and ready samples, and whether a process has t
 The command only reads stores. Unusable stores are listed with the reason; `rm` removes them."""
 VERIFY = """Compares all ready samples with their checksums.
 
-Corrupted samples are marked, and jobs regenerate them. The exit status is 1 if there are any."""
+Corrupted samples are marked, and jobs regenerate them. The exit status is 1 if a sample is
+corrupted."""
 WARM = """Copies the files of a folder to a local disk before jobs start.
 
-Jobs read the copies with `datacache.Cache(datacache.from_folder(SOURCE), disk=FOLDER)`, if they use
-the same extensions, and both have labels or both have none. Files that are already on the
-disk are not read again, so the command can be interrupted and repeated, also while jobs run. The
-exit status is 1 if the disk has too little free space for all files."""
+Jobs read the copies with `datacache.Cache(datacache.from_folder(SOURCE), disk=FOLDER)`, if they
+pass the same `extensions` and `labels` to `from_folder`. Files that are already on the disk are not
+read again, so the command can be interrupted and repeated, also while jobs run. The exit status is
+1 if the disk has too little free space for all files."""
 RM = """Removes stores that no process has open, and the remains of incomplete stores.
 
 A folder with any other content is not removed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 (corrupted, or disk full), 2 (error) or 130 (Ctrl-C)."""
+    """Runs the command; returns 0, 1 (corrupted samples, full disk), 2 (error) or 130 (Ctrl-C)."""
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
     except BrokenPipeError:
-        # The output is closed, as in `ls | head`. Python would fail again when it flushes at exit.
+        # The reader has closed the output, as in `ls | head`. Without a new output, Python would
+        # fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -123,10 +125,10 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _own_memory(others: Others = "refused") -> list[Path]:
-    """Returns this user's folder in shared memory, if it exists."""
+    """Returns this user's folder in shared memory, or an empty list if it does not exist."""
     root = Path(default_memory())
     try:
-        # Other users could have created a folder of that name.
+        # Opening the folder checks its owner: another user may have created it.
         Directory(root, others).close()
     except FileNotFoundError:
         return []
@@ -169,7 +171,7 @@ def _verify_one(folder: Path) -> int:
 
 
 def _warm(options: argparse.Namespace) -> int:
-    # Imported here, so that the other commands do not wait for TensorFlow.
+    # Import these modules here, so that the other commands do not wait for TensorFlow.
     import_tensorflow()
     from datacache.sources.image_folder import from_folder
     from datacache.tiers.opening import open_stored_pool
@@ -179,7 +181,7 @@ def _warm(options: argparse.Namespace) -> int:
     source = from_folder(options.source, labels=not options.no_labels, **chosen)
     samples, counter = np.arange(len(source)), Counts()
     pool = open_stored_pool(source, options.disk.expanduser())
-    # Checksums are verified when samples are used, or by `verify`.
+    # Skip verification: jobs verify samples before use, and `verify` checks all of them.
     with StoreTier(pool, SourceTier(source, counter), counter, "never") as stored:
         lacking = stored.not_ready(samples[pool.has_room(samples)])
         bar = ProgressBar(len(lacking), "files")
@@ -204,7 +206,8 @@ def _warm(options: argparse.Namespace) -> int:
 def _rm(options: argparse.Namespace) -> int:
     if not options.folders and not options.all:
         raise CacheError(
-            "`rm` requires the stores to remove. Received: none. Pass their folders, or --all."
+            "`rm` requires the stores to remove. Received: folders=[]. Pass the folders of the "
+            "stores, or --all."
         )
     roots = options.folders or _own_memory("ignored")
     found = [path for root in roots for path in find_pools(root)] if options.all else roots
@@ -219,7 +222,7 @@ def _rm_one(folder: Path) -> int:
 
 
 def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> list[int]:
-    """Runs a command for each folder, also after failures; returns the exit statuses."""
+    """Runs a command for each folder, even after failures; returns the exit statuses."""
     statuses = []
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""TensorFlow batches from the indices of samples."""
+"""Reads batches for TensorFlow and Keras, given the indices of their samples."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ from datacache.pool.spec import Layout
 from datacache.system.background import IN_FLIGHT, BackgroundSteps, populate_page_tables
 
 LARGE_PAGE = 2**21
-"""Bytes of a large page of x86-64."""
+"""Size of a large page of x86-64 in bytes."""
 BUFFERS = IN_FLIGHT + 3
-"""Batches of one iteration that exist at the same time: those in flight, one that waits, and two
-that training holds."""
+"""Number of batches of one iteration that exist at the same time: `IN_FLIGHT` that are being read,
+one that is prefetched, and two that training holds."""
 
 
 class Buffers:
-    """Memory of batches, which is reused: new memory would cost as much as the copy into it."""
+    """Reuses memory for batches: allocating new memory would take as long as the copy into it."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._lock = layout, threading.Lock()
         self._memory: list[np.ndarray] = []
-        # Number of references to an array in only one list, as Python counts them here.
+        # Measure how many references Python reports for an array that only one list holds.
         self._bytes, self._idle_references = 0, sys.getrefcount((probe := [np.zeros(1)])[0])
         del probe
 
     def take(self, samples: int) -> list[np.ndarray]:
-        """Returns an aligned array `[samples, *shape]` per component, in memory that is unused."""
+        """Returns an aligned array `[samples, *shape]` per component, in unused memory."""
         with self._lock:
             size = self._layout.offsets(samples)[-1]
             if size > self._bytes:
                 self._memory, self._bytes = [], size
-            # Every view of an array, whether an array or a tensor, refers to the owner of the
-            # memory.
+            # Every array or tensor that shares this memory holds a reference to its owner.
             for index in range(len(self._memory)):
                 if sys.getrefcount(self._memory[index]) <= self._idle_references:
                     return self._columns(index, samples)
@@ -56,28 +55,28 @@ class Buffers:
             return self._columns(-1, samples)
 
     def prepare(self, count: int, samples: int) -> BackgroundSteps:
-        """Allocates memory ahead of use; a thread makes the kernel provide its pages."""
+        """Allocates `count` buffers; a thread makes the kernel provide their pages before use."""
         with self._lock:
             self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
             new = [large_pages(self._bytes) for _ in range(count)]
             self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        # Other arrays than those whose references `take` counts.
+        # Create separate arrays, because `take` counts the references to the arrays of `_memory`.
         parts = [np.frombuffer(pages, np.uint8) for pages in new]
         return BackgroundSteps(populate_page_tables(parts, new=True))
 
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]
-        # Memory before the first multiple of a large page cannot be part of one.
+        # Skip the memory before the first boundary of a large page.
         return self._layout.columns(memory[-memory.ctypes.data % LARGE_PAGE :], samples)
 
 
 def large_pages(size: int) -> mmap.mmap:
     """Returns new memory, in large pages if the kernel supports them."""
-    # A page fault at the first access of a page of 4 KiB takes longer than filling it.
+    # The page fault at the first access to a page of 4 KiB takes longer than filling the page.
     rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
-    # Private, because a forked child must not see the pages change.
+    # Map the pages privately, because a forked child must not see them change.
     pages = mmap.mmap(-1, rounded + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel may have been built without large pages.
+    # The kernel may have been built without support for large pages.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -100,8 +99,8 @@ def batches(
         return reader.batch(samples, buffers.take(len(samples)) if buffers else None)
 
     def fetch(*where: tf.Tensor) -> Any:
-        # TensorFlow does not know the shapes of its results, but Keras builds models from them. The
-        # debug mode of tf.data returns a single array without a list around it.
+        # Set the shapes, which `numpy_function` loses and Keras needs to build models. In the debug
+        # mode of tf.data, it returns a single array without a list around it.
         arrays = tf.nest.flatten(tf.numpy_function(read, where, types))
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
@@ -111,28 +110,27 @@ def batches(
         number, count = tf.numpy_function(iterations.begin, [], [tf.int64, tf.int64])
         return tf.data.Dataset.range(count).map(lambda step: (number, step, count))
 
-    # Python is called only once per iteration and once per batch, because it runs one thread at a
-    # time.
+    # Call Python only once per iteration and once per batch, because each call waits for the GIL.
     data = (
         tf.data.Dataset.from_tensors(0)
         .flat_map(steps)
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow enforces this length in every iteration, so it must not be set if the first is
+    # TensorFlow enforces this length in every iteration. Do not set it if the first iteration is
     # shorter.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
-    # Autotuning stalls the ends of epochs for seconds.
+    # Autotuning stalls the end of each epoch for seconds.
     options.autotune.enabled = False
-    # Batches already are this rank's shares, which a strategy must not divide again.
+    # A distribution strategy must not shard these batches: they are this rank's shares already.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
 
 
 class Iterations:
-    """Iterations over a dataset that have started, by index."""
+    """Started iterations over a dataset, by index."""
 
     def __init__(self, epochs: EpochIterator, reader: Reader) -> None:
         self._epochs, self._reader = epochs, reader
@@ -141,13 +139,13 @@ class Iterations:
         self._latest: dict[int, tuple[list[np.ndarray], Callable[[int], None]]] = {}
 
     def begin(self) -> tuple[np.int64, np.int64]:
-        """Starts an iteration; returns its index and the number of its steps."""
+        """Starts an iteration; returns its index and its number of steps."""
         with self._lock:
             number = next(self._numbers)
             begin, shares = self._epochs.begin()
             self._begun[number] = begin
-            # The previous iteration may have batches in flight; older iterators are usually
-            # abandoned.
+            # Keep the previous iteration, which may have batches in flight. Older iterators are
+            # usually abandoned.
             self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
             self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
@@ -169,7 +167,7 @@ class Iterations:
 
 
 class CachePyDataset(keras.utils.PyDataset):
-    """Batches for Keras, which a few threads read ahead of the one that Keras requests."""
+    """Batches for Keras; a few threads read ahead of the batch that Keras requests."""
 
     def __init__(
         self,
@@ -178,7 +176,7 @@ class CachePyDataset(keras.utils.PyDataset):
         read: Callable[[np.ndarray], Any],
         arguments: dict[str, Any],
     ) -> None:
-        # For Keras there is one worker, which requests one batch after the other.
+        # Limit Keras to one worker, which requests batches in order; `_threads` read concurrently.
         super().__init__(**arguments | {"workers": 1})
         self._epochs, self._read, self._lock = epochs, read, threading.Lock()
         self._iterations = Iterations(epochs, reader)
@@ -212,7 +210,8 @@ class CachePyDataset(keras.utils.PyDataset):
 
     @override
     def on_epoch_end(self) -> None:
-        # Keras reads some batches before it trains, and then signals the end of an epoch.
+        # Keras also signals the end of an epoch after it has read only some batches, before it
+        # trains.
         if self._begun is not None and len(self._asked) == self._begun[1]:
             self._iterations.end(int(self._begun[0]))
 
@@ -253,7 +252,7 @@ class RandomAccess:
 @functools.cache
 def keep_order() -> None:
     """Makes `fit` request the batches of a cache in order, as it does with `tf.data`."""
-    # By default it shuffles those of each `PyDataset`, independently on each rank.
+    # By default, `fit` shuffles the batches of a `PyDataset` independently on each rank.
     make = PyDatasetAdapter.__init__
 
     @functools.wraps(make)

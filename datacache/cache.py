@@ -1,7 +1,7 @@
-"""Cache of decoded samples, which yields batches for Keras.
+"""Caches decoded samples, and yields batches for Keras.
 
-Each of its datasets has its own position in an exact order of epochs. Samples are read through a
-chain of tiers, from shared memory down to the source.
+Think of a cache as a chain of tiers, from shared memory down to the source. Each dataset of a cache
+has its own position in an exact order of epochs.
 """
 
 from __future__ import annotations
@@ -36,37 +36,36 @@ log = logging.getLogger("datacache")
 
 
 class Cache:
-    """Cache of samples that are read and preprocessed once per node, in an exact order of epochs.
+    """Reads and preprocesses each sample once per node, and serves epochs in an exact order.
 
     The first epoch reads the source. Later epochs read memory that all ranks of a node, and other
-    jobs on it, share. Samples that do not fit in memory are read from the tiers below. The cache
-    never serves outdated samples: a different source, `preprocess` or `version` uses a different
-    folder.
+    jobs on it, share. Samples that do not fit in memory are read from slower tiers. The cache never
+    serves outdated samples: a different source, `preprocess` or `version` uses a different folder.
 
     Args:
       source: Result of `from_folder`, `from_tfds`, `from_tfrecords` or `from_dataset`, or an object
         with the methods of `datacache.sources.source.Source` and `read` or `stream`.
-      preprocess: Function from a stored sample to the cached one, in TensorFlow ops: decoding,
-        resizing. Keep the decoder's dtype (uint8), because normalized float32 samples take four
-        times the space, and augment after the cache. `None` caches the decoded samples of the
-        source.
+      preprocess: Function that computes the cached sample from a stored one with TensorFlow ops,
+        such as decoding and resizing. Keep the decoder's dtype (uint8), because normalized float32
+        samples take four times the space, and augment after the cache. `None` caches the decoded
+        samples of the source.
       memory: Folder of the store in memory; "auto" is `default_memory()`. `None` disables it.
-      disk: Folder on a local disk for the bytes of the source. Other runs, resolutions and
-        functions then read them there.
-      decoded: Folder on a local disk for preprocessed samples. After a restart of the machine no
-        sample is decoded again.
-      budget: Memory of the store on each node: bytes, a size such as "20GB", or a share of the free
-        memory of the machine and its container, such as "80%".
+      disk: Folder on a local disk for copies of the stored samples. Other runs read them there,
+        also with another resolution or `preprocess`. `None` disables it.
+      decoded: Folder on a local disk for preprocessed samples, so that no sample is decoded again
+        after a restart of the machine. `None` disables it.
+      budget: Size of the store in memory on each node: a number of bytes, a size such as "20GB", or
+        a share of the free memory of the machine and its container, such as "80%".
       partition: "replicate" stores all samples on each node. "split" stores a part on each, and
         nodes send samples to each other. "auto" replicates if all samples fit in the budget of
         every node. Ranks must open the same caches in the same order.
       verify: Policy for checksums: "first" verifies samples of other processes before their first
         use, once after each start of the machine; "always" verifies before each use; "never"
         disables verification.
-      version: Version of the samples, any value for JSON; a different version is a different cache.
-        Change it for changes that the graph of `preprocess` does not show.
+      version: Version of the samples, any value for JSON; each version has its own cache. Change it
+        when the samples change in a way that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
-        Batches of such samples are padded at the end. Texts may always differ.
+        Batches of such samples are padded at the end. Lengths of texts may always differ.
 
     Attributes:
       fingerprint: SHA-256 of everything that determines the samples, in hexadecimal.
@@ -161,24 +160,24 @@ class Cache:
     ) -> tf.data.Dataset:
         """Returns this rank's share of each global batch as a dataset.
 
-        Each epoch is a different permutation of all samples, which is the same for the same seed on
-        any number of ranks. Each iteration over the dataset is the next epoch, with the same number
-        of steps on every rank. Each dataset has its own position: a dataset for validation does not
-        change that of training.
+        Each epoch is a different permutation of all samples, which depends on the seed but not on
+        the number of ranks. Each iteration over the dataset is the next epoch, with the same number
+        of steps on every rank. Each dataset has its own position: reading a validation dataset does
+        not move the training dataset.
 
         Args:
           global_batch: Number of samples of one step over all ranks.
           seed: Seed of the permutations.
           shuffle: True to permute; otherwise samples are in the order of the source.
           state: State to resume from, as returned by `state_dict`. The first iteration is the rest
-            of that epoch.
+            of its epoch. `None` starts at epoch 0.
 
         Returns:
           A dataset whose elements have the structure of a sample, with a leading batch dimension.
 
         Raises:
-          ValueError: If a batch has fewer samples than there are ranks, or the state is of other
-            samples or of a different order.
+          ValueError: If a batch has fewer samples than there are ranks, or `state` was saved for
+            another number of samples, `seed` or `shuffle`.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
         warm = self._tiers.is_complete
@@ -202,15 +201,15 @@ class Cache:
           seed: Seed of the permutations; see `dataset`.
           shuffle: True to permute; see `dataset`.
           state: State to resume from; see `dataset`.
-          **arguments: Arguments of `keras.utils.PyDataset`. Its `workers` are threads, which read
-            that many batches concurrently.
+          **arguments: Arguments of `keras.utils.PyDataset`. `workers` is the number of threads that
+            read batches concurrently.
 
         Returns:
           A `PyDataset` whose elements have the structure of a sample, with a leading batch
           dimension.
 
         Raises:
-          ValueError: As `dataset`, and for `use_multiprocessing=True`.
+          ValueError: For the same reasons as in `dataset`, or if `use_multiprocessing` is True.
         """
         if arguments.get("use_multiprocessing"):
             raise ValueError(
@@ -231,18 +230,18 @@ class Cache:
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
         """Iterates over the rest of an epoch and counts its batches as trained.
 
-        A batch counts once the next one is requested. Use this in custom training loops; in `fit`,
-        the callback `keras_callbacks.CachePosition` counts.
+        A batch is counted when the next one is requested. Use this in custom training loops; in
+        `fit`, the callback `keras_callbacks.CachePosition` counts the steps.
 
         Args:
-          data: Dataset of this cache, or the result of its `map`.
+          data: Dataset of this cache, or one derived from it by `map`.
 
         Yields:
           The elements of `data`.
 
         Raises:
-          RuntimeError: If an iteration over the dataset was left within an epoch, or the data are a
-            finite number of epochs greater than one.
+          RuntimeError: If an earlier loop over the dataset stopped within an epoch, or `data` is
+            repeated a finite number of times.
         """
         epochs = self._positions.of(data)
         epochs.go_on(length(data), steps_ahead(data))
@@ -256,8 +255,8 @@ class Cache:
 
         Args:
           steps: Number of steps.
-          data: Dataset of this cache, or the result of its `map`; required if the cache has
-            several.
+          data: Dataset of this cache, or one derived from it by `map`; required if the cache has
+            several datasets.
 
         Raises:
           RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
@@ -276,23 +275,22 @@ class Cache:
     ) -> None:
         """Starts an epoch of `fit`, as `CachePosition` does.
 
-        If an epoch of `fit` is all of `data`, epoch `e` of `fit` reads epoch `e` of the dataset.
-        With `steps_per_epoch`, training continues at its position, which is after `e` times this
-        number of steps.
+        If an epoch of `fit` reads all of `data`, epoch `e` of `fit` reads epoch `e` of the dataset.
+        With `steps_per_epoch`, epoch `e` of `fit` starts after `e * steps_per_epoch` steps.
 
         Args:
           epoch: Index of the epoch.
-          data: Dataset of this cache, or the result of its `map` or `repeat`; required if the cache
-            has several, or an epoch of `fit` is not all of it.
-          steps: Number of steps of each epoch of `fit`; `None` for those of the dataset.
+          data: Dataset of this cache, or one derived from it by `map` or `repeat`; required if the
+            cache has several datasets, or an epoch of `fit` does not read all of its dataset.
+          steps: Number of steps of each epoch of `fit`; `None` for as many as the dataset has.
           steps_per_execution: Number of steps that Keras trains together.
           is_first: True for the first epoch of a call of `fit`.
           begin: Epoch and number of samples at which the epoch starts, from `state_dict`; `None` to
-            compute them from `epoch`, as if earlier epochs had run on as many ranks.
+            compute them from `epoch`, as if earlier epochs had run on the same number of ranks.
 
         Raises:
           RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
-            dataset is ambiguous, or the position does not follow from the epoch.
+            dataset is ambiguous, or the position cannot be computed from `epoch`.
         """
         self._positions.of(data).begin_epoch(
             epoch,
@@ -305,7 +303,7 @@ class Cache:
         )
 
     def steps_per_epoch(self, data: Any = None) -> int:
-        """Returns the number of steps of an epoch of a dataset, which depends on the ranks.
+        """Returns the number of steps of an epoch, which depends on the number of ranks.
 
         Args:
           data: Dataset in training; see `count`.
@@ -359,9 +357,9 @@ class Cache:
         return self._counts.now()
 
     def state_dict(self, data: Any = None) -> dict[str, Any]:
-        """Returns the progress of training on a dataset, in about a hundred bytes of JSON.
+        """Returns the progress of training on a dataset, about a hundred bytes as JSON.
 
-        Any number of ranks can load it: `dataset(..., state=state)`.
+        A job with any number of ranks can resume from it: `dataset(..., state=state)`.
 
         Args:
           data: Dataset in training; see `count`.
@@ -378,15 +376,16 @@ class Cache:
     def clear(self) -> None:
         """Removes all preprocessed samples, in memory and on disk.
 
-        The bytes of the source in the folder `disk` stay.
+        Copies of stored samples in the folder `disk` are retained.
         """
         self._tiers.clear()
 
     def close(self) -> None:
-        """Ends threads and mappings, and retains the cached samples; later reads raise an error.
+        """Ends threads and releases memory mappings; later reads raise an error.
 
-        A `with` block closes the cache at its end. On several nodes this waits until all ranks have
-        closed the cache, because they may request samples until then.
+        The cached samples are retained. A `with` block closes the cache at its end. On several
+        nodes, this waits until all ranks have closed the cache, because they may request samples
+        until then.
         """
         if not self._closed:
             self._closed = True
@@ -398,7 +397,7 @@ class Cache:
         return self
 
     def __exit__(self, kind: object = None, *_: object) -> None:
-        # After an error, other ranks do not close their caches: do not wait for them.
+        # After an error, do not wait for the other ranks, which may not close their caches.
         if kind is not None and not self._closed and self._reader.waits_to_close:
             return
         self.close()

@@ -1,4 +1,4 @@
-"""Iterations of one rank over the samples, and the progress of training on each dataset.
+"""Iterates over the samples of one rank, and tracks the progress of training on each dataset.
 
 Batches are prefetched, and Keras reads one to build a model, so reading a batch does not mean that
 it was trained. The training loop therefore reports where training starts and counts its steps.
@@ -29,22 +29,22 @@ NAME = (
     "take(), and no other code may iterate over `data` within an epoch."
 )
 MOST_AHEAD = 32
-"""Steps that a reader of a pipeline without buffers may be ahead of training; an iteration that
-starts further ahead is another reader's."""
+"""Number of steps by which a pipeline without buffers may read ahead of training. An iteration that
+starts further ahead belongs to other code."""
 AUTOTUNED = {"_buffer_size": math.inf, "_num_parallel_calls": os.cpu_count() or 1}
-"""Most elements that a step of a pipeline reads ahead where TensorFlow chooses their number."""
+"""Largest number of elements that a dataset reads ahead with AUTOTUNE, by its attribute."""
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
-"""Kinds of datasets with the same steps as the cache's dataset, which consists of the last kind."""
+"""Kinds of datasets that have the same steps as the cache's dataset, or are part of it."""
 Data = TypeVar("Data")
 
 
 class EpochIterator:
-    """Iterations of one rank over the samples, one epoch each, and the progress of training.
+    """Iterates over the samples of one rank by epoch, and tracks the progress of training.
 
-    Training starts with `begin_epoch` in `fit`, or `go_on` in a loop; until `leave`, iterations
-    start at the position of training. Without these calls, the iteration after a complete one is
-    the next epoch, which could differ between ranks. If `all_whole` is false, the first iteration
-    is the rest of an epoch.
+    `begin_epoch` (in `fit`) or `go_on` (in a custom loop) starts training. Until `leave`,
+    iterations start at the position of training. Without these calls, each complete iteration
+    advances the epoch, so ranks could be at different epochs. If `all_whole` is false, the first
+    iteration is the rest of an epoch.
     """
 
     def __init__(
@@ -54,21 +54,22 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._first = self._next
         self.all_whole = not self._first.samples
-        # Raises its error here and not at the first batch.
+        # Compute this here, so that an invalid batch size raises an error before the first batch.
         self.epoch_steps = order.steps(Position(), ranks)
-        # Start of the iteration in training, its steps so far, and its length: infinity for data
-        # that repeat, `None` outside of training. `_next` advances when the last batch is read,
-        # which is before it is trained.
+        # `_begin` is the start of the iteration in training, `_trained` its number of trained
+        # steps, and `_length` its total number of steps: infinity for data that repeat, `None`
+        # outside of training. `_next` advances when the last batch is read, before it is trained.
         self._begin, self._trained = self._next, 0
         self._ahead: float = MOST_AHEAD
         self._length: float | None = None
-        self._told = self._handed_out = False
-        # Iterations that have started since then, and the last one if the next follows it.
+        self._reported = self._handed_out = False
+        # `_passes` counts the iterations that started since `_begin`. `_chained` is the start of
+        # the last one if its end advances `_next`.
         self._passes = 0
         self._chained: Position | None = None
 
     def __len__(self) -> int:
-        """Number of steps of the next iteration."""
+        """Returns the number of steps of the next iteration."""
         return self._steps(self.start)
 
     @property
@@ -88,12 +89,14 @@ class EpochIterator:
         self._refuse_others()
         self._passes += 1
         begin = self.start
-        # Ranks that have only built a model with a batch agree that it is the first one.
+        # The first epoch needs no report: all ranks agree on it, even if some have only read a
+        # batch to build a model.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
-        if ambiguous and self.order.shuffle and not self._told:
+        if ambiguous and self.order.shuffle and not self._reported:
             raise RuntimeError(
                 "On several ranks, or within an epoch, training must report the start of each "
-                f"epoch of shuffled data. Received: an iteration without a report. {REMEDY}"
+                f"epoch of shuffled data. Received: an iteration from {begin} without a report. "
+                f"{REMEDY}"
             )
         self._handed_out = True
         self._chained = None if self._trains_to_an_end else begin
@@ -120,29 +123,30 @@ class EpochIterator:
         ahead: float = MOST_AHEAD,
         begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit` on data that read `ahead` steps; see `Cache.begin_epoch`."""
+        """Starts an epoch of `fit`; see `Cache.begin_epoch`. `steps_ahead` returns `ahead`."""
         self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
                 "In fit, data must start at the beginning of an epoch. Received: a state after "
                 f"{self._next.samples} samples of epoch {self._next.epoch}. Resume the job with "
-                "keras_callbacks.Checkpoint, which skips them, or iterate over cache.counted(data)."
+                "keras_callbacks.Checkpoint, which skips these samples, or iterate over "
+                "cache.counted(data)."
             )
         if length is None and steps not in (None, self.epoch_steps):
             raise RuntimeError(
                 f"{NAME} Received: {steps} steps per epoch in fit, {self.epoch_steps} steps per "
-                "epoch of the cache. Pass the data of fit to CachePosition."
+                "epoch of the cache. Pass the data of fit: CachePosition(cache, data)."
             )
         length = self._checked(length)
         if length == math.inf and not steps:
             raise RuntimeError(
-                "Data that repeat without end require `steps_per_epoch`. Received: no "
-                "steps_per_epoch. Pass it to fit."
+                "Data that repeat without end require `steps_per_epoch`. Received: "
+                f"steps_per_epoch={steps}. Pass it to fit; an epoch has {self.epoch_steps} steps."
             )
-        # Keras trains on whole executions until the data end.
+        # Keras rounds an epoch up to whole executions, unless the data end earlier.
         executions = -(-steps // steps_per_execution) if steps else math.inf
         steps = int(min(executions * steps_per_execution, length))
-        # Epochs of `fit` in one iteration over the data, after which Keras creates another
+        # One iteration over the data spans this number of epochs of `fit`. Then Keras creates a new
         # iterator.
         epochs = length if length == math.inf else -(-length // steps)
         passes, within = divmod(epoch, epochs)
@@ -163,28 +167,27 @@ class EpochIterator:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None, ahead: float = MOST_AHEAD) -> None:
-        """Starts a loop at the position of training, whose steps are counted."""
+        """Starts a custom training loop at the position of training; `count` counts its steps."""
         self._ahead = ahead
         position = self._position()
         if self.all_whole and position.samples:
             raise RuntimeError(
                 "A loop that stopped within an epoch must resume with a new dataset. Received: the "
-                "old dataset. Create a new one: cache.dataset(..., state=cache.state_dict(data))."
+                f"dataset that stopped at {position}. Create a new one: cache.dataset(..., "
+                "state=cache.state_dict(data))."
             )
         self._begin_at(position, max(self._checked(length), self._steps(position)))
 
     def leave(self) -> None:
-        """Ends training; the next iteration starts at its position without a callback."""
+        """Ends training; later iterations continue from its position without a callback."""
         self._length, self._next = None, self._position()
 
     def count(self, steps: int) -> None:
-        """Counts further steps as trained."""
         most = math.inf if self._length is None else self._length
         self._trained = int(min(self._trained + steps, most))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of training, as values for JSON."""
-        if self._handed_out and not self._told:
+        if self._handed_out and not self._reported:
             raise RuntimeError(
                 "Training must count its steps, because batches are prefetched. Received: a "
                 f"dataset that was read without counting. {REMEDY}"
@@ -192,25 +195,26 @@ class EpochIterator:
         return self.order.state_dict(self._position())
 
     def _checked(self, length: float | None) -> float:
-        """Returns the number of steps of the data, by default those of an epoch."""
+        """Returns the number of steps of the data, by default of an epoch; refuses longer data."""
         if length not in (None, math.inf) and length > self.epoch_steps:
             raise RuntimeError(
                 "Data must be at most one epoch, or repeat without end. Received: data of "
-                f"{length} steps, for epochs of {self.epoch_steps} steps. Use repeat()."
+                f"{length} steps, for epochs of {self.epoch_steps} steps. Use repeat() without a "
+                "count."
             )
         return self.epoch_steps if length is None else length
 
     def _begin_at(self, position: Position, length: float) -> None:
         self._begin = self._next = position
-        self._trained, self._length, self._passes, self._told = 0, length, 0, True
+        self._trained, self._length, self._passes, self._reported = 0, length, 0, True
 
     @property
     def _trains_to_an_end(self) -> bool:
-        """True in training, except on repeated data, which are read ahead of training."""
+        """True in training on data that end. Data that repeat are read ahead of training."""
         return self._length not in (None, math.inf)
 
     def _refuse_others(self) -> None:
-        """Raises an error for an iteration that training does not need yet."""
+        """Raises `RuntimeError` for an iteration that starts before training needs it."""
         if self._trains_to_an_end and self._passes and self._trained != self._length:
             raise RuntimeError(
                 f"{NAME} Received: another iteration over the data after {self._trained} of "
@@ -232,26 +236,25 @@ class EpochIterator:
 
 
 class Positions:
-    """Epoch iterators of the datasets of a cache, found by the data in training."""
+    """Finds the epoch iterator of the cache's dataset from which training data are derived."""
 
     def __init__(self) -> None:
         self._made: list[EpochIterator] = []
-        # Weak, so that the memory of a dataset's batches is freed when the script drops the
-        # dataset.
+        # Refer weakly to datasets, so that the memory of their batches is freed when the script
+        # drops them.
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:
-        """Registers the epoch iterator of a dataset, and returns the dataset."""
         self._made.append(epochs)
         self._of[data] = epochs
         return data
 
     def of(self, data: Any = None) -> EpochIterator:
-        """Returns the epoch iterator of a dataset."""
+        """Returns the epoch iterator of a dataset; `None` selects the only one."""
         if not self._made:
             raise RuntimeError(
-                "A position belongs to a dataset of the cache. Received: a cache without a "
-                "dataset. Call cache.dataset() or cache.pydataset() first."
+                "A position belongs to a dataset of the cache. Received: a cache with 0 datasets. "
+                "Call cache.dataset() or cache.pydataset() first."
             )
         made_of = [data] if isinstance(data, keras.utils.PyDataset) else pipelines.datasets(data)
         found = [self._of[made] for made in made_of if made in self._of]
@@ -260,15 +263,15 @@ class Positions:
             raise RuntimeError(
                 "`data` must identify the dataset in training if a cache has created several. "
                 f"Received: a cache with {len(self._made)} datasets, and data={data!r:.100}, "
-                f"derived from {len(found)} of them. Pass the dataset in training, or the result "
-                "of its `map`: CachePosition(cache, data), cache.counted(data), "
+                f"derived from {len(found)} of them. Pass the dataset in training, or one derived "
+                "from it by `map`: CachePosition(cache, data), cache.counted(data), "
                 "cache.state_dict(data)."
             )
         return candidates[0]
 
 
 def length(data: Any) -> float | None:
-    """Returns the number of steps of data, infinity if they repeat, or `None` if it is unknown."""
+    """Returns the number of steps of data: infinity if they repeat, `None` if it is unknown."""
     if isinstance(data, keras.utils.PyDataset):
         return len(data)
     if not isinstance(data, tf.data.Dataset):
@@ -285,7 +288,7 @@ def length(data: Any) -> float | None:
 
 
 def steps_ahead(data: Any) -> float:
-    """Returns the most steps that a pipeline may be ahead of training."""
+    """Returns the largest number of steps by which a pipeline may read ahead of training."""
     values = [
         (int(getattr(one, name)), most)
         for one in pipelines.datasets(data)

@@ -1,4 +1,4 @@
-"""Errors about the folder of a cache."""
+"""Defines the errors of stores, and the placeholder for the objects of a closed cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NoReturn
 
 
 class CacheError(RuntimeError):
-    """Error of a folder that is not a cache, or cannot hold one."""
+    """Raised if a store cannot be created, opened or removed, or a closed cache is used."""
 
 
 class NoRoomError(CacheError):
-    """Error of too little free space for a store."""
+    """Raised if there is too little free space for a store."""
 
 
 class DamagedError(CacheError):
-    """Error of a damaged store, which jobs rebuild; `what` is the message without the remedy."""
+    """Raised for a damaged store, which jobs rebuild; `what` is the message without the remedy."""
 
     def __init__(self, what: str, folder: Path) -> None:
         super().__init__(f"{what} Remove the store: python -m datacache rm {folder}")

@@ -1,4 +1,4 @@
-"""All imports of datacache from tfposeidon; its other modules import only this one.
+"""Collects all imports of datacache from tfposeidon: its other modules import only this one.
 
 Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
 modules that need TensorFlow are imported at their first use.
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def job_wire() -> Wire | None:
-    """Returns the collectives of this job's ranks, or `None` for a job of a single process."""
+    """Returns the collectives of this job's ranks, or `None` if the job is a single process."""
     # A single process needs no Horovod. Otherwise the first call starts Horovod with default
     # arguments, unless the script has called `tfposeidon.init`.
     if process_rank().size == 1:
@@ -42,15 +42,15 @@ def job_wire() -> Wire | None:
 
     if runtime.server_rank() is not None:
         raise ValueError(
-            "The data cache requires a job in which all ranks train. Received: a job in which rank "
-            f"{runtime.server_rank()} is a server. Pass tf.data datasets or arrays to the workers: "
+            "The data cache requires a job in which all ranks train. Received: "
+            f"server_rank={runtime.server_rank()}. Pass tf.data datasets or arrays to the workers: "
             "`tfposeidon.workers().index(rank)` is the shard of a rank."
         )
     return runtime.wire()
 
 
 def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
-    """Returns every rank's `value`, in rank order; collective."""
+    """Returns the `value` of every rank, in rank order. All ranks must call this."""
     from tfposeidon.communication import wire as communication
 
     return communication.exchange_objects(value, wire, name)

@@ -1,4 +1,4 @@
-"""Effects of datasets and graphs on a cache: orders that change, and random ops before it."""
+"""Detects datasets whose order changes between runs, and random ops that run before a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_ORDER = ONE_TO_ONE | {
 
 
 def shuffling(dataset: tf.data.Dataset) -> str | None:
-    """Returns the cause of an order that changes between runs, with its remedy, or `None`."""
+    """Returns why the order changes between runs, with a remedy, or `None` if it does not."""
     causes = [_shuffling_itself(one) for one in pipelines.datasets(dataset)]
     causes += [
         _unsteady_node(node)
@@ -65,15 +65,15 @@ def _unsteady_node(node: Any) -> str | None:
 
 
 def processors_of_order(dataset: tf.data.Dataset) -> int:
-    """Returns the number of processors if TensorFlow chooses the order by it, else 0."""
-    # Readers of files contain their interleave.
+    """Returns the number of processors if TensorFlow derives the order from it, else 0."""
+    # Datasets that read files hold their interleave as `_impl`.
     found = [getattr(one, "_impl", one) for one in pipelines.datasets(dataset)]
     cycles = [int(getattr(one, "_cycle_length", 0)) for one in found]
     return len(os.sched_getaffinity(0)) if tf.data.AUTOTUNE in cycles else 0
 
 
 def warn_of_draws(what: str, ops: set[str]) -> None:
-    """Warns of random ops before the cache."""
+    """Logs a warning if random ops run before the cache."""
     if ops:
         log.warning(
             "datacache: %s uses random ops (%s), whose results are computed once per sample and "

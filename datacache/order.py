@@ -1,4 +1,4 @@
-"""Order of samples: each one once per epoch over all ranks, for any number of ranks."""
+"""Orders samples: over all ranks, each epoch has each sample once, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Samples of each rank at each step.
+    """Determines the samples of each rank at each step.
 
     Each epoch is a different permutation of all samples, which depends on seed and epoch only. It
-    is split into global batches, and each of these into shares of the ranks, whose sizes differ by
-    at most one sample. All ranks have the same number of steps: a last batch that would leave a
-    rank without a sample is merged into the one before.
+    is split into global batches, and each global batch into shares of the ranks, which differ by at
+    most one sample in size. All ranks have the same number of steps: a last batch that would leave
+    a rank without a sample is merged into the batch before it.
 
     Args:
       samples: Number of samples.
@@ -123,8 +123,8 @@ class Order:
           ranks: Number of ranks.
 
         Yields:
-          As `shares`, but every rank has samples at every step: if a job on fewer ranks has left
-          fewer samples in an epoch than there are ranks, these join the following step.
+          The same as `shares`, but every rank has samples at every step: if a job on fewer ranks
+          has left fewer samples in an epoch than there are ranks, the next step includes them.
 
         Raises:
           ValueError: If a batch has fewer samples than there are ranks.
@@ -208,7 +208,7 @@ class Order:
             raise ValueError(
                 "Every rank must get a sample at each step. Received: "
                 f"global_batch={self.global_batch}, {self.samples} samples, {ranks} ranks. Use "
-                "larger batches, more samples or fewer ranks."
+                "a larger `global_batch`, more samples or fewer ranks."
             )
         bounds = [*range(done, self.samples, self.global_batch), self.samples]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] < ranks:

@@ -1,4 +1,4 @@
-"""Counters of a cache."""
+"""Counts what a cache reads, exchanges and repairs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Statistics:
     """Counts of one process since it opened a cache.
 
     Attributes:
-      memory_hits: Samples of batches that were ready in memory.
-      memory_misses: Samples of batches that were not ready in memory.
-      decoded_hits: Samples found in the store of decoded samples on disk.
-      disk_hits: Samples whose stored bytes were on the local disk.
-      source_reads: Samples read from the source.
-      source_bytes: Bytes of the samples read from the source.
-      received: Samples received from other nodes.
-      sent: Samples sent to other nodes.
-      unkept: Produced samples that did not fit in memory.
-      healed: Corrupted samples that were repaired.
-      retries: Failed reads of the source that were retried.
+      memory_hits: Number of samples of batches that were ready in memory.
+      memory_misses: Number of samples of batches that were not ready in memory.
+      decoded_hits: Number of samples found in the store of decoded samples on disk.
+      disk_hits: Number of samples found in the store of stored samples on disk.
+      source_reads: Number of samples read from the source.
+      source_bytes: Number of bytes of the samples read from the source.
+      received: Number of samples received from other nodes.
+      sent: Number of samples sent to other nodes.
+      unkept: Number of produced samples that did not fit in memory.
+      healed: Number of corrupted samples that were regenerated.
+      retries: Number of failed reads of the source that were retried.
       wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
 
     Example:
@@ -55,12 +55,10 @@ class Counts:
         self._lock, self._counts = threading.Lock(), Counter[str]()
 
     def add(self, **amounts: float) -> None:
-        """Adds to counters."""
         with self._lock:
             for name, amount in amounts.items():
                 self._counts[name] += amount  # type: ignore[assignment]
 
     def now(self) -> Statistics:
-        """Returns the current counts."""
         with self._lock:
             return Statistics(**self._counts)

@@ -1,1 +1,1 @@
-"""Loader process for batches, separate from the training process (Theano-MPI, section 3.3)."""
+"""Loads batches in a process separate from the training process (Theano-MPI, section 3.3)."""

@@ -1,4 +1,7 @@
-"""Loader process: requests are messages, and batches are returned in shared memory."""
+"""Runs a loader process, which receives requests as messages and returns batches in shared memory.
+
+The training process uses `LoaderProcess`; the loader process runs `_serve`.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ from datacache.pool.spec import ALIGNMENT
 from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0
-"""Seconds for a loader to finish its item after a request to stop."""
+"""Seconds that a loader has to finish its item after a request to stop."""
 END_S = 60.0
-"""Seconds for a loader to exit after an error of its own; TensorFlow may take long to shut down."""
+"""Seconds that a loader has to exit after an error; TensorFlow may take long to shut down."""
 FAILED = -1
-"""Turn of a reply that reports that the loader cannot start."""
+"""Value of `turn` in the reply of a loader that cannot start."""
 WATCH_S = 1.0
-"""Seconds between two checks of a loader that its training process still runs."""
+"""Seconds between two checks by the loader that its training process still runs."""
 
 Load = Callable[[str, Any], Any]
 ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
@@ -41,7 +44,7 @@ ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Outcome of a request of pass `turn`; `rebuild` is `None` if `load` raised this error."""
+    """Reply to a request of pass `turn`: a batch, or `error` and `trace` if `rebuild` is `None`."""
 
     turn: int
     specs: ArraySpecs = field(default_factory=list)
@@ -51,23 +54,22 @@ class Reply:
 
 
 class SharedPages(Descriptor):
-    """Memory that two processes share; it has no file name, and ends with the last of them."""
+    """Memory without a name that two processes share; it is freed when the last of them ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self._mapping: mmap.mmap | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without a name, the memory is reachable by its descriptor only, which multiprocessing
-        # passes.
+        # Pass the descriptor by multiprocessing, because the memory has no name to open it by.
         return _attach, (reduction.DupFd(self.fileno()),)
 
     def __del__(self) -> None:
-        # A loader may be dropped without `stop`.
+        # A script may drop a loader without calling `stop`.
         self.close()
 
     def mapping(self, size: int) -> mmap.mmap:
-        """Maps at least `size` bytes, and grows the memory; arrays in older mappings stay valid."""
+        """Maps at least `size` bytes, growing the memory if needed; older mappings stay valid."""
         if self._mapping is None or len(self._mapping) < size:
             if os.fstat(self.fileno()).st_size < size:
                 os.ftruncate(self.fileno(), size)
@@ -80,7 +82,7 @@ def _attach(descriptor: Any) -> SharedPages:
 
 
 def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
-    """Returns consecutive arrays in shared memory."""
+    """Returns the arrays of a batch as consecutive views of shared memory."""
     sizes = [
         -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
     ]
@@ -94,13 +96,13 @@ def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
 
 
 class LoaderProcess:
-    """Loader process from the view of the training process, with the memory of each buffer."""
+    """Controls a loader process from the training process, and owns the memory of its buffers."""
 
     def __init__(self, load: Load, buffers: int) -> None:
         self.buffers = [
             SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
-        # Spawn, because neither threads nor TensorFlow survive a fork.
+        # Spawn the process, because neither threads nor TensorFlow survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, end = context.Pipe()
         # A daemon is terminated if the training process exits without `stop`.
@@ -119,16 +121,14 @@ class LoaderProcess:
                 "an object of a class at the top level of a module."
             ) from error
         finally:
-            # Only the loader keeps this end open, so that the connection closes with the loader.
+            # Only the loader may hold this end open, so that the connection closes with the loader.
             end.close()
 
     @property
     def alive(self) -> bool:
-        """True if the process runs."""
         return self._process.is_alive()
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
-        """Requests a batch."""
         try:
             # Pickle here and not in the connection, so that the loader can attribute an unpickling
             # error to its batch.
@@ -138,12 +138,15 @@ class LoaderProcess:
                 f"Items must be picklable. Received: item={item!r:.200} ({error}). Pass a file "
                 "name or a number instead."
             ) from error
-        # `reply` raises an error for a process that has ended.
+        # Ignore a closed connection here: `reply` raises an error if the process has ended.
         with contextlib.suppress(OSError):
             self._connection.send((turn, buffer, content))
 
     def reply(self, turn: int) -> Reply:
-        """Waits for the next reply of a pass; replies of earlier passes are dropped."""
+        """Waits for the next reply of a pass; drops older replies.
+
+        Raises `EOFError` if the process ends.
+        """
         sentinel = self._process.sentinel
         while sentinel not in connection.wait([self._connection, sentinel]):
             reply: Reply = self._connection.recv()
@@ -165,7 +168,7 @@ class LoaderProcess:
 
 
 class _Unpickled:
-    """Function that the loader unpickles itself, so that it can report an error."""
+    """Pickled `load`, which the loader unpickles itself, so that it can report an error."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -181,11 +184,11 @@ class _Unpickled:
 
 
 class Requests(threading.Thread):
-    """Requests of the training process, received by a thread of the loader process."""
+    """Receives the requests of the training process on a thread of the loader process."""
 
-    # The thread lets the loader end with the training process while `load` is busy, and the
-    # training process never blocks on sending. A death signal from the kernel is not enough: it is
-    # sent when the thread that started the loader ends, not only when its process does.
+    # With a thread, the loader can end with the training process while `load` is busy, and the
+    # training process never blocks on sending. A death signal from the kernel is not a substitute:
+    # it is sent as soon as the thread that started the loader ends.
 
     def __init__(self, end: connection.Connection) -> None:
         super().__init__(daemon=True)
@@ -206,8 +209,8 @@ class Requests(threading.Thread):
         self._queue.put(None)
 
     def _receive(self) -> tuple[int, int, bytes] | None:
-        # A closed connection is not enough: a fork of the training process that outlives it holds
-        # the other end open as well.
+        # Check the parent process too. The connection may stay open after the training process has
+        # ended, because its forks hold the other end open as well.
         while not self._end.poll(WATCH_S):
             if os.getppid() != self._trainer:
                 raise EOFError
@@ -223,7 +226,7 @@ class Requests(threading.Thread):
 def _serve(
     end: connection.Connection, unpickled: _Unpickled, buffers: Sequence[SharedPages]
 ) -> None:
-    # Ctrl-C reaches the whole process group, and the training process handles it.
+    # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
     requests.start()
@@ -261,6 +264,6 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
                 "A batch must be an array, or a list or tuple of arrays, without objects. "
                 f"Received: {type(array).__name__}{of}"
             )
-    # It must be picklable, because the reply contains it.
+    # The function must be picklable, because the reply contains it.
     container = list if isinstance(batch, list) else tuple
     return list(map(np.asarray, arrays)), container if several else operator.itemgetter(0)

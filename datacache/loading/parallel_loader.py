@@ -1,4 +1,4 @@
-"""Parallel loading: a separate process prepares the next batches during training."""
+"""Loads batches in parallel: a separate process prepares the next ones during training."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ REMEDIES = {
 
 
 class LoaderError(RuntimeError):
-    """Error of a batch that could not be loaded, or of a loader process that has ended."""
+    """Raised if a batch cannot be loaded, or the loader process has ended."""
 
 
 class ParallelLoader:
-    """Process that loads batches ahead of training.
+    """Loads batches ahead of training in a separate process.
 
     The process calls `load` for the items of a pass in order, and writes each batch to one of a few
-    buffers of shared memory, from which it is copied. With `views`, batches are not copied: a
-    request for the next batch releases the previous one, whose buffer the loader then reuses. The
-    process is spawned and imports `load`, so a training script must start its work under `if
-    __name__ == "__main__":`. The process ends with the training process, even if that is killed,
-    and its memory leaves no files in `/dev/shm`.
+    buffers of shared memory. The training process copies the batch from there. With `views`,
+    batches are not copied: a request for the next batch releases the previous one, and the loader
+    reuses its buffer. The process is spawned and imports `load`, so a training script must start
+    its work under `if __name__ == "__main__":`. The process ends with the training process, even if
+    the training process is killed, and its memory leaves no files in `/dev/shm`.
 
     A loader supports one thread at a time. Concurrent passes need one loader each.
 
@@ -43,17 +43,17 @@ class ParallelLoader:
       load: `load(mode, item)` returns an array, or a list or tuple of arrays, of any shapes and of
         dtypes without objects. It must be picklable, should not use accelerators, and must not
         start processes with `multiprocessing`.
-      buffers: Number of batches with a buffer, each as large as the largest batch. The loader is up
-        to `buffers - 1` batches ahead.
-      views: True for batches that are views of the buffers, which saves the copy. Each is valid
-        until the next one is requested. `fit` and `tf.data` request batches ahead of training, so
-        use views only in a loop that trains on a batch before it requests the next.
+      buffers: Number of buffers, each as large as the largest batch. The loader is up to
+        `buffers - 1` batches ahead.
+      views: True to yield views of the buffers, which saves the copy. A batch is then valid until
+        the next one is requested. `fit` and `tf.data` request batches ahead of training, so use
+        views only in a loop that trains on a batch before it requests the next.
 
     Raises:
-      ValueError: If there are fewer than two buffers.
+      ValueError: If `buffers` is less than 2.
 
-    Cost: two copies of each batch, one with `views`; about 0.2 ms of messages per batch; at the
-    start, the imports of `load`'s module and of the main script.
+    Cost: two copies of each batch (one with `views`), and about 0.2 ms for messages per batch. At
+    its start, the process imports the module of `load` and the main script.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
     where the paper's loader copies them to the GPU through a second buffer (steps 19 and 25); a
@@ -95,7 +95,7 @@ class ParallelLoader:
     def stop(self) -> None:
         """Ends the process and the current pass, if any; the last batch stays valid.
 
-        It takes one second if `load` does not return.
+        A process whose `load` does not return within one second is killed.
         """
         self._turn += 1
         child, self._child = self._child, None
@@ -117,7 +117,7 @@ class ParallelLoader:
         Args:
           mode: First argument of `load`, such as "train" or "validate".
           items: Second arguments of `load`, one for each batch, of any picklable type. At most
-            `buffers` of them are taken ahead, so they may be infinite.
+            `buffers` of them are taken ahead, so `items` may be infinite.
 
         Yields:
           Batches that `load(mode, item)` returns, which may be retained. With `views`, they are
@@ -144,8 +144,8 @@ class ParallelLoader:
             if not requested:
                 break
             yield self._batch(turn, mode, *requested.popleft())
-            # The next request is the handshake (steps 20 to 27): the buffer of the last batch is
-            # free now.
+            # Request one more batch, because the buffer of the last one is free now. This is the
+            # paper's handshake (steps 20 to 27).
             wanted = 1
         if failures:
             raise failures[0]
@@ -190,7 +190,7 @@ class ParallelLoader:
 
 
 def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator[Any]:
-    """Yields items; records an error, which is raised after the batches of all previous items."""
+    """Yields items; records an error, which `batches` raises after all previous batches."""
     try:
         yield from items
     except Exception as error:  # noqa: BLE001 - `batches` raises it
@@ -199,7 +199,7 @@ def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Image preparation that subtracts the mean, crops, and mirrors.
+    """Prepares images: subtracts the mean, crops, and mirrors.
 
     Crops and mirroring are random in training; otherwise the crop is centered.
 
@@ -260,8 +260,8 @@ class CropAndMirror:
             prepared, images, self._draw_crops(images, mode, number), strict=True
         ):
             part = np.s_[top : top + self.size, left : left + self.size]
-            # Combines steps 17 and 18: the mean is cropped like the image, so that only the crop is
-            # subtracted, and it is written backwards to mirror.
+            # Combine steps 17 and 18: crop the mean like the image, so that only the crop is
+            # subtracted, and write the columns backwards to mirror.
             np.subtract(
                 image[part],
                 mean if mean.ndim == 1 else mean[part],

@@ -1,6 +1,6 @@
-"""Operations that would hold Python's lock for long: in C if compiled, otherwise in NumPy.
+"""Runs operations that would hold the GIL for long: in C if compiled, otherwise in NumPy.
 
-`ctypes` releases the lock during each call, so that several threads copy batches concurrently.
+`ctypes` releases the GIL during each call, so that several threads copy batches concurrently.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def gather(
     into: np.ndarray | None,
     checksums: np.ndarray | None = None,
 ) -> None:
-    """Copies `into[i] = records[indices[i]]`, or updates checksums with these records, or both."""
+    """Copies `records[indices[i]]` to `into[i]`, updates `checksums[i]` with it, or does both."""
     indices = np.ascontiguousarray(indices, np.int64)
-    # The library does not check bounds, so an invalid index would access foreign memory.
+    # The library does not check bounds: an invalid index would access memory outside of `records`.
     if indices.size and (indices.min() < 0 or indices.max() >= len(records)):
         raise IndexError(
             f"`indices` must be in 0..{len(records) - 1}. Received: "
@@ -51,49 +51,54 @@ def _gather_in_python(
     records: np.ndarray, indices: np.ndarray, into: np.ndarray | None, checksums: np.ndarray | None
 ) -> None:
     if into is not None:
-        # With mode="raise", NumPy would copy to a buffer first. `gather` has checked the indices.
+        # Do not use mode="raise", with which NumPy would copy to a buffer first. `gather` has
+        # checked the indices.
         np.take(records, indices, axis=0, out=into, mode="clip")
     if checksums is not None:
         for i, index in enumerate(indices.tolist()):
-            # Use the copy if there is one: another process may rewrite the record concurrently. Use
-            # a slice, because a scalar has no dimension to view as bytes.
+            # Use the copy if there is one, because another process may rewrite the record
+            # concurrently. Use a slice, because a scalar cannot be viewed as bytes.
             record = records[index : index + 1] if into is None else into[i : i + 1]
             checksums[i] = zlib.crc32(record.view(np.uint8).data, int(checksums[i]))
 
 
 def populate_pages(pages: np.ndarray, write: bool = False) -> bool:
-    """Creates the page tables of a part of a mapping; returns whether it did."""
+    """Creates the page tables of a part of a mapping; returns whether they were created."""
     library = _compiled()
-    # This needs Linux 5.14 or later, and the compiled library.
+    # The library returns 0 before Linux 5.14.
     size = -(-pages.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return library is not None and bool(library.map_pages(pages.ctypes.data, size, write))
 
 
 class FileStatus(NamedTuple):
-    """Properties of a file that change with its content; programs may set `time_ns`."""
+    """Properties of a file that change with its content.
+
+    `time_ns` is the modification time, which programs may set. `inode_ns` is the time of the last
+    status change. `inode` is the inode number modulo 2**63.
+    """
 
     size: int
     time_ns: int
     inode_ns: int
-    inode: int  # Modulo 2**63.
+    inode: int
 
     @classmethod
     def of(cls, about: os.stat_result) -> FileStatus:
-        """Returns the status from the result of `os.stat`."""
         return cls(about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino % 2**63)
 
     def is_of(self, other: FileStatus) -> bool:
-        """Returns whether both statuses refer to the same version of a content."""
-        # A file that was replaced by a rename has another inode; a file that was only moved has
-        # another change time. Some file systems change inodes at any time.
+        """Returns whether both statuses refer to the same version of a file's content."""
+        # Require only one of both to be equal: a file that was only moved has another change time,
+        # and some file systems change inode numbers at any time. A file that was replaced by a
+        # rename differs in both.
         same_inode = self.inode == other.inode or self.inode_ns == other.inode_ns
         return self[:2] == other[:2] and same_inode
 
 
 def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
     """Reads up to `length` bytes in one call; returns them and the file's status afterwards."""
-    # Python would make four system calls and release its lock at each: of 32 reading threads, most
-    # would wait for the lock in between.
+    # Python would make four system calls and release the GIL at each. Of 32 reading threads, most
+    # would wait for the GIL.
     library = _compiled()
     if library is None:
         with open(path, "rb") as stream:
@@ -134,14 +139,14 @@ def checksum_lanes() -> int:
 
 @functools.cache
 def _compiled() -> Any:
-    """Returns the compiled library, or `None` with a warning."""
+    """Loads the compiled library; logs a warning and returns `None` if that fails."""
     cause = f"{LIBRARY} is missing"
     if LIBRARY.exists():
         try:
             library = ctypes.CDLL(str(LIBRARY), use_errno=True)
             number, address = ctypes.c_int64, ctypes.c_void_p
             records = [address, address, number, address, number]
-            # By default `ctypes` would truncate addresses to 32 bits.
+            # Declare all types, because by default `ctypes` truncates addresses to 32 bits.
             for name, result, arguments in (
                 ("gather_records", None, records),
                 ("check_records", None, [*records, address, number]),
@@ -154,7 +159,7 @@ def _compiled() -> Any:
                 function.restype, function.argtypes = result, arguments
             return library
         except (AttributeError, OSError) as error:
-            # It is outdated, or was compiled for another processor or with a newer C library.
+            # The library is outdated, or was compiled for another processor or a newer C library.
             cause = f"{LIBRARY} cannot be loaded ({error})"
     log.warning(
         "datacache: copies and reads run in Python, which is slower: %s. Build the library: "

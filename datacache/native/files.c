@@ -1,5 +1,5 @@
-// Reads a part of a file in one call. Python makes four system calls and releases its lock at each:
-// of many reading threads, most would wait for the lock.
+// Reads a part of a file in one call. Python makes four system calls and releases the GIL at each:
+// of many reading threads, most would wait for the GIL.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -38,7 +38,7 @@ __attribute__((visibility("default"))) int64_t read_file(const char* path, int64
     about[2] = (int64_t)found.st_ctim.tv_sec * 1000000000 + found.st_ctim.tv_nsec;
     about[3] = (int64_t)found.st_ino;
   }
-  // Closing may change errno.
+  // Restore errno, which `close` may change.
   const int problem = errno;
   close(file);
   errno = problem;
@@ -66,7 +66,7 @@ __attribute__((target("sse4.2"))) static uint32_t crc32c_of_words(uint32_t check
 }
 #endif
 
-// Returns the CRC-32C of bytes.
+// Returns the CRC-32C of `bytes` bytes.
 __attribute__((visibility("default"))) int64_t crc32c(const char* from, int64_t bytes) {
   uint32_t checksum = 0xffffffff;
   int64_t words = 0;

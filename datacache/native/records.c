@@ -9,8 +9,8 @@
 #include <immintrin.h>
 #endif
 
-// Bytes of a cache line, of a part that is folded at a time, and from a load to its prefetch.
-// Records of fewer than SMALL bytes are copied with ordinary stores.
+// Sizes in bytes of a cache line and of a part that is folded at a time, and the distance of a
+// prefetch from the load. Records of fewer than SMALL bytes are copied with ordinary stores.
 enum { LINE = 64, PART = 16, AHEAD = 1024, SMALL = 4096 };
 
 static void copy(char* into, const char* from, size_t bytes) {
@@ -38,7 +38,7 @@ static void finish(void) {
 #endif
 }
 
-// into[i] = records[indices[i]], for records of `bytes` bytes.
+// Copies records[indices[i]] to into[i], for records of `bytes` bytes.
 __attribute__((visibility("default"))) void gather_records(char* into, const char* records,
                                                            int64_t bytes, const int64_t* indices,
                                                            int64_t count) {
@@ -83,7 +83,7 @@ NARROW static inline __m128i fold(__m128i folded, __m128i by, __m128i next) {
 NARROW static inline uint32_t reduced(__m128i folded) {
   const __m128i low_words = _mm_setr_epi32(-1, 0, -1, 0),
                 by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-  // The polynomial, and the quotient of x^64 by it that Barrett's reduction multiplies with.
+  // `polynomial` also has the quotient of x^64 by the polynomial, for Barrett's reduction.
   const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124),
                 polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
   folded = _mm_xor_si128(_mm_srli_si128(folded, 8), _mm_clmulepi64_si128(folded, by_128, 0x10));
@@ -95,8 +95,8 @@ NARROW static inline uint32_t reduced(__m128i folded) {
   return (uint32_t)_mm_extract_epi32(_mm_xor_si128(folded, product), 1);
 }
 
-// Returns the checksum of whole parts, and copies them to `into`, a multiple of 16 bytes, unless it
-// is null.
+// Returns the checksum of whole parts, and copies them to `into` unless it is null. `into` must be
+// aligned to 16 bytes.
 NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
   __m128i folded = _mm_setzero_si128();
@@ -109,7 +109,7 @@ NARROW static uint32_t of_parts(uint32_t checksum, char* into, const char* from,
   return bytes ? reduced(folded) : checksum;
 }
 
-// The same for whole blocks of four parts.
+// Does the same as `of_parts` for whole blocks of four parts.
 NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* from,
                                      size_t bytes) {
   const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
@@ -124,11 +124,11 @@ NARROW static uint32_t of_four_parts(uint32_t checksum, char* into, const char* 
     }
     if (!done) folded[0] = _mm_xor_si128(folded[0], _mm_cvtsi32_si128((int)checksum));
   }
-  // The remainders in memory are the last block of a message with the same checksum.
+  // The four remainders form a message of four parts with the same checksum, so fold these parts.
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
-// The same for whole blocks of eight parts, two in each register.
+// Does the same as `of_parts` for whole blocks of eight parts, two in each register.
 WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* from, size_t bytes) {
   const __m256i by_1024 = _mm256_set_epi64x(0x14a7fe880, 0x1e88ef372, 0x14a7fe880, 0x1e88ef372);
   __m256i folded[4] = {_mm256_setzero_si256()};
@@ -150,8 +150,8 @@ WIDE static uint32_t of_eight_parts(uint32_t checksum, char* into, const char* f
   return bytes ? of_parts(0, NULL, (const char*)folded, sizeof folded) : checksum;
 }
 
-// Returns the checksum of a record, and copies it unless `into` is null. zlib inverts checksums
-// before and after.
+// Updates a checksum with a record, and copies the record unless `into` is null. As in zlib, the
+// checksum is inverted before and after.
 static uint32_t checked(uint32_t checksum, char* into, const char* from, size_t bytes, int wide) {
   uint32_t (*const of_blocks)(uint32_t, char*, const char*, size_t) =
       wide ? of_eight_parts : of_four_parts;
@@ -182,8 +182,8 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
   return 0;
 }
 
-// Updates checksums[i] with the bytes of records[indices[i]], and copies these to into[i] unless
-// `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
+// Updates checksums[i] with the bytes of records[indices[i]], and copies the bytes to into[i]
+// unless `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
                                                           int64_t count, uint32_t* checksums,

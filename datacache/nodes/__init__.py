@@ -1,1 +1,1 @@
-"""Sharing of a cache's samples between the nodes of a job."""
+"""Shares a cache's samples between the nodes of a job."""

@@ -1,4 +1,4 @@
-"""Readers of batches: from the tiers of this node, and from other nodes that share the samples."""
+"""Reads batches from the tiers of this node, and from other nodes that share the samples."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
 REQUEST_SAMPLES = 64
-"""Samples to request from each other rank at a time. With fewer, the number of messages would
-determine the time, not their bytes."""
+"""Number of samples to request from each other rank at a time. With fewer, the latency of messages
+would dominate."""
 Partitioning = Literal["auto", "replicate", "split"]
-# Numbers in the names of collectives. They are equal on all ranks, because ranks open the same
-# caches in the same order.
+# Names of collectives contain the number of the cache. Numbers are equal on all ranks, because
+# ranks open the same caches in the same order.
 _cache_numbers = itertools.count()
 
 
@@ -43,23 +43,22 @@ class Reader:
 
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
         """Prepares an epoch; returns a function to call with each step before its batch is read."""
-        # Batches are prefetched in any case, which is early enough for a source.
+        # Prefetching of batches is early enough for the tiers of this node.
         return lambda step: None
 
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """Loads samples into memory; returns by index those that memory did not accept."""
+        """Loads samples into memory; returns the samples that did not fit there, by index."""
         return self.tiers.fill(indices)
 
     def close(self) -> None:
-        """Ends threads and mappings."""
         self.tiers.close()
         self.tiers = cast("StoreTier", Closed())
 
     def batch(self, indices: np.ndarray, into: Sequence[np.ndarray] | None = None) -> Arrays:
-        """Returns an array `[n, *shape]` per component, padded at the end where components vary."""
+        """Returns an array `[n, *shape]` per component, padded at the end if shapes differ."""
         can_copy, made, arrays = self.tiers.can_copy(indices), 0, None
         while arrays is None:
-            # Samples that can be copied are verified in the pass over the bytes that copies them.
+            # `gather` verifies samples while it copies them, so here they need only be ready.
             missing = (self.tiers.not_ready if can_copy else self.tiers.missing)(indices)
             filled: dict[int, Arrays] = {}
             if missing.size:
@@ -68,7 +67,7 @@ class Reader:
                 self._counts.add(wait_s=time.perf_counter() - begin)
             made += len(missing)
             if can_copy:
-                # `None` if a sample was corrupted or cleared.
+                # `gather` returns `None` if a sample was corrupted or cleared. Load it again then.
                 arrays = self.tiers.gather(indices, into)
             else:
                 arrays = stack_samples(self.tiers.collect(indices, filled), self.tiers.layout)
@@ -79,9 +78,9 @@ class Reader:
 class PartitionedReader(Reader):
     """Reads this node's samples from its tiers, and requests all others from their owners.
 
-    So only one node reads each sample from the source. Other nodes are not a tier of the chain: a
-    store is filled with samples claimed, and two nodes that wait for each other with claims would
-    deadlock. This reader holds no claims while it waits.
+    Thus, only one node reads each sample from the source. Other nodes are not a tier of the chain:
+    a tier claims samples while it fills a store, and two nodes that wait for each other's claims
+    would deadlock. This reader holds no claims while it waits.
     """
 
     waits_to_close = True
@@ -99,7 +98,7 @@ class PartitionedReader(Reader):
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        # The samples of the next window are transferred while the steps of this one are read.
+        # Transfer the samples of the next window while the steps of the current one are read.
         steps = max(1, -(-REQUEST_SAMPLES * self._topology.size // max(1, len(shares[0]))))
         windows = [shares[begin : begin + steps] for begin in range(0, len(shares), steps)]
         lock, asked = threading.Lock(), 0
@@ -120,14 +119,15 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        # Must precede requests: a forked child lacks the thread that would receive the answers.
+        # Check this before any request: a forked child has no thread to receive the answers.
         self.tiers.refuse_in_child(indices)
-        # `Cache.warm` does not look ahead, and samples may have been cleared since.
+        # Request what is not coming yet: `Cache.warm` does not look ahead, and samples may have
+        # been cleared after `look_ahead`.
         self._ask(indices)
         with self._lock:
             asked = [sample for sample in indices.tolist() if sample in self._coming]
             coming = {sample: self._coming.pop(sample) for sample in asked}
-        # Own samples are produced while the others are transferred.
+        # Produce this node's samples while the others are transferred.
         made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
             arrays = future.result()
@@ -138,9 +138,9 @@ class PartitionedReader(Reader):
 
     @override
     def close(self) -> None:
-        # Otherwise every cache would live as long as its process.
+        # Otherwise, `atexit` would keep every closed cache alive.
         atexit.unregister(self.close_at_exit)
-        # Waits until all ranks have closed, because they may request samples until then.
+        # Wait until all ranks have closed, because they may request samples until then.
         try:
             self._exchange.close()
         finally:
@@ -154,25 +154,25 @@ class PartitionedReader(Reader):
             self.close()
 
     def _ask(self, indices: np.ndarray) -> None:
-        """Requests those of the samples that other nodes own and no store of this node holds."""
+        """Requests the samples that other nodes own and no store of this node holds."""
         elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
-        # Samples of stores are verified when they are copied.
+        # Do not verify samples here: they are verified when they are copied.
         elsewhere = self.tiers.lacks(elsewhere)
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # The exchange returns no futures after its end; samples are then produced here.
+            # After its end, the exchange returns no futures. This node then produces the samples.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:
-        """Returns the rank to ask; a node's ranks spread their requests over the owner's ranks."""
+        """Returns the rank to ask: a node's ranks spread their requests over the owner's ranks."""
         node = self._topology.nodes[self._owner_nodes[sample]]
         return node[self._topology.position % len(node)]
 
     def _answer(self, indices: np.ndarray) -> list[Arrays]:
         """Returns samples that other ranks have requested, on the thread of the exchange."""
         self._counts.add(sent=len(indices))
-        # Two ranks may have requested the same sample.
+        # Remove duplicates, because two ranks may have requested the same sample.
         made = self.tiers.fill(np.unique(self.tiers.missing(indices)))
         return self.tiers.collect(indices, made)
 
@@ -180,7 +180,10 @@ class PartitionedReader(Reader):
 def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
 ) -> tuple[int, int]:
-    """Returns this node's index and the number of nodes that share the samples, or (0, 1)."""
+    """Returns this node's index and the number of nodes that share the samples; collective.
+
+    The result is (0, 1) if every node stores all samples.
+    """
     wire = job_wire()
     if wire is None:
         return 0, 1
@@ -208,13 +211,13 @@ def choose_shard(
 def open_reader(tiers: StoreTier, samples: int, keeps_any: bool) -> Reader:
     """Opens the reader of this rank; all ranks must open the same caches in the same order."""
     wire = job_wire()
-    # Without a store, the other node would produce a requested sample again each time.
+    # Without a store, the owner would produce a sample again for each request.
     if wire is None or len(wire.topology.nodes) == 1 or not keeps_any:
         return Reader(tiers)
     keep = tiers.first_pool is not None and tiers.first_pool.spec.shard.nodes == 1
     owners = owner_nodes(samples, len(wire.topology.nodes))
     name = f"tp.datacache{next(_cache_numbers)}"
     partitioned = PartitionedReader(tiers, wire, name, owners, keep)
-    # Must be closed before Horovod shuts down, which would end the collectives of the exchange.
+    # Close the reader before Horovod shuts down and ends the collectives of the exchange.
     atexit.register(partitioned.close_at_exit)
     return partitioned

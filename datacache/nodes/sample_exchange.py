@@ -1,4 +1,4 @@
-"""Exchange of samples between ranks, by all-to-all on a separate thread."""
+"""Exchanges samples between ranks, by all-to-all on a separate thread."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from datacache.from_tfposeidon import Wire
 
 MOST_BYTES = 2**31 - 1
-"""Bytes that Horovod can send from one rank in one call."""
+"""Largest number of bytes that Horovod can send from one rank in one call."""
 Bytes = list[int]
-"""Numbers of bytes for each rank, or from each rank."""
+"""Number of bytes for each rank, or from each rank."""
 IDLE_S = 0.05
-"""Seconds that a rank without requests waits for some before it joins the collectives of others."""
+"""Seconds that an idle rank waits for requests before it joins the collectives of the others."""
 
 
 class _Request(NamedTuple):
@@ -33,13 +33,14 @@ class _Request(NamedTuple):
 
 
 class SampleExchange:
-    """Collectives in which every rank requests samples and sends those that others requested.
+    """Lets every rank request samples, and send the samples that other ranks requested.
 
-    They run on a separate thread, so ranks need not be at the same step. A rank without requests
-    takes part until all ranks have closed or need no more samples.
+    The collectives run on a separate thread, so ranks need not be at the same step. A rank without
+    requests takes part until all ranks have closed or need no more samples.
 
-    Cost: 1 all-gather of 3 numbers per iteration; with requests 2 more all-gathers, of a number per
-      rank and of one number, and 3 all-to-alls: 8 bytes per index, 8 per length, and the samples.
+    Cost: one all-gather of three numbers per iteration. With requests, two more all-gathers (of one
+      number per rank, and of one number) and three all-to-alls (8 bytes per index, 8 bytes per
+      length, and the samples).
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class SampleExchange:
         self._wake = threading.Condition()
         self._closing = self._has_ended = False
         self._error: BaseException | None = None
-        # A cache per instance: one of the class would keep this exchange and its tiers alive.
+        # Cache per instance: a cache of the class would keep this exchange and its tiers alive.
         self._collective = functools.cache(self._make_collective)
         self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
         self._thread.start()
 
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
-        """Requests samples from their owners; returns a future for each, or none after the end."""
+        """Requests samples from their owners; returns a future for each, or `[]` after the end."""
         requests = [
             _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
         ]
@@ -90,7 +91,7 @@ class SampleExchange:
             while True:
                 requests = self._next_requests()
                 state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
-                # These numbers are equal on all ranks, so that all call the same collectives.
+                # The gathered numbers are equal on all ranks, so all call the same collectives.
                 if state[:, 0].any():
                     self._run_round(requests)
                 elif (state[:, 1] | state[:, 2]).all():
@@ -112,7 +113,7 @@ class SampleExchange:
             if not self._requests and not self._closing:
                 self._wake.wait(IDLE_S)
             requests, self._requests = self._requests, []
-        # All-to-all requires the order of ranks.
+        # All-to-all sends consecutive requests to the ranks in order.
         return sorted(requests, key=lambda request: request.owner)
 
     def _run_round(self, requests: list[_Request]) -> None:
@@ -132,7 +133,7 @@ class SampleExchange:
                 request.future.set_result(self._layout.unpack(record))
 
     def _swap_bytes(self, content: np.ndarray, sent: Bytes, received: Bytes) -> np.ndarray:
-        """Swaps samples, in as many collectives as all ranks need for them."""
+        """Exchanges packed samples, in as many all-to-alls as the largest message requires."""
         size = self._wire.topology.size
         most = MOST_BYTES // size
         count = self._gather([-(-max(sent) // most)], "parts").max()
@@ -149,7 +150,7 @@ class SampleExchange:
         return np.concatenate([part[rank] for rank in range(size) for part in parts])
 
     def _pack_answers(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns samples as bytes, and the length of each; negative lengths are of error texts."""
+        """Returns samples as bytes, and the length of each, negative for the text of an error."""
         try:
             texts = [
                 self._layout.pack(one) for one in (self._answer(indices) if len(indices) else [])
@@ -157,7 +158,7 @@ class SampleExchange:
             lengths = np.array([len(text) for text in texts], np.int64)
             return np.frombuffer(b"".join(texts), np.uint8), lengths
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
-            # The collectives must continue, so the text takes the place of each sample.
+            # Send the text in place of each sample, because the collectives must continue.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()
             return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
 
@@ -172,8 +173,8 @@ class SampleExchange:
         ).numpy()
 
     def _make_collective(self, kind: str, name: str, dtype: str) -> Any:
-        # A graph: eager collectives have no names, and those of training run concurrently in a
-        # different order.
+        # Build a graph, because eager collectives have no names. Names are necessary, because the
+        # collectives of training run concurrently in a different order.
         world, name = self._wire.topology.world, f"{self._name}.{name}"
 
         def gather(values: tf.Tensor) -> tf.Tensor:
@@ -190,12 +191,12 @@ class SampleExchange:
 
 
 def _bytes_by_rank(lengths: np.ndarray, counts: np.ndarray) -> list[int]:
-    """Returns the bytes for each rank, from the bytes of each sample and the samples per rank."""
+    """Returns the number of bytes for each rank, from samples' lengths and counts per rank."""
     return [int(np.abs(part).sum()) for part in np.split(lengths, np.cumsum(counts)[:-1])]
 
 
 def _records(content: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray | str]:
-    """Yields the bytes of each sample, or the error text."""
+    """Yields the bytes of each sample, or the text of its error."""
     ends = np.cumsum(np.abs(lengths)).tolist()
     for (begin, end), length in zip(itertools.pairwise([0, *ends]), lengths.tolist(), strict=True):
         yield content[begin:end] if length >= 0 else content[begin:end].tobytes().decode()

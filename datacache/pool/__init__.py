@@ -1,1 +1,1 @@
-"""Samples in files that all processes of a node map: written once, and read by all."""
+"""Stores samples in files that all processes of a node map: written once, and read by all."""

@@ -1,7 +1,8 @@
-"""Files of stores: created by the first process, removed only while no process has them open.
+"""Creates, opens and removes the files of stores.
 
-A store is one file in a folder of its own. Its first line is a header, which describes the sections
-after it and is checked before they are mapped.
+A store is one file in a folder of its own. The first line of the file is a header, which describes
+the sections after it and is checked before they are mapped. The first process creates the store; it
+is removed only while no process has it open.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OLD_FILES = {
 FILES = {STORE, UNFINISHED} | OLD_FILES
 """Names of all files of a store in any format."""
 MOST_HEADER_BYTES = 2**24
-"""Limit of the header, because a damaged file may have no end of a line."""
+"""Largest number of bytes to read as the header: a damaged file may have no line break."""
 
 
 def default_memory() -> str:
@@ -65,19 +66,20 @@ def own_memory() -> Path:
     """Returns the folder of `default_memory`, after creating it if necessary."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
-            f"The store in memory needs shared memory. Received: no {SHARED_MEMORY}. Mount a tmpfs "
-            "there (with Docker: --shm-size), or pass a folder as `memory`, or None to disable it."
+            f'The store in memory needs shared memory. Received: memory="auto" without a folder '
+            f"{SHARED_MEMORY}. Mount a tmpfs there (with Docker: --shm-size), or pass a folder as "
+            "`memory`, or None to disable it."
         )
     with Directory.create(Path(default_memory())) as directory:
         return directory.path
 
 
 class StoreFile(Owner):
-    """File of a store, which this process has open until it exits in any way.
+    """Open file of a store.
 
-    A shared lock on the file marks it as open, and the kernel releases the lock with the process. A
-    process that creates, opens or removes a store holds an exclusive lock on the folder meanwhile.
-    If `is_only_user` is true, no other process had the store open, so no operation is in progress.
+    A shared lock marks the file as open; the kernel releases it when the process ends in any way.
+    While a process creates, opens or removes a store, it holds an exclusive lock on the folder. If
+    `is_only_user` is true, no other process had the store open, so no operation is in progress.
     `sections` are the parts of the mapped file by name, each `[bytes]` uint8.
     """
 
@@ -90,9 +92,10 @@ class StoreFile(Owner):
             self.spec, header_bytes = read_header(self.file, folder)
             # The lock is granted if no other process has the store open.
             self.is_only_user = lock_file(self.file, wait=False)
-            # The change is not atomic, but the folder's lock blocks other requests in the meantime.
+            # Changing the lock is not atomic, but the folder's lock excludes other processes until
+            # then.
             fcntl.flock(self.file.fileno(), fcntl.LOCK_SH)
-            # Reading through a mapping changes no times, so record when the store was last opened.
+            # Record when the store was last opened: reading through a mapping changes no times.
             os.utime(directory.fileno())
             content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)[header_bytes:]
             self.sections = {
@@ -103,17 +106,17 @@ class StoreFile(Owner):
 
     @contextlib.contextmanager
     def locked_bytes(self, indices: Iterable[int], wait: bool = False) -> Iterator[list[bool]]:
-        """Locks bytes of the file among all threads and processes; yields which were free."""
-        # These locks belong to a separate open file description, so that they also exclude other
-        # threads, and the kernel releases them with it. They do not depend on the content, and a
-        # cleaner of temporary files may have removed the file's name.
+        """Locks bytes of the file against other threads and processes; yields which are locked."""
+        # Open the file once more: locks of a separate open file description also exclude other
+        # threads, and the kernel releases them with it. Open it by its descriptor, because a
+        # cleaner of temporary files may have removed its name.
         path, flags = f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR | os.O_CLOEXEC
         with closed_on_fork(lambda: Descriptor(os.open(path, flags))) as handle:
             yield [lock_byte(handle, index, wait) for index in indices]
 
     @override
     def close(self) -> None:
-        # The mapping and its descriptor end with the last array into it.
+        # The mapping is released with the last array that refers to it.
         self.sections = {}
         self.file.close()
 
@@ -124,7 +127,7 @@ def is_pool(folder: Path) -> bool:
 
 
 def open_pool_folder(folder: Path, others: Others = "refused") -> Directory:
-    """Opens the folder of an existing store."""
+    """Opens the folder of a store; raises `CacheError` if it does not exist."""
     try:
         return Directory(folder, others)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -138,7 +141,7 @@ def _not_a_pool(folder: Path) -> CacheError:
 
 
 def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
-    """Opens the file of an existing store."""
+    """Opens the file of a store; raises `CacheError` if it does not exist."""
     try:
         return directory.open(STORE, flags)
     except FileNotFoundError as error:
@@ -146,13 +149,13 @@ def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
         if not names or names - FILES:
             raise _not_a_pool(directory.path) from error
         raise CacheError(
-            f"A store must be complete. Received: {directory.path}, which is being created, or is "
-            "left of a killed process. Wait, or remove it with `python -m datacache rm`."
+            f"A store must be complete. Received: {directory.path}, which is being created, or was "
+            "left by a killed process. Wait, or remove it with `python -m datacache rm`."
         ) from error
 
 
 def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
-    """Returns a store's description and the bytes of its header, after checks of the file."""
+    """Checks the file of a store; returns its description and the size of its header in bytes."""
     with open(file.fileno(), "rb", closefd=False) as stream:
         line = stream.readline(MOST_HEADER_BYTES)
     try:
@@ -174,7 +177,7 @@ def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
 
 
 def _damage(header: Any, folder: Path) -> str | None:
-    """Returns the reason for which a header cannot be used, or `None`."""
+    """Returns why a header cannot be used, or `None` if it can."""
     path = folder / STORE
     found = header.get("format") if isinstance(header, dict) else None
     if not isinstance(found, int):
@@ -182,8 +185,8 @@ def _damage(header: Any, folder: Path) -> str | None:
             "A store must begin with a header in JSON, which states its format. Received: "
             f"{path}, without one."
         )
-    # Must precede the digest: a newer format may compute it differently, and such a store must not
-    # be rebuilt.
+    # Check the format before the digest: a newer format may compute the digest differently, and
+    # such a store must not be rebuilt.
     if found > FORMAT:
         raise CacheError(
             f"The format of a store must be at most {FORMAT}. Received: format {found} in {folder}."
@@ -196,7 +199,7 @@ def _damage(header: Any, folder: Path) -> str | None:
         )
     if header.pop("digest", None) != _digest(header):
         return f"The header of a store must not be modified. Received: {path}, which was modified."
-    # The name is the fingerprint: a different name would serve samples of a different source.
+    # The name is the fingerprint: under another name, samples of another source would be served.
     if header["name"] != folder.resolve().name:
         return f"A store must not be renamed. Received: {folder}, created as {header['name']}."
     return None
@@ -223,8 +226,8 @@ def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -
         )
     if damage:
         log.warning("datacache: %s The store is rebuilt.", damage)
-    # Must precede the description: remains of another store would occupy the space that it plans
-    # with. A process that has the old file open retains it with its samples.
+    # Remove remains before `make_spec` measures the free space. A process that has the old file
+    # open can still read it.
     _clear(directory)
     try:
         _make(directory, make_spec())
@@ -234,18 +237,18 @@ def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -
 
 
 def _make(directory: Directory, spec: PoolSpec) -> None:
-    """Creates the file of a store, which its name completes."""
+    """Creates the file of a store. The file gets its final name once it is complete."""
     header = {"format": FORMAT, "name": directory.path.resolve().name, "store": spec.to_dict()}
     line = json.dumps(header | {"digest": _digest(header)})
-    # Mapped sections must begin at pages.
+    # Pad the header, because mapped sections must begin at page boundaries.
     header_bytes = -(-(len(line) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     with directory.open(UNFINISHED, make=True) as file:
         try:
             os.ftruncate(file.fileno(), header_bytes + spec.content_bytes)
             reserve(file, 0, header_bytes + spec.reserved_bytes)
             os.pwrite(file.fileno(), line.ljust(header_bytes - 1).encode() + b"\n", 0)
-            # Sync before the file is renamed: a disk could otherwise lose its size in a power
-            # failure, and retain the name.
+            # Sync the file before it is renamed: after a power failure, the disk could otherwise
+            # have the final name but not the full size.
             os.fsync(file.fileno())
         except OSError as error:
             if not means_full(error):
@@ -264,12 +267,12 @@ def _clear(directory: Directory) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a store that no process has open, or the remains of one."""
+    """Removes a store that no process has open, or the remains of an incomplete store."""
     with _locked(lambda: open_pool_folder(folder, "ignored")) as directory:
         found = directory.names()
         if not found:
             raise _not_a_pool(folder)
-        # A folder does not belong to a store, even under the name of one of its files.
+        # A subfolder is never part of a store, even if it has the name of one of a store's files.
         if strangers := found - FILES | {
             name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
         }:
@@ -303,7 +306,7 @@ def _locked(find: Callable[[], Directory]) -> Iterator[Directory]:
 @contextlib.contextmanager
 def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
     """Locks a folder against other processes that create, open or remove a store there."""
-    # A separate open file description, with which the kernel releases the lock.
+    # Use a separate open file description: the kernel releases the lock when it is closed.
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     with closed_on_fork(
         lambda: Descriptor(os.open(".", flags, dir_fd=directory.fileno()))

@@ -1,4 +1,4 @@
-"""Stores seen from outside: `ls` and the search for idle ones create nothing and block no job."""
+"""Inspects stores from outside: `ls` and the search for idle stores never change or block them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from datacache.system.descriptors import closed_on_fork, lock_file
 
 log = logging.getLogger("datacache")
 BLOCK_BYTES = 512
-"""Unit of `stat` in bytes, independent of the blocks of the file system."""
+"""Unit of `st_blocks` in bytes, independent of the block size of the file system."""
 NOTICEABLE_BYTES = 2**20
-"""The removal of a smaller store is not a test of whether removals free space: others may allocate
-as much in the meantime."""
+"""Smallest size in bytes of a store whose removal shows whether removals free space. Other
+processes may allocate less than this in the meantime."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolReport:
-    """Report on a store, or on the remains of one, whose `bytes` are its disk usage.
+    """Report on a store, or on the remains of one.
 
-    If the store cannot be used, `trouble` is the reason, and its content is unknown. Otherwise
-    `ready` of `samples` are readable, and `slots` fit. `is_spare` is true if it is in memory, and
-    its removal needs no confirmation.
+    `bytes` is the disk usage. If the store cannot be used, `trouble` is the reason, and the fields
+    with default `None` are unknown. Otherwise, `ready` of `samples` samples can be read, and
+    `slots` samples fit. `is_spare` is true if the store is in memory and can be removed without
+    confirmation.
     """
 
     folder: Path
@@ -60,7 +61,7 @@ class PoolReport:
 
 
 def find_pools(root: Path) -> list[Path]:
-    """Returns the folder if it is a store or the remains of one, otherwise the stores in it."""
+    """Returns the folder if it is a store or the remains of one, else the stores in it."""
     if not root.is_dir():
         raise CacheError(
             f"A store must be a folder. Received: {root}, which is not a folder. Check the path."
@@ -78,14 +79,14 @@ def inspect_pool(folder: Path) -> PoolReport | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CacheError as error:
-        # Such as another user's.
+        # The store may belong to another user, for example.
         opened = _local_time(folder.stat(follow_symlinks=False))
         return PoolReport(folder=folder, opened=opened, trouble=str(error))
 
 
 def find_idle_pools(root: Path, except_for: Path | None = None) -> list[PoolReport]:
     """Returns the stores in memory that no process has open, least recently opened first."""
-    # They retain their memory, because the next job may find its samples there.
+    # Idle stores retain their memory, because the next job may read their samples.
     if not root.is_dir():
         return []
     reports = [inspect_pool(path) for path in find_pools(root) if path != except_for]
@@ -100,7 +101,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         try:
             remove(report.folder)
         except (CacheError, OSError) as error:
-            # Another process has opened it by now, or it belongs to another user.
+            # Another process may have opened the store by now.
             log.info("datacache: a store was not removed. %s", error)
             continue
         log.warning(
@@ -112,7 +113,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         before, left = left, room()
         if left >= enough:
             return
-        # Something else is the limit, such as a quota, and further removals would be useless.
+        # If a removal frees no space, the limit is something else, such as a quota.
         if left <= before and report.bytes >= NOTICEABLE_BYTES:
             log.warning("datacache: the removal freed no space, so other stores are retained.")
             return
@@ -121,7 +122,8 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
 def _report(directory: Directory) -> PoolReport | None:
     found = {name: directory.stat(name) for name in directory.names()}
     status, in_use = os.fstat(directory.fileno()), _in_use(directory)
-    # Other folders may have files of these names. An unusable one is a store only with its file.
+    # Other folders may have files with the names of old formats, such as `lock`. A folder is a
+    # store only if it also has a file with a name of this format.
     is_spare = (
         found.keys() <= FILES
         and not found.keys().isdisjoint({STORE, UNFINISHED})
@@ -131,7 +133,7 @@ def _report(directory: Directory) -> PoolReport | None:
     )
     about: dict[str, Any] = {
         "folder": directory.path,
-        # Heaps are sparse, so the sizes of files are not informative.
+        # Count blocks, because the size of a file with a sparse heap includes its holes.
         "bytes": sum(BLOCK_BYTES * one.st_blocks for one in found.values()),
         "opened": _local_time(status),
         "in_use": in_use,
@@ -140,7 +142,7 @@ def _report(directory: Directory) -> PoolReport | None:
     try:
         spec, words = _read_store(directory)
     except (CacheError, OSError) as error:
-        # Another process may have removed it since it was opened.
+        # Another process may have removed the folder in the meantime.
         return None if directory.is_gone else PoolReport(trouble=str(error), **about)
     shard, ready = spec.shard, int((words >= READY).sum())
     slots, samples = shard.kept_samples, shard.samples
@@ -148,10 +150,10 @@ def _report(directory: Directory) -> PoolReport | None:
 
 
 def _read_store(directory: Directory) -> tuple[PoolSpec, np.ndarray]:
-    """Returns the description of a store, and the words of its samples."""
+    """Returns the description of a store, and the metadata words of its samples."""
     with open_store(directory, os.O_RDONLY) as file:
         spec, header_bytes = read_header(file, directory.path)
-        # Read, not mapped: a truncated file would kill a process that has it mapped.
+        # Read the words and do not map them: truncation would kill a process that maps the file.
         words = os.pread(file.fileno(), 8 * spec.shard.kept_samples, header_bytes)
     return spec, np.frombuffer(words, np.uint64)
 
@@ -162,7 +164,7 @@ def _looks_like_a_pool(path: Path) -> bool:
 
 
 def _names(path: Path) -> set[str]:
-    """Returns the names in a folder; empty if it is not one, is another user's, or was removed."""
+    """Returns the names in a folder, or an empty set if the path cannot be listed."""
     try:
         return set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -175,8 +177,8 @@ def _local_time(status: os.stat_result) -> datetime:
 
 def _in_use(directory: Directory) -> bool:
     """Returns whether a process has the store open, or creates, opens or removes it."""
-    # A process that opens or creates the store holds the folder's lock, and must not mistake the
-    # short lock of this process for another user of the store.
+    # Lock the folder first. A process that opens the store holds the same lock, so it cannot
+    # mistake the short lock on the file below for that of another job.
     with lock_folder(directory, wait=False) as mine, contextlib.suppress(FileNotFoundError):
         if mine:
             with closed_on_fork(lambda: directory.open(STORE, os.O_RDONLY)) as file:

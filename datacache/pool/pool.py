@@ -1,4 +1,4 @@
-"""Store of samples that all processes of a node map: written once, and read by all."""
+"""Stores samples in a file that all processes of a node map: written once, and read by all."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_pa
 from datacache.system.descriptors import Owner
 
 READER_PAUSE_S = 0.05
-"""Seconds that background verification waits while a thread reads."""
+"""Seconds for which background verification pauses while another thread reads."""
 
 
 class Pool(Owner):
     """Samples in a folder, in `/dev/shm` or on a disk, shared by all processes of the node.
 
-    A sample is written first, then its word: a checksum and a mark that the sample is ready. A
-    process that is killed in between leaves a sample that is not ready and locks that the kernel
-    releases; nothing has to be repaired. Without `make_spec`, the store must exist.
+    A sample is written first, and then its metadata word: a checksum, and a bit that marks the
+    sample as ready. A process that is killed in between leaves a sample that is not ready, and
+    locks that the kernel releases; nothing has to be repaired. Without `make_spec`, the store must
+    exist.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
@@ -45,7 +46,8 @@ class Pool(Owner):
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()
-            # Samples that differ in size are in the heap; the only column has the place of each.
+            # Samples that differ in size are in the heap. The only column then has the offset and
+            # the length of each.
             self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
             self._words = SampleWords(self._file.sections["words"])
             self._heap = Heap(self._file) if self.layout.varies else None
@@ -58,13 +60,13 @@ class Pool(Owner):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of columns and words, and of the heap's samples."""
+        """Number of bytes of the metadata, the columns, and the samples in the heap."""
         in_heap = int(self._places()[:, 1].sum()) if self._heap else 0
         return self.spec.reserved_bytes + in_heap
 
     def prepare(self, verify: bool = True) -> None:
-        """Creates the page tables of a full store in memory on a thread, which also verifies it."""
-        # For a store on a disk, this would read all of it.
+        """Starts a thread that creates page tables of a full store in memory and verifies it."""
+        # Skip a store on a disk, which this would read completely.
         in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
@@ -73,14 +75,14 @@ class Pool(Owner):
             )
 
     def verify_in_steps(self) -> Iterator[None]:
-        """Verifies a few samples in each step; corrupted ones are left to their reader."""
+        """Verifies a few samples in each step, and marks intact ones; readers report the others."""
         parts = windows(np.arange(self.slots), max(1, STEP_BYTES // self.layout.bytes))
-        # Each process of the node starts at a different place and skips samples that others have
-        # verified.
+        # Start at a different place in each process of the node, and skip samples that other
+        # processes have verified.
         first = np.random.default_rng(os.getpid()).integers(len(parts))
         reads = self._reads
         for indices in parts[first:] + parts[:first]:
-            # Yields to readers, which verify the samples that they copy: two concurrent passes over
+            # Yield to readers, which verify the samples that they copy: two concurrent passes over
             # memory take longer than one.
             while reads != self._reads:
                 reads = self._reads
@@ -103,11 +105,11 @@ class Pool(Owner):
     def ready(self, samples: np.ndarray) -> np.ndarray:
         """Returns which of these samples can be read, `[n]` bool."""
         indices = self._slot_indices[samples]
-        # Slot 0 replaces the missing slots of samples without space.
+        # Slot 0 is a valid index for samples without a slot, which the first condition excludes.
         return (indices >= 0) & (self._words.array[np.maximum(indices, 0)] >= READY)
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
-        """Writes a sample that has a slot, then marks it ready; `False` if the heap is full."""
+        """Writes a sample to its slot and marks it ready; returns `False` if the heap is full."""
         arrays = self.layout.check(arrays, "sample {}".format, sample)
         index = self._slot_indices[sample]
         if self._heap is None:
@@ -116,7 +118,7 @@ class Pool(Owner):
         content = self.layout.pack(arrays)
         with self._heap.adding():
             if self._words.array[index]:
-                # Its old bytes become a gap.
+                # The old bytes of the sample become a gap.
                 self._words.withdraw(index)
                 self._heap.note_freed()
             offset = self._heap.add(content, self._places)
@@ -125,17 +127,17 @@ class Pool(Owner):
         return offset is not None
 
     def _write(self, index: int, rows: Sequence[Any]) -> None:
-        # Readers compare the word before and after a copy, so it is cleared first and set last.
+        # Clear the word first and set it last, because readers compare it before and after a copy.
         self._words.withdraw(index)
         for column, row in zip(self._columns, rows, strict=True):
             column[index] = row
-        # Computed from the mapping, which readers will see, not from the arrays.
+        # Compute the checksum from the mapping, which readers will see, and not from `rows`.
         (checksum,), _ = self._checksums(np.array([index]))
         self._words.publish(index, int(checksum))
 
     @functools.cached_property
     def _index_checksums(self) -> np.ndarray:
-        # Including the index makes an intact sample in the slot of another one corrupted.
+        # Checksums include the sample's index, so that a sample in the wrong slot is detected.
         samples, checksums = (
             np.flatnonzero(self._slot_indices >= 0),
             np.zeros(self.slots, np.uint32),
@@ -165,7 +167,7 @@ class Pool(Owner):
         into: Sequence[np.ndarray] | None = None,
         checksums: np.ndarray | None = None,
     ) -> Arrays:
-        """Copies samples for which `can_copy` holds into an array per component, not verified."""
+        """Copies samples to one array per component without verification; requires `can_copy`."""
         if into is None:
             into = [np.empty((len(samples), *one.shape[1:]), one.dtype) for one in self._columns]
         for column, target in zip(self._columns, into, strict=True):
@@ -177,11 +179,12 @@ class Pool(Owner):
     ) -> tuple[Arrays | None, np.ndarray]:
         """Gathers samples as `gather` does, and verifies their bytes in the same pass.
 
-        Returns the copies, or `None` if a sample is corrupted or another process has cleared or
-        rewritten one in the meantime, and the indices of corrupted samples, now not ready.
+        Returns the copies and the indices of corrupted samples, which are then marked as not ready.
+        The copies are `None` if a sample is corrupted, or if another process has cleared or
+        rewritten one in the meantime.
         """
-        # Makes background verification yield. Lost updates of this counter by concurrent threads
-        # are harmless.
+        # Make background verification yield. If concurrent threads lose updates of this counter,
+        # this is harmless.
         self._reads += 1
         indices, corrupt = self._slot_indices[samples], samples[:0]
         # Read words before bytes, so that a concurrent rewrite is detected as a change.
@@ -195,20 +198,20 @@ class Pool(Owner):
         return targets if whole else None, corrupt
 
     def read_sample(self, sample: int) -> Arrays | None:
-        """Returns one ready sample, or `None` if another process has cleared it since."""
+        """Returns one ready sample, or `None` if another process has cleared it in the meantime."""
         index = self._slot_indices[sample]
         if self._heap is None:
             return [column[index] for column in self._columns]
-        # Copied, because others may reuse the bytes in the heap.
+        # Copy the sample, because other processes may reuse its bytes in the heap.
         word = self._words.array[index]
         packed = self._heap.content(*self._columns[0][index].tolist())
         content = None if packed is None else bytes(packed)
-        # The writer of another sample may have reused these bytes during the copy, but only after
-        # it withdrew the word.
+        # Another sample may have been written to these bytes during the copy, but only after this
+        # sample's word had changed.
         if word < READY or word != self._words.array[index]:
             return None
         if content is None:
-            # The place is corrupted and outside of the heap; detected here with verify="never".
+            # The offset or the length is corrupted. With verify="never", only this detects it.
             self._words.withdraw(index)
             return None
         return self.layout.unpack(np.frombuffer(content, np.uint8))
@@ -227,7 +230,7 @@ class Pool(Owner):
         return samples[self.settle(indices, words, inside & match_checksums(words, checksums))]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
-        """Marks samples by the result of their verification; see `SampleWords.settle`."""
+        """Records the result of a verification; see `SampleWords.settle`."""
         corrupt = self._words.settle(indices, words, intact)
         if self._heap and corrupt.any():
             self._heap.note_freed()
@@ -235,7 +238,7 @@ class Pool(Owner):
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
-        """Claims samples for filling; yields those that are neither ready nor claimed, `[k]`."""
+        """Claims missing samples; yields the samples that the caller must produce, `[k]` int64."""
         # The kernel releases the claims of a process that is killed.
         with self._file.locked_bytes(self._slot_indices[samples].tolist()) as mine:
             # The previous holder of a claim may have just finished the sample.
@@ -243,8 +246,8 @@ class Pool(Owner):
 
     @contextlib.contextmanager
     def claim_all(self) -> Iterator[bool]:
-        """Claims the whole store for filling from a stream; yields whether it was free."""
-        # Lock one byte after those of the samples, which stay free for `claim`.
+        """Claims the whole store to fill it from a stream; yields whether no other process did."""
+        # Lock the byte after the bytes of the samples, which stay free for `claim`.
         with self._file.locked_bytes([self.slots]) as (mine,):
             yield mine
 
@@ -257,7 +260,7 @@ class Pool(Owner):
 
     @override
     def close(self) -> None:
-        # The thread must end first, because it reads the mapping; its steps hold this store.
+        # End the thread first, because it reads the mapping, and its steps refer to this store.
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -267,9 +270,9 @@ class Pool(Owner):
     def _drop_mappings(
         self, _: object = None, error: BaseException | None = None, __: object = None
     ) -> None:
-        # The mapping and its descriptor end with the last array into it.
+        # The mapping is released with the last array that refers to it.
         for name in ("_columns", "_heap", "_words"):
             vars(self).pop(name, None)
         if error is not None:
-            # The frames of an exception that is kept would keep the arrays.
+            # The frames of the exception refer to the arrays, and would keep them alive with it.
             traceback.clear_frames(error.__traceback__)

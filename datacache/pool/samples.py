@@ -1,7 +1,7 @@
-"""Metadata words of samples, and the heap for samples that differ in size.
+"""Manages the metadata of samples, and the heap for samples that differ in size.
 
-The word of a sample shows whether it is ready, with its checksum. Only these words determine which
-bytes of the columns and the heap are in use.
+The metadata word of a sample contains its checksum and whether it is ready. Only these words
+determine which bytes of the columns and the heap are in use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ READY = 1 << 32
 """Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
 CHECKSUM = READY - 1
 BOOT_SHIFT = 33
-"""First of the bits of a verified word with the number of the boot."""
+"""Index of the first bit of the boot number in a verified word."""
 CHUNK_BYTES = 2**24
-"""Bytes that are reserved at a time: a power of two that holds many samples."""
+"""Number of bytes that are reserved at a time: a power of two that holds many samples."""
 NEXT_OFFSET, RESERVED_END, GAP_END, REFUSED_BYTES = range(4)
 """Indices into the shared state of a heap, all int64: offset of the next sample; end of the
 reserved disk space; end of the gap that is being filled; shortest length that did not fit."""
@@ -35,26 +35,26 @@ NONE_REFUSED = np.iinfo(np.int64).max
 @functools.cache
 def boot_number() -> int:
     """Returns a number from 1 to 2^31 - 1 that, with high probability, differs between boots."""
-    # Equal in all processes and containers of the machine, which share the kernel. It is never 0,
-    # so that the verified word of a new store matches no word.
+    # The number is equal in all processes and containers of the machine, which share the kernel. It
+    # is never 0, so that the verified word of a new store matches no word.
     digits = hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()
     return int(digits, 16) % (2**31 - 1) + 1
 
 
 class SampleWords:
-    """Two 64-bit words per slot, shared by all processes: of the sample, and of its verification.
+    """Two 64-bit metadata words per slot, shared by all processes: current and last verified word.
 
     A checksum is verified once per boot and not once per process: memory does not change while the
-    machine runs, but data that a disk had not yet written at a power failure are corrupted. The
-    second word is that of the verified sample, with the number of the boot.
+    machine runs, but a power failure corrupts data that a disk has not yet written. The verified
+    word also contains the number of the boot.
     """
 
     def __init__(self, section: np.ndarray) -> None:
         # Other processes may write the words at any time.
         self.array, self._verified = section.view(np.uint64).reshape(2, -1)
-        # np.uint64, because NumPy 1 cannot combine an unsigned integer with a Python int.
+        # Use np.uint64, because NumPy 1 cannot combine an unsigned integer with a Python int.
         self._boot = np.uint64(boot_number() << BOOT_SHIFT)
-        # Slots that this process wrote.
+        # This process need not verify the slots that it wrote itself.
         self._trusted = np.zeros(len(self.array), bool)
 
     def withdraw(self, index: int) -> None:
@@ -63,8 +63,8 @@ class SampleWords:
 
     def publish(self, index: int, checksum: int) -> None:
         """Marks a slot as ready; must follow all writes of its bytes."""
-        # Not marked as verified: other processes must verify the data of this process. If it is
-        # killed earlier, the slot is not ready, and needs no cleanup.
+        # Do not mark the slot as verified: other processes must verify what this process wrote. If
+        # this process is killed before this line, the slot is not ready and needs no cleanup.
         self.array[index] = READY | checksum
         self._trusted[index] = True
 
@@ -82,33 +82,34 @@ class SampleWords:
         return (words >= READY) & (self.array[indices] == words)
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
-        """Marks intact slots as verified, and corrupted ones as not ready; returns the corrupted.
+        """Marks intact slots as verified, and corrupted ones as not ready.
 
-        A slot that another process has cleared or rewritten since is skipped: the read bytes were a
-        mixture of both versions, and do not show whether either is intact.
+        A slot that another process has cleared or rewritten since is skipped: the bytes may be a
+        mixture of both versions, and do not show whether either is intact. Returns which slots are
+        corrupted, `[n]` bool.
         """
-        # The mark of a word that has changed since matches no other word.
+        # If a word has changed since, this mark does not match it and has no effect.
         self._verified[indices[intact]] = words[intact] | self._boot
         corrupt = self.unchanged(indices, words) & ~intact
         # NumPy has no compare-and-swap, so a concurrent write of a word could be lost. Only 0 is
         # safe to write: at worst, a sample is produced again.
         self.array[indices[corrupt]] = 0
-        # Another process may rewrite them, and this process has not verified the new bytes.
+        # Another process may rewrite these slots, and this process must verify the new bytes.
         self._trusted[indices[corrupt]] = False
         return corrupt
 
 
 def match_checksums(words: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Returns which samples are ready and match the checksum of their write, `[n]` bool."""
+    """Returns which samples are ready and match the checksums in their words, `[n]` bool."""
     return (words & CHECKSUM == checksums) & (words >= READY)
 
 
 class Heap:
     """The heap of a store, for packed samples that differ in size.
 
-    Samples are appended. At the end of the space, gaps are filled: samples that were cleared,
-    corrupted or never finished. Nothing has to be freed explicitly, and a killed process leaves at
-    most a gap.
+    Samples are appended. Once the heap has no space at its end, new samples fill the gaps that
+    cleared, corrupted and unfinished samples leave. Nothing has to be freed explicitly, and a
+    killed process leaves at most a gap.
     """
 
     def __init__(self, file: StoreFile) -> None:
@@ -116,25 +117,25 @@ class Heap:
         self._bytes = file.sections["heap"]
         self.capacity_bytes = len(self._bytes)
         self._state = file.sections["heap_state"].view(np.int64)
-        # The shared cursor merely saves the search: zeros are an empty gap, which makes the next
-        # sample search. After a power failure, samples on a disk may be newer than the cursor.
+        # Reset the shared cursor, because after a power failure samples on a disk may be newer than
+        # it. Zeros are an empty gap, so the next `add` searches for another one.
         with self.adding():
             self._state[:] = 0, 0, 0, NONE_REFUSED
 
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
-        """Locks the heap among all threads and processes, until added bytes are published."""
-        # Other processes treat bytes that no word publishes as gaps.
-        # The first lock is for threads of this process, which then need not open the file to wait.
-        # The byte follows those of the claims.
+        """Locks the heap against other threads and processes until added bytes are published."""
+        # Without the lock, other processes would treat bytes that are not yet published as a gap.
+        # The first lock lets threads of this process wait without opening the file. The second one
+        # locks the byte after the bytes of the claims.
         byte = self._file.spec.shard.kept_samples + 1
         with self._lock, self._file.locked_bytes([byte], wait=True):
             yield
 
     def add(self, content: bytes, extents: Callable[[], np.ndarray]) -> int | None:
-        """Adds bytes within `adding`; returns their offset, or `None` without space."""
+        """Adds bytes within `adding`; returns their offset, or `None` if they do not fit."""
         length = len(content)
-        # Without this, a full heap would be searched for each sample of each epoch.
+        # Without this check, a full heap would be searched for each sample of each epoch.
         if length >= self._state[REFUSED_BYTES]:
             return None
         offset = self._append(length)
@@ -164,7 +165,7 @@ class Heap:
         return self._bytes.data[offset : offset + length]
 
     def _append(self, length: int) -> int | None:
-        """Takes space after the last sample; returns its offset, or `None` if it does not fit."""
+        """Takes space at the cursor; returns its offset, or `None` if the length does not fit."""
         begin, reserved, end = map(int, self._state[[NEXT_OFFSET, RESERVED_END, GAP_END]])
         # An invalid cursor is treated as an empty gap.
         if not 0 <= begin <= begin + length <= end <= self.capacity_bytes:
@@ -178,9 +179,8 @@ class Heap:
         return begin
 
     def _reserve(self, begin: int, needed: int, end: int) -> int:
-        """Reserves space for many samples, or else for the needed bytes; returns its end."""
-        # The file is sparse, and a write into a hole on a full disk would kill the process
-        # (SIGBUS).
+        """Reserves a chunk, or only up to `needed` if it does not fit; returns the reserved end."""
+        # The file is sparse: writing into a hole on a full disk would kill the process (SIGBUS).
         for target in (min(max(needed, begin + CHUNK_BYTES), end), needed):
             try:
                 reserve(self._file.file, self._file.heap_begin + begin, target - begin)
@@ -192,14 +192,14 @@ class Heap:
 
 
 def find_gaps(extents: np.ndarray, capacity: int, length: int = 1) -> list[tuple[int, int]]:
-    """Returns start and end of each gap, the shortest first: long ones are left for long samples.
+    """Returns start and end of each gap, shortest first, to leave long gaps for long samples.
 
     Example:
       >>> find_gaps(np.array([[4, 2], [0, 1], [5, 3], [90, 20]]), 100)
       [(1, 4), (8, 100)]
     """
     begins, lengths = extents.T
-    # Compared without `begins + lengths`, which could overflow.
+    # Do not compare `begins + lengths`, which could overflow.
     inside = (begins >= 0) & (lengths > 0) & (lengths <= capacity) & (begins <= capacity - lengths)
     begins, lengths = begins[inside], lengths[inside]
     order = np.argsort(begins)

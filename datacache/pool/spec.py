@@ -1,4 +1,4 @@
-"""Description of a store, which its header contains: layout of samples, shard of a node."""
+"""Describes a store, in the form that its header contains: layout of samples, shard of a node."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 from datacache.order import permutation
 
 ALIGNMENT = 64
-"""Alignment of columns in bytes: cache lines, from which TensorFlow needs no copy."""
+"""Alignment of columns in bytes: a cache line, which TensorFlow requires to avoid a copy."""
 TEXT = "string"
-"""Dtype of components of Python's bytes, in object arrays."""
+"""Name of the dtype of texts, which are Python's bytes in object arrays."""
 WORD_BYTES = 2 * 8
-"""Metadata bytes of each sample, in addition to its columns: its word, and the verified one."""
+"""Number of metadata bytes of each sample: two words, see `SampleWords`."""
 HEAP_STATE_BYTES = 4 * 8
-"""Bytes of the state that processes share for a heap: positions, and the bytes last refused."""
+"""Number of bytes of a heap's shared state: three offsets, and the shortest refused length."""
 Arrays = list[np.ndarray]
 """Components of one sample, or of a batch."""
 
@@ -42,9 +42,10 @@ def as_array(value: Any) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Array of a sample: NumPy's name of its dtype, or "string", and its shape.
+    """Dtype and shape of one array of a sample.
 
-    Dimensions that differ between samples are `None`.
+    `dtype` is NumPy's name of the dtype, or "string". Dimensions that differ between samples are
+    `None`.
 
     Example:
       >>> print(Component(dtype="uint8", shape=(None, 3)))
@@ -66,7 +67,7 @@ class Component:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a component that does not vary."""
+        """Number of bytes of a component that does not vary."""
         return math.prod(self.fixed_shape) * self._numpy_dtype.itemsize
 
     def matches(self, value: Any) -> bool:
@@ -80,11 +81,11 @@ class Component:
 
     @cached_property
     def _numpy_dtype(self) -> np.dtype[Any]:
-        # Cached, because comparing names of dtypes takes as long as copying a small sample.
+        # Cache the dtype, because comparing names takes as long as copying a small sample.
         return np.dtype(object if self.dtype == TEXT else self.dtype)
 
     def pack(self, array: np.ndarray) -> bytes:
-        """Returns the bytes of a component; length and dimensions precede one that varies."""
+        """Returns an array as bytes; if the component varies, length and dimensions come first."""
         array = as_array(array)
         content = array.tobytes()
         if self.dtype == TEXT:
@@ -96,12 +97,12 @@ class Component:
         return np.array([len(content), *array.shape], np.int64).tobytes() + content
 
     def unpack(self, content: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a component from the bytes of `pack`, and the bytes after it."""
+        """Returns the array that `pack` wrote, and the bytes after it."""
         head, size, shape = 0, self.nbytes, list(self.fixed_shape)
         if self.varies:
             head = 8 * (1 + len(self.shape))
             size, *shape = np.frombuffer(content[:head].tobytes(), np.int64).tolist()
-        # Copied by `tobytes`, because components may be unaligned.
+        # Copy with `tobytes`, because components may be unaligned.
         own, rest = content[head : head + size].tobytes(), content[head + size :]
         if self.dtype != TEXT:
             return np.frombuffer(own, self.dtype).reshape(shape), rest
@@ -121,22 +122,23 @@ class Component:
 class Layout:
     """Components of all samples of a store, in the order of a sample.
 
-    Samples of one size lie in one column per component. If a component varies, whole samples are
-    packed, and the only column has the place of each: its offset and its length.
+    If no component varies, each has its own column. Otherwise, whole samples are packed in the
+    heap, and the only column has the offset and the length of each.
     """
 
     components: tuple[Component, ...]
 
     @classmethod
     def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Returns the layout of a sample, of which the axes `varying` of each component vary."""
+        """Returns the layout of a sample; `varying` are the axes of each component that vary."""
         arrays = [as_array(array) for array in sample]
         axes = varying or [()] * len(arrays)
         components = []
         for i, (array, free) in enumerate(zip(arrays, axes, strict=True)):
             if array.dtype.kind not in "biufcO" and not hasattr(ml_dtypes, array.dtype.name):
                 raise ValueError(
-                    f"Samples must be numbers or bytes. Received: {array.dtype} for component {i}."
+                    f"Samples must be numbers or bytes. Received: {array.dtype} for component {i}. "
+                    "Convert it in the source or in `preprocess`."
                 )
             shape = tuple(None if axis in free else size for axis, size in enumerate(array.shape))
             dtype = TEXT if array.dtype.kind == "O" else array.dtype.name
@@ -145,7 +147,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
-        """Returns a layout from JSON of its `dataclasses.asdict`."""
+        """Returns the layout that `dataclasses.asdict` has turned into JSON."""
         parts = [(part["dtype"], tuple(part["shape"])) for part in content["components"]]
         return cls(components=tuple(Component(dtype=dtype, shape=shape) for dtype, shape in parts))
 
@@ -160,7 +162,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a sample in the columns."""
+        """Number of bytes of a sample in the columns."""
         return sum(column.nbytes for column in self._columns)
 
     def offsets(self, samples: int) -> list[int]:
@@ -169,7 +171,7 @@ class Layout:
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> Arrays:
-        """Returns the columns, arrays `[samples, ...]` into the buffer."""
+        """Returns the columns as arrays `[samples, ...]` that share the buffer's memory."""
         return [
             np.ndarray((samples, *column.fixed_shape), column.dtype, buffer, at)
             for column, at in zip(self._columns, self.offsets(samples), strict=False)
@@ -217,7 +219,7 @@ PLACE = Component(dtype="int64", shape=(2,))
 
 
 def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
-    """Returns an array `[n, ...]` per component; those that vary are padded at the end.
+    """Returns an array `[n, ...]` per component; components that vary are padded at the end.
 
     Example:
       >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
@@ -246,8 +248,8 @@ def _stack_padded(arrays: Arrays, component: Component) -> np.ndarray:
 
 
 def owner_nodes(samples: int, nodes: int) -> np.ndarray:
-    """Returns the node that owns each sample, `[samples]` int64: equal numbers, up to one."""
-    # At random, so that samples of a class, which are adjacent, are spread over all nodes.
+    """Returns the owner of each sample, `[samples]` int64; nodes own equal shares, up to one."""
+    # Assign samples at random: those of a class are often adjacent, and must not be on one node.
     return _shuffled_positions(samples) % nodes
 
 
@@ -257,11 +259,11 @@ def _shuffled_positions(samples: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
-    """Samples that a store retains: those that its node owns, of which `slots` fit."""
+    """Samples of a store: its node owns a share of all samples, of which `slots` fit."""
 
-    # If not all fit, the choice never changes. Evicting the least recently used samples would have
-    # fewer hits: an epoch uses each sample once, so a sample would be evicted just before its next
-    # use.
+    # If not all samples fit, the choice never changes. Evicting the least recently used samples
+    # would have fewer hits: an epoch uses each sample once, so a sample would be evicted just
+    # before its next use.
     samples: int
     slots: int
     node: int = 0
@@ -289,7 +291,7 @@ class SampleShard:
 class PoolSpec:
     """Immutable description of a store; `source` is the user's name of the source.
 
-    `heap_bytes` limits the components that differ in size.
+    `heap_bytes` is the capacity for samples that differ in size.
     """
 
     layout: Layout
@@ -305,7 +307,7 @@ class PoolSpec:
             "words": WORD_BYTES * slots,
             "heap_state": HEAP_STATE_BYTES if varies else 0,
             "columns": self.layout.offsets(slots)[-1],
-            # The last section, because its space is reserved as it fills.
+            # The heap is the last section, because its space is reserved as it fills.
             "heap": self.heap_bytes if varies else 0,
         }
         sections, begin = {}, 0
@@ -316,12 +318,12 @@ class PoolSpec:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the sections whose space is reserved when the store is created."""
+        """Number of bytes of the sections that are reserved when the store is created."""
         return self.sections["heap"][0]
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of all sections."""
+        """Number of bytes of all sections."""
         return self.sections["heap"][1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -332,7 +334,6 @@ class PoolSpec:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        """Returns the description that `to_dict` wrote."""
         return cls(
             layout=Layout.from_dict(content["layout"]),
             shard=SampleShard(**content["part"]),

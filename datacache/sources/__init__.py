@@ -1,1 +1,1 @@
-"""Sources of samples."""
+"""Reads samples from their sources: folders, record files and datasets."""

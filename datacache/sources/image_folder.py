@@ -1,4 +1,4 @@
-"""Source for files in folders, with one folder for each class."""
+"""Reads samples from files in folders, with one folder for each class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
 class FolderSource(RandomSource):
-    """Files of a folder; see `from_folder`. `class_names` is by label, and empty without labels."""
+    """Files of a folder; see `from_folder`. Without labels, `class_names` is empty."""
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class FolderSource(RandomSource):
                 f"{self._names[classes.index('')]!r} directly in {path}. Move the file, or pass "
                 "labels=False."
             )
-        # Use folders, not files: a class without a validation file keeps its number.
+        # Derive labels from folders and not from files, so that a class without files in the
+        # validation data has the same label there.
         self.class_names = list(class_names or ())
         if labels and not class_names:
             self.class_names = sorted(one.name for one in _entries(path) if _asked(one.is_dir))
@@ -57,7 +58,8 @@ class FolderSource(RandomSource):
         if labels and (others := sorted(set(classes) - set(numbers))):
             raise SourceError(
                 f"Each folder must be a class of `class_names`. Received: {others[0]!r} in {path}, "
-                f"which is none of the {len(numbers)} names. Add the name, or move the folder."
+                f"which is none of the {len(numbers)} names. Add it to `class_names`, or move the "
+                "folder."
             )
         self._classes = np.array([numbers.get(name, 0) for name in classes], np.int64)
         self.identity = {
@@ -121,8 +123,8 @@ def from_folder(
       Source of these files, in the order of their paths.
 
     Raises:
-      SourceError: If the folder does not exist or has no file, or, with labels, a file is outside
-        the folders of classes or in one that is not among `class_names`.
+      SourceError: If the folder does not exist or has no matching file. With labels, also if a file
+        is outside the folders of classes, or its folder is not in `class_names`.
       ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` has
         duplicates or is given without labels.
 
@@ -148,7 +150,8 @@ def from_folder(
     if class_names is not None and not (is_list and names and labels):
         raise ValueError(
             "`class_names` must be a non-empty list without duplicates, and requires labels=True. "
-            f"Received: class_names={class_names!r}, labels={labels}. Correct or omit it."
+            f"Received: class_names={class_names!r}, labels={labels}. Pass the name of each "
+            "class's folder once, or omit `class_names`."
         )
     if not folder.is_dir():
         raise SourceError(
@@ -168,7 +171,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             f"Folders of a source must be readable. Received: {error}. Grant this user read "
             "permission, or move the folder elsewhere."
         ) from error
-    # The root of a file system contains one, which is not data.
+    # Skip `lost+found`, which the root of a file system contains and which is not data.
     taken = [entry for entry in found if entry.name != "lost+found"]
     if len(taken) < len(found):
         log.info("datacache: from_folder ignores %s", path / "lost+found")
@@ -177,7 +180,7 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, FileStatus]]:
     endings = tuple(ending.lower() for ending in extensions) if extensions is not None else ("",)
-    # Each folder with the resolved paths of itself and its ancestors.
+    # Keep the resolved paths of each folder and its ancestors, to detect links to an ancestor.
     root = path.resolve()
     found, folders = [], [(path, {root, *root.parents})]
     while folders:
@@ -193,7 +196,7 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
                 folders.append((below, above | {real}))
             elif entry.name.lower().endswith(endings):
                 about = _asked(entry.stat)
-                # Reading pipes and devices could block.
+                # Skip pipes and devices, because reading them could block.
                 if stat.S_ISREG(about.st_mode):
                     found.append((os.path.relpath(entry.path, path), FileStatus.of(about)))
     return found

@@ -1,4 +1,4 @@
-"""Sources of records in files: examples in TFRecord files, such as the usual ImageNet scripts'."""
+"""Reads samples from records in files, such as the TFRecord files of common ImageNet scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datacache.sources.source import RandomSource, SourceError, contents_digest,
 from datacache.sources.tfrecord_format import TfRecords, find_all_records
 
 SEARCHES = 32
-"""Files that are searched concurrently: on a network file system each read waits."""
+"""Number of files searched concurrently: on a network file system, each read has to wait."""
 
 
 class RecordSource(RandomSource):
@@ -58,7 +58,7 @@ class RecordFilesSource(RecordSource):
 
     def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
         self._features = None if features is None else dict(features)
-        _check_form(paths[0])
+        _check_format(paths[0])
         with ThreadPoolExecutor(SEARCHES) as threads:
             files = list(threads.map(_searched, paths))
         if not any(file.take for file in files):
@@ -98,8 +98,8 @@ def from_tfrecords(
       Source of all records, file by file.
 
     Raises:
-      SourceError: If no file is found, none has a record, or one is not a TFRecord file, compressed
-        or truncated.
+      SourceError: If no file is found, no file has a record, or a file is compressed, truncated or
+        not a TFRecord file.
 
     Example::
 
@@ -118,7 +118,7 @@ def from_tfrecords(
     if not paths:
         raise SourceError(
             f"`files` must match at least one file. Received: files={files!r}, which matches none. "
-            "Correct the pattern or the path."
+            "Pass a pattern or the path of existing files."
         )
     return RecordFilesSource(paths, features)
 
@@ -135,8 +135,8 @@ def _searched(path: str) -> TfRecords:
         ) from error
 
 
-def _check_form(path: str) -> None:
-    """Raises `SourceError` for other formats, by the checksums of the first record."""
+def _check_format(path: str) -> None:
+    """Raises `SourceError` if the checksums of the first record do not match."""
     try:
         for _ in tf.data.TFRecordDataset(path).take(1):
             pass

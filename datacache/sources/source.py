@@ -1,4 +1,4 @@
-"""Interface of the sources of samples, and their files, which may not change in between."""
+"""Defines the interface of sources, and reads their files, which must not change while in use."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import numpy as np
 from datacache.native import FileStatus, read_file
 
 SAMPLED_BLOCKS = 64
-"""Blocks of the contents that distinguish sources whose files have equal names, sizes and times, as
-is common in container images and archives."""
+"""Number of blocks whose contents distinguish sources with files of equal names, sizes and times,
+which are common in container images and archives."""
 LEAST_BLOCKS = 3
-"""Blocks of each sampled file: its start, its middle and its end."""
+"""Smallest number of blocks of each sampled file: its start, its middle and its end."""
 BLOCK_BYTES = 2**16
 READERS = 32
-"""Files that are read concurrently: on a network file system each read waits."""
+"""Number of files read concurrently: on a network file system, each read has to wait."""
 
 
 class SourceError(RuntimeError):
-    """Error of a source that is missing, empty or unreadable."""
+    """Raised if a source is missing, empty, unreadable or changed."""
 
 
 class Source(Protocol):
     """Samples as they are stored, by index; sources also have `read` or `stream`.
 
-    Sources of equal `identity` share their samples, so it must hold everything that determines
-    them, as values for JSON, except the location of the data. Names, sizes and times of files do
-    not distinguish two folders of an archive: add a part, a version, or a digest of contents.
+    Sources of equal `identity` share cached samples, so `identity` must contain everything that
+    determines the samples, as values for JSON, except the location of the data. Names, sizes and
+    times of files do not distinguish two folders of an archive: add a version or a digest.
     `signature` is the `tf.TypeSpec` of each component of a stored sample.
     """
 
@@ -40,11 +40,11 @@ class Source(Protocol):
     signature: Sequence[Any]
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         ...
 
     def name(self, sample: int) -> str:
-        """Returns a user's name for a sample, for messages."""
+        """Returns the name of a sample for messages, such as the path of its file."""
         ...
 
     def decode(self, *stored: Any) -> Any:
@@ -71,12 +71,12 @@ class StreamSource(Source, Protocol):
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the components of a sample in the form of its source's signature."""
+    """Returns the components of a sample, converted to the types of its source's signature."""
     if len(read) != len(source.signature):
         raise SourceError(
             "A sample must have as many components as its source's signature. Received: "
             f"{len(read)} components for {source.name(sample)}, expected {len(source.signature)}. "
-            "Correct the sample or the signature."
+            "Correct the sample or the `signature` of the source."
         )
     return [
         _stored(value, spec, source, sample)
@@ -87,10 +87,10 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
 def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     wanted, is_text = _numpy_type(spec.dtype)
     dtype = getattr(value, "dtype", None)
-    # The usual case: a file is one text.
+    # Do not convert values of this type, such as the contents of a file, which are one text.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
-    # NumPy's dtype for bytes has dropped trailing zeros.
+    # Refuse NumPy's own dtype for bytes, which has dropped trailing zeros.
     if is_text and (dtype is None or dtype.kind != "S"):
         texts = np.array(value, object)
         if all(isinstance(text, (str, bytes)) for text in texts.flat):
@@ -112,8 +112,8 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
 
 @functools.cache
 def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
-    """Returns the type of arrays for a type of TensorFlow, and whether it is of texts."""
-    # Cached, because TensorFlow's conversion takes as long as reading a small sample.
+    """Returns NumPy's dtype for a dtype of TensorFlow, and whether it is of texts."""
+    # The result is cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
 
 
@@ -130,7 +130,7 @@ def array_digest(array: np.ndarray) -> str:
 
 
 def read_listed(path: str, offset: int, length: int, listed: FileStatus) -> bytes:
-    """Reads a part of a file that has not changed since it was listed."""
+    """Reads a part of a file; raises `SourceError` if it has changed since it was listed."""
     content, now = read_file(path, offset, length)
     refuse_changed(path, now, listed)
     return content
@@ -148,10 +148,10 @@ def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
 
 
 def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -> str:
-    """Returns the SHA-256 of a sample of the contents of files, in hexadecimal.
+    """Returns the SHA-256 of some blocks of some files, in hexadecimal.
 
-    Cost: reads at most 64 files, three blocks of 64 KiB of each, or 64 blocks in total of few
-    files.
+    Cost: reads blocks of 64 KiB from at most 64 files: three blocks of each file, or about 64 in
+    total if there are few files.
     """
     chosen = np.linspace(0, count - 1, min(count, SAMPLED_BLOCKS)).astype(int).tolist()
     blocks = max(LEAST_BLOCKS, SAMPLED_BLOCKS // len(chosen))

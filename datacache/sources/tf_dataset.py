@@ -1,4 +1,4 @@
-"""Source for any `tf.data.Dataset`, which is read from its beginning once."""
+"""Reads samples from any `tf.data.Dataset`, once and from its beginning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from datacache.sources.source import SourceError, StreamSource, array_digest, di
 from datacache.sources.tfrecord_format import find_damage
 
 FIRST = 4
-"""Elements that are read whenever a dataset is opened, to distinguish it from other datasets."""
+"""Number of elements read whenever a dataset is opened, to distinguish it from other datasets."""
 
 
 class DatasetSource(StreamSource):
@@ -82,7 +82,7 @@ class DatasetSource(StreamSource):
 
     @override
     def stream(self) -> Iterator[list[np.ndarray]]:
-        # A reader of only the first element need not read the dataset again.
+        # Yield the stored first element: a reader of only this one need not open the dataset again.
         if self._first is not None:
             yield self._first
         for count, components in enumerate(self._read(self._samples + 1)):
@@ -97,7 +97,7 @@ class DatasetSource(StreamSource):
                 yield components
 
     def _read(self, count: int) -> Iterator[list[np.ndarray]]:
-        """Yields the components of the first elements."""
+        """Yields the components of the first `count` elements."""
         number = 0
         try:
             for element in self._dataset.take(count).as_numpy_iterator():
@@ -117,7 +117,7 @@ class DatasetSource(StreamSource):
         files = [
             one
             for one in pipelines.datasets(self._dataset)
-            # Records of compressed files have no offsets in them.
+            # Skip compressed files, in which records cannot be located by their offsets.
             if "TFRecord" in pipelines.kind_of(one) and not getattr(one, "_compression_type", None)
         ]
         found = [one._filenames for one in files if hasattr(one, "_filenames")]
@@ -142,8 +142,9 @@ def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
     Args:
       dataset: Dataset with the same elements in the same order each time: not batched, not
         repeated, not shuffled.
-      key: Name of your choice for everything that determines the elements: the data, its part and
-        its version. A different key, or different first elements, select a different cache.
+      key: Name of your choice that identifies everything that determines the elements, such as
+        data, split and version. A different key, or different first elements, select a different
+        cache.
 
     Returns:
       Source of all elements, in the order of the dataset.

@@ -1,4 +1,4 @@
-"""Splits that tensorflow-datasets has prepared, read by index directly from their files."""
+"""Reads splits that tensorflow-datasets has prepared, by index and directly from their files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TfdsSource(RecordSource):
             shard_type(str(one.filename), one.skip, one.take, _status(str(one.filename)))
             for one in _file_instructions(builder, split)
         ]
-        # Decoders are left out: their effect is in the traced graph, and their names in Python
-        # differ between processes.
+        # Leave decoders out of the identity: their effect is in the traced graph, and their names
+        # in Python differ between processes.
         super().__init__(files, {"kind": "tfds", "name": builder.info.full_name})
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     """Creates a source from a split of a tensorflow-datasets builder.
 
     `preprocess` receives the dictionary of the builder's features. Records are read by index from
-    the files that `download_and_prepare` left (TFRecord or ArrayRecord). Each process searches a
+    the files that `download_and_prepare` wrote (TFRecord or ArrayRecord). Each process searches a
     TFRecord file for its records when it first reads one of them. Checksums within the files are
     verified.
 
@@ -91,7 +91,7 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
 
 def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
     """Returns the features and decoders that a `tfds.decode.PartialDecoding` selects."""
-    # Imported here, because the package is optional.
+    # Import the package here, because it is optional.
     import tensorflow_datasets as tfds
 
     if isinstance(decoders, tfds.decode.PartialDecoding):
@@ -122,7 +122,7 @@ def _shard_type(builder: Any) -> Any:
     if form not in _SHARDS:
         raise SourceError(
             f"The files of a split must be {' or '.join(_SHARDS)} files. Received: {form} for "
-            f"{builder.info.full_name}. Prepare the split with such a `file_format`."
+            f"{builder.info.full_name}. Prepare the split with one of these as `file_format`."
         )
     return _SHARDS[form]
 
@@ -132,7 +132,8 @@ def _status(path: str) -> FileStatus:
         return FileStatus.of(os.stat(path))
     except OSError as error:
         raise SourceError(
-            f"The files of a split must exist. Received: {error}. Prepare the split again."
+            f"The files of a split must exist. Received: {error}. Prepare the split again: "
+            "builder.download_and_prepare()."
         ) from error
 
 
@@ -146,26 +147,26 @@ class _ArrayRecords:
     def read(self, record: int) -> bytes:
         try:
             reader = self._opened()
-            # A file that is missing or cut at a block has no records, which the reader does not
-            # report as an error.
+            # The reader does not report an error for a file that is missing or truncated at a
+            # block: such a file has no records.
             if record >= reader.num_records():
                 raise IndexError(f"the file has {reader.num_records()} records")
             return reader.read([record])[0]
         except SourceError:
             raise
         except (IndexError, RuntimeError, ValueError) as error:
-            # A reader that failed once fails permanently.
+            # Drop the reader, because all its later reads would fail too.
             self._reader = None
             raise OSError(f"{self.path} cannot be read at record {record}: {error}") from error
 
     def _opened(self) -> Any:
-        # Imported here, because only files of this format need the package.
+        # Import the package here, because only files of this format need it.
         from array_record.python.array_record_module import ArrayRecordReader
 
         with self._lock:
             if self._reader is None:
                 reader = ArrayRecordReader(self.path)
-                # A later replacement of the file does not change this open file.
+                # Check only once, because a later replacement does not change the open file.
                 refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
                 self._reader = reader
             return self._reader

@@ -1,4 +1,4 @@
-"""Random access to the records of TFRecord files."""
+"""Reads records of TFRecord files by index."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from datacache.native import FileStatus, crc32c
 from datacache.sources.source import read_listed, refuse_changed
 
 LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
-"""Bytes of a TFRecord: of its length, of the length with its checksum, and of the checksum after
-the content."""
+"""Sizes in bytes of the parts of a TFRecord: the length, the length with its checksum, and the
+checksum after the content."""
 
 
 class TfRecords:
-    """Records of a TFRecord file by index, of which `entries` are the offsets and lengths.
+    """Records of a TFRecord file by index.
 
-    Without them, the first read searches the file for its records.
+    `entries` are the offset and length of each record's content, `[take, 2]` int64. Without
+    `entries`, the first read searches the file for its records.
     """
 
     def __init__(
@@ -31,10 +32,9 @@ class TfRecords:
         self._entries, self._lock = entries, threading.Lock()
 
     def read(self, record: int) -> bytes:
-        """Returns the content of a record."""
         if self._entries is None:
             with self._lock:
-                # Another thread may have found them by now.
+                # Another thread may have found the records in the meantime.
                 if self._entries is None:
                     self._entries = find_records(self.path, self.skip, self.take)
         offset, length = self._entries[record - self.skip].tolist()
@@ -51,7 +51,7 @@ class TfRecords:
 
 
 def masked_checksum(content: bytes) -> bytes:
-    """Returns the checksum of TFRecord files for a content or its length."""
+    """Returns the checksum that TFRecord files store for a content or its length, 4 bytes."""
     checksum = crc32c(content)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
@@ -95,7 +95,7 @@ def find_all_records(path: str) -> np.ndarray:
 
 
 def find_records(path: str, skip: int, take: int) -> np.ndarray:
-    """Returns offsets and lengths of some records; zeros if the file ends before them."""
+    """Returns offset and length of some records, `[take, 2]` int64; zeros for missing records."""
     size, entries = os.path.getsize(path), np.zeros((take, 2), np.int64)
     for row, (offset, length, _) in enumerate(itertools.islice(_headers(path), skip, skip + take)):
         # A damaged length may not even fit into 64 bits.

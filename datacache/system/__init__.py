@@ -1,1 +1,1 @@
-"""Services of the operating system: private folders, locks, memory and free space."""
+"""Wraps services of the operating system: private folders, locks, threads and free space."""

@@ -1,9 +1,8 @@
-"""Folders that other users cannot read or write.
+"""Opens folders and files that other users cannot read or write.
 
 In `/dev/shm`, any user may create files under any name, and replace them between a check and its
-use. Owner and mode are therefore read from open descriptors, never from a name. Folders and files
-are opened without following links, files relative to the descriptor of their folder, and each is
-checked.
+use. Owner and mode are therefore read from open descriptors, never from a name. Links are not
+followed, and files are opened relative to the descriptor of their folder.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 Others = Literal["refused", "removed", "ignored"]
-"""Handling of other users' permissions; permissions to write are refused, not removed."""
+"""Handling of other users' permissions; `"removed"` still refuses permissions to write."""
 
 
 class Directory(Descriptor):
     """Open folder of this user, and the files in it.
 
-    It raises `FileNotFoundError` for a missing folder, and `CacheError` for one that is a link,
-    belongs to another user, or is accessible to others.
+    Opening raises `FileNotFoundError` for a missing folder, and `CacheError` for a folder that is a
+    link, belongs to another user, or is accessible to other users.
     """
 
     def __init__(self, path: Path, others: Others = "refused", *, new: bool = False) -> None:
@@ -48,10 +47,10 @@ class Directory(Descriptor):
             try:
                 return cls(path, "removed", new=_make(path))
             except FileNotFoundError:
-                # Another process may have removed it in between.
+                # Another process may have removed the folder in between.
                 continue
             except OSError as error:
-                # A tier without space is skipped, and not an error.
+                # Keep this error for the caller, which skips a tier without space.
                 if means_full(error):
                     raise
                 raise _unwritable(path, error) from error
@@ -68,7 +67,6 @@ class Directory(Descriptor):
         return self._check(Descriptor(handle), path, stat.S_IFREG, FILE_MODE, new)
 
     def names(self) -> set[str]:
-        """Returns the names of all files in the folder."""
         return set(os.listdir(self.fileno()))
 
     def remove(self, name: str) -> None:
@@ -79,7 +77,7 @@ class Directory(Descriptor):
     def rename(self, name: str, new: str) -> None:
         """Renames a file durably."""
         os.replace(name, new, src_dir_fd=self.fileno(), dst_dir_fd=self.fileno())
-        # The name is content of the folder, and would be lost at a power loss without this.
+        # Sync the folder, which contains the name: a power failure could otherwise undo the change.
         os.fsync(self.fileno())
 
     def stat(self, name: str) -> os.stat_result:
@@ -97,16 +95,16 @@ class Directory(Descriptor):
             return True
 
     def _check(self, handle: Descriptor, path: Path, kind: int, mode: int, new: bool) -> Descriptor:
-        """Returns a descriptor whose owner, type and mode are right; closes it otherwise."""
+        """Returns the descriptor if owner, type and mode are as expected; otherwise closes it."""
         with contextlib.ExitStack() as on_error:
             on_error.push(handle)
             status = os.fstat(handle.fileno())
             _refuse_others(path, status, kind)
             surplus = (found := stat.S_IMODE(status.st_mode)) & ~mode
             if new:
-                # Whatever the umask is.
+                # Set the mode regardless of the umask.
                 os.fchmod(handle.fileno(), mode)
-            # Not for a file that others could write: they may have written there already.
+            # Do not accept a file that other users could write: they may have changed it already.
             elif surplus and self._others == "removed" and not surplus & OTHERS_WRITE:
                 os.fchmod(handle.fileno(), found & mode)
                 log.warning(
@@ -146,7 +144,7 @@ def _open(path: Path, name: Path | str, flags: int, folder: int | None = None) -
     try:
         return os.open(name, flags | WITHOUT_LINKS, FILE_MODE, dir_fd=folder)
     except OSError as error:
-        # The error for a link is ENOTDIR if a folder was requested, and ELOOP otherwise.
+        # For a link, the kernel returns ENOTDIR if a folder was requested, and ELOOP otherwise.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
             raise CacheError(
                 f"A store must not be or contain a link. Received: {path}, a link to "

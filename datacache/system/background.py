@@ -1,4 +1,4 @@
-"""Work on threads: in windows, and in the background during the setup of a job."""
+"""Runs work on threads: in windows, and in the background during the setup of a job."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from typing_extensions import override
 from datacache import native
 
 IN_FLIGHT = 4
-"""Windows, or batches, that are filled concurrently: some are read while another is decoded."""
+"""Number of windows or batches filled concurrently: some are read while another is decoded."""
 WINDOW_SAMPLES = 64
-"""Samples that are filled together: enough to amortize the Python overhead per window."""
+"""Number of samples filled together: enough to amortize the Python overhead per window."""
 STEP_BYTES = 2**24
-"""Bytes of one step: some milliseconds, in which no other thread can map or unmap memory."""
+"""Number of bytes of one step. It takes some milliseconds, in which no other thread can map or
+unmap memory."""
 
 
 def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
-    """Returns samples in windows of nearly equal size."""
+    """Splits samples into windows of nearly equal size, each of at most `size` samples."""
     return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
 
 def done_in_windows(work: Callable[[np.ndarray], Any], samples: np.ndarray) -> Iterator[int]:
-    """Runs work for all samples on a few threads; yields the sizes of finished windows."""
+    """Runs work for all samples on a few threads; yields the size of each finished window."""
     parts = windows(samples)
     with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="datacache") as threads:
         for part, _ in zip(parts, threads.map(work, parts), strict=True):
@@ -54,10 +55,13 @@ class BackgroundSteps(threading.Thread):
 
 
 def populate_page_tables(parts: Sequence[np.ndarray], new: bool = False) -> Iterator[None]:
-    """Creates the page tables of parts of mappings in steps, if the kernel and the library can."""
-    # A process that opens a warm store finds its pages in memory, but has no page tables for them,
-    # and none for its batches. A page fault at the first access of each page would nearly double
-    # the time of the first epoch.
+    """Creates the page tables of parts of mappings in steps; `new` prepares them for writing.
+
+    It ends early if the kernel or the library does not support this.
+    """
+    # A process that opens a warm store finds its pages in memory, but has no page tables for them
+    # or for its batches. A page fault at the first access to each page would nearly double the time
+    # of the first epoch.
     for pages in parts:
         for begin in range(0, len(pages), STEP_BYTES):
             if not native.populate_pages(pages[begin : begin + STEP_BYTES], new):

@@ -1,8 +1,8 @@
-"""Descriptors of files and folders, each with one owner that closes it, and locks on them.
+"""Manages descriptors of files and folders, each closed by its only owner, and locks on them.
 
 A lock of `flock`, or of an open file description, is held until all copies of the description are
 closed. A forked child has a copy, and would hold its parent's locks after the parent was killed. A
-child therefore closes descriptors for locks at once.
+child therefore closes descriptors for locks as soon as it starts.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Self
 
 from typing_extensions import override
 
-# Held during a fork, so that no file is open but not yet registered. Reentrant, because a signal
-# handler may fork while this thread is opening a file.
+# Hold this lock during a fork, so that no file is open but not yet registered. It is reentrant,
+# because a signal handler may fork while this thread is opening a file.
 _guard = threading.RLock()
 _for_locks: set[Descriptor] = set()
 
 
 class Owner(ABC):
-    """Object with descriptors, mappings or threads, which it has until `close` or a `with` ends."""
+    """Object that owns descriptors, mappings or threads until `close` or the end of a `with`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases them."""
+        """Releases what the object owns."""
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +47,7 @@ class Descriptor(Owner):
         self._number = number
 
     def fileno(self) -> int:
-        """Returns the number of the descriptor, -1 once it is closed."""
+        """Returns the number of the descriptor, or -1 once it is closed."""
         return self._number
 
     @override
@@ -82,8 +82,8 @@ def lock_file(handle: Descriptor, wait: bool) -> bool:
 
 def lock_byte(handle: Descriptor, index: int, wait: bool = False) -> bool:
     """Locks one byte of a file for an open file description; returns whether it is locked."""
-    # The locked byte need not exist, so one empty file has a lock for each sample.
-    # struct flock: type, whence, start, length, and a pid that must be 0 for these locks.
+    # The locked byte need not exist, so any file has a lock for each sample. A `struct flock` has
+    # type, whence, start, length, and a pid that must be 0 for these locks.
     request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
     try:
         fcntl.fcntl(handle.fileno(), fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
@@ -96,7 +96,7 @@ def lock_byte(handle: Descriptor, index: int, wait: bool = False) -> bool:
 
 @functools.cache
 def _register() -> None:
-    # At the first use, because imports have no side effects.
+    # Register at the first use, because imports must have no side effects.
     os.register_at_fork(
         before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_all
     )

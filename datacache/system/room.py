@@ -1,4 +1,4 @@
-"""Free space for stores on disks and in memory, its share for a store, and its reservation."""
+"""Measures, budgets and reserves free space for stores on disks and in memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from datacache.from_tfposeidon import available_memory, is_memory, parse_share, 
 from datacache.system.descriptors import Descriptor
 
 STEP_BYTES = 2**26
-"""Bytes that are reserved at a time. Large enough to be fast on a file system, and small enough to
-notice in time if other processes use up the memory."""
-SMALL_FILES_BYTES = 2**16
-"""Bytes of a store besides its samples: a few pages for each of its small files."""
+"""Number of bytes that are reserved at a time: large enough to be fast on a file system, and small
+enough to notice in time if other processes use up the memory."""
+OVERHEAD_BYTES = 2**16
+"""Number of bytes that a store may take besides its samples: a few pages for header and padding."""
 
 
 def budget_bytes(budget: int | str, free: int) -> int:
-    """Returns the bytes of a budget, at most the free bytes."""
+    """Returns how many bytes a budget allows if `free` bytes are free."""
     text = str(budget)
     try:
         share, size_bytes = (parse_share(text), 0.0) if "%" in text else (0.0, parse_size(text))
@@ -29,27 +29,28 @@ def budget_bytes(budget: int | str, free: int) -> int:
             '`budget` must be a size above 0: bytes (10**9), "20GB" (powers of ten), "16GiB" '
             f'(powers of two) or a share of the free space ("80%"). Received: budget={budget!r}'
         )
-    # Rounded, because 0.29 * 100 is slightly less than 29.
+    # Round the share, because 0.29 * 100 is slightly less than 29.
     return min(round(share * free + size_bytes), free)
 
 
 def free_bytes(path: Path) -> int:
-    """Returns the bytes that a store may use in a file system, or in memory if it lies there."""
+    """Returns how many bytes a new store may use in the file system of `path`, or in memory."""
     while not path.exists():
         path = path.parent
-    free = max(0, shutil.disk_usage(path).free - SMALL_FILES_BYTES)
+    free = max(0, shutil.disk_usage(path).free - OVERHEAD_BYTES)
     return min(free, available_memory()) if is_memory(path.stat().st_dev) else free
 
 
 def reserve(file: Descriptor, offset: int, size: int) -> None:
-    """Reserves space for a part of a file, or raises `OSError` if it is full."""
+    """Reserves space for a part of a file; raises `OSError` if disk or memory is full."""
     # A process that writes into a hole of a sparse file through a mapping is killed if the disk is
     # full (SIGBUS). For a file in memory that exceeds the available memory, the kernel kills
     # processes, so available memory is checked before each step.
     handle = file.fileno()
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
-    # If a file system does not support allocation, the C library writes zeros until it is full.
+    # Check the whole size first: if a file system does not support allocation, the C library writes
+    # zeros until it is full.
     if size > STEP_BYTES and size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for begin in range(offset, offset + size, STEP_BYTES):

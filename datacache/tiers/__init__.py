@@ -1,1 +1,1 @@
-"""Tiers of a node's cache: memory, disk, preprocessing and the source."""
+"""Serves the samples of a node from tiers: memory, disk, preprocessing and the source."""

@@ -32,11 +32,11 @@ from datacache.tiers.tier import (
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
-"""Share of a disk's free bytes that a new store may take."""
+"""Share of a disk's free space that a new store may take."""
 UNLIMITED = 2**62
-"""More bytes than any machine has."""
+"""Number of bytes that exceeds the memory of any machine."""
 FOLDER_DIGITS = 20
-"""Hexadecimal digits of a fingerprint in a folder's name: 80 bits."""
+"""Number of hexadecimal digits of the fingerprint in a folder's name; 20 digits are 80 bits."""
 Root = str | os.PathLike[str] | None
 ChooseShard = Callable[[Callable[[int, int], bool]], tuple[int, int]]
 
@@ -78,7 +78,7 @@ def open_tiers(
             return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
 
         def fits(node: int, nodes: int) -> bool:
-            # Existing stores are used with their size, without reading a sample.
+            # Use existing stores with the size that they have, without reading a sample.
             if is_pool(whole) or is_pool(shard_folder(node, nodes)):
                 return is_pool(whole)
             return new.needed_bytes() <= reclaimable_bytes(whole, budget)
@@ -102,7 +102,7 @@ def open_tiers(
 
 
 def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
-    """Opens a store below a folder; logs a warning and returns `None` if it has no space."""
+    """Opens a store below a folder; logs a warning and returns `None` if there is no space."""
     if root is None:
         return None
     try:
@@ -115,7 +115,7 @@ def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
 
 
 class _NewStores:
-    """Descriptions of new stores, from that of decoded samples, or else from the first sample."""
+    """Describes new stores, from the store of decoded samples or else from the first sample."""
 
     def __init__(
         self, source: Source, make: Preprocessing, stored: Tier, stream: Stream | None
@@ -125,8 +125,8 @@ class _NewStores:
 
     @functools.cached_property
     def first(self) -> Arrays:
-        """First cached sample."""
-        # Not from a store above a stream, which would read the whole stream first.
+        """The first sample, preprocessed."""
+        # Bypass a store above a stream, which would read the whole stream first.
         if self._stream:
             _, stored = next(self._stream({0}))
         else:
@@ -135,12 +135,11 @@ class _NewStores:
 
     @property
     def layout(self) -> Layout:
-        """Layout of cached samples."""
         if self.decoded:
             return self.decoded.layout
         if not self._make.variable_shapes:
             return Layout.of(self.first)
-        # An unknown rank is replaced by that of the first sample.
+        # If the graph does not know a rank, use the rank of the first sample.
         shapes = [
             [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
             for array, spec in zip(self.first, tf.nest.flatten(self._make.structure), strict=True)
@@ -150,15 +149,15 @@ class _NewStores:
         )
 
     def needed_bytes(self) -> int:
-        """Returns the bytes of all samples, without a store if each is as large as the first."""
-        # One that is not complete shows only what its own samples need.
+        """Returns how many bytes all samples need; this is an estimate unless `decoded` is full."""
+        # An incomplete store shows only how many bytes its own samples need.
         if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes
         packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
         return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
     def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
-        """Returns the description of a store in memory; removes idle stores if it needs space."""
+        """Describes a store in memory, after removing idle stores if it needs their space."""
 
         def room() -> int:
             return budget_bytes(budget, free_bytes(folder))
@@ -190,15 +189,15 @@ def _disk_room_bytes(folder: Path) -> int:
 
 
 def reclaimable_bytes(folder: Path, budget: int | str) -> int:
-    """Returns the bytes of a budget after the removal of all stores that no process has open."""
-    # This counts remains of a killed process in the folder itself, which are removed on creation.
+    """Returns how many bytes a budget would allow if all idle stores were removed."""
+    # Include remains of a killed process in `folder` itself, which a new store replaces.
     idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
     return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
 def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
     """Clears stores, lowest first, if filling the lowest from a stream was interrupted."""
-    # The stream is read again from its start in any case, and its order may have changed.
+    # Filling reads the stream from its start in any case, and its order may have changed.
     if last.stream and pools and pools[0].is_only_user and 0 < pools[0].filled < pools[0].slots:
         for pool in pools:
             pool.clear()
@@ -207,7 +206,7 @@ def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
 def _pool_spec(
     layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
 ) -> PoolSpec:
-    """Returns the description of a store for as many samples as fit into the bytes."""
+    """Describes a store for as many samples as fit into `room_bytes`."""
     sample_bytes = layout.bytes + WORD_BYTES
     slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:

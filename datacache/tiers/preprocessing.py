@@ -1,4 +1,4 @@
-"""The function that computes a cached sample from a stored one, and the digest of its graph."""
+"""Traces the function that computes a cached sample from a stored one, and digests its graph."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from datacache.sources.source import Source, SourceError, array_digest, digest
 
 log = logging.getLogger("datacache")
 PARALLEL_ITERATIONS = 8
-"""Samples that one call decodes in parallel; several windows are decoded at the same time."""
+"""Number of samples that one call decodes in parallel; windows are decoded concurrently, too."""
 Names = Sequence[str]
 
 
 class Preprocessing:
-    """Function from stored samples to cached ones, traced as `tf.data.Dataset.map` would.
+    """Computes cached samples from stored ones, with a function traced as by `tf.data.Dataset.map`.
 
-    `structure` has the nested `tf.TensorSpec`s of a cached sample, `fingerprint` is that of the
-    graph and all captured constants.
+    `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is a digest of the
+    graph and of all captured constants.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Preprocessing:
     ) -> None:
         self._name, self.variable_shapes = source.name, variable_shapes
         self.structure: Any = None
-        # Keeps its variables alive: a graph does not.
+        # Refer to `preprocess`, because the graph does not keep its variables alive.
         self._preprocess = preprocess
 
         def decode_and_preprocess(*stored: Any) -> list[tf.Tensor]:
@@ -48,13 +48,13 @@ class Preprocessing:
             traced = tf.function(decode_and_preprocess).get_concrete_function(*source.signature)
         _warn_of_unseen(traced.graph)
         self._function, self.fingerprint = traced, _graph_fingerprint(traced)
-        # Samples of different shapes do not fit in one tensor.
+        # Do not batch samples of different shapes, which do not fit in one tensor.
         same_shapes = all(spec.shape.is_fully_defined() for spec in source.signature)
         can_batch = same_shapes and not variable_shapes
         self._batched: Any = self._trace_batched(source.signature) if can_batch else None
 
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
-        """Returns the cached samples of stored ones."""
+        """Computes cached samples; `indices` identify the samples in errors."""
         if self._batched is not None and len(stored) > 1:
             # After a failure, retry one by one: the error of a batch does not identify the sample.
             with contextlib.suppress(tf.errors.OpError):
@@ -68,7 +68,8 @@ class Preprocessing:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # The last paragraph has the cause; those before locate each op's trace in the script.
+            # The last paragraph is the cause. The paragraphs before it show where each op was
+            # traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
                 "`preprocess` must accept every sample. Received: "
@@ -82,7 +83,8 @@ class Preprocessing:
         made = _without_lists(decoded)
         if not tf.nest.flatten(made):
             raise ValueError(
-                f"A sample must have at least one tensor. Received: {made!r} from `preprocess`."
+                f"A sample must have at least one tensor. Received: {made!r} from `preprocess`. "
+                "Return the tensors to cache."
             )
         return made
 
@@ -97,12 +99,12 @@ class Preprocessing:
 
         columns = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in signature]
         with tf.device("CPU:0"):
-            # Trace now: several threads that call it first would each trace it.
+            # Trace the function now, because several threads could otherwise trace it concurrently.
             return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
 
 
 def _without_lists(part: Any) -> Any:
-    """Returns a structure in the form of `tf.data`, in which a list is a tensor."""
+    """Converts the lists of a structure to tensors, as `tf.data` does."""
     if isinstance(part, list):
         try:
             return tf.convert_to_tensor(part)
@@ -148,8 +150,8 @@ def _graph_fingerprint(concrete: Any) -> str:
 def _outputs_digest(
     nodes: Any, arguments: Names, outputs: Names, bodies: dict[str, Any], within: tuple[str, ...]
 ) -> str:
-    # Each node is described by its op, its attributes and the digests of its inputs, because the
-    # order of nodes and the names of nodes and functions differ between processes.
+    # Describe each node by its op, its attributes and the digests of its inputs, because the order
+    # of nodes and the names of nodes and functions differ between processes.
     known = {name: f"argument {index}" for index, name in enumerate(arguments)}
 
     def tensor_key(name: str) -> list[str]:
@@ -160,8 +162,8 @@ def _outputs_digest(
     for name in _in_order_of_inputs(nodes):
         if name in by_name and name not in known:
             node = by_name[name]
-            # Attributes with an underscore are TensorFlow's annotations. The token of a Python
-            # function is a counter of its process.
+            # Skip attributes with an underscore, which are TensorFlow's annotations, and the token
+            # of a Python function, which is a counter of its process.
             counted = node.op in pipelines.PYTHON_OPS
             attributes = {
                 key: _attribute_digest(value, bodies, within)
@@ -195,7 +197,7 @@ def _function_digest(function: Any, bodies: dict[str, Any], within: tuple[str, .
     attributes = {
         name: _attribute_digest(value, bodies, within) for name, value in function.attr.items()
     }
-    # Only the name identifies a recursive call.
+    # Describe a recursive call by its name, because its body would include itself.
     if function.name not in bodies or function.name in within:
         return digest([function.name, attributes])
     body = bodies[function.name]

@@ -1,7 +1,7 @@
-"""Tiers of one node, as a chain: each answers from its own samples, and asks the tier below.
+"""Chains the tiers of a node: each serves its own samples, and requests others from the tier below.
 
 Think of the chain as memory -> decoded samples on a disk -> preprocessing -> stored samples on a
-disk -> source. Calls only go down: no tier knows the one above it.
+disk -> source. Calls only go down: no tier knows the tier above it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from datacache.system.descriptors import Owner
 
 log = logging.getLogger("datacache")
 POLL_S = 0.002
-"""Pause between two checks for samples that other processes are producing. A kernel lock can wait
+"""Seconds between two checks for samples that other processes are producing. A kernel lock can wait
 for one process only, but several may be producing samples of a batch."""
 READERS = 32
-"""Threads that read a cold source: a network file system serves many requests at once."""
+"""Number of threads that read the source: a network file system serves many requests at once."""
 SAMPLES_PER_TASK = 2
-"""Samples that a thread reads at a time. A small number makes all threads read one batch and then
-the next: if batches shared the threads evenly, all would be decoded at the same time while no
-thread reads."""
+"""Number of samples that a thread reads at a time. It is small, so that all threads read one batch
+and then the next. If batches shared the threads evenly, all would be decoded at the same time while
+no thread reads."""
 TRIES = 4
-"""Attempts to read a sample before it counts as unreadable."""
+"""Number of attempts to read a sample before it counts as unreadable."""
 FIRST_PAUSE_S = 0.1
-"""Pause after the first failed read of a sample, doubled after each further failure."""
+"""Seconds to wait after the first failed read of a sample, doubled after each further failure."""
 Verify = Literal["first", "always", "never"]
 Stream = Callable[[Collection[int]], Iterator[tuple[int, Arrays]]]
-"""Reads all samples in order, and yields index and components of those in the collection. The
-others are skipped before they are decoded."""
+"""Reads all samples in order, and yields index and components of the samples in the collection.
+Other samples are skipped before they are decoded."""
 
 
 class Tier(Owner):
-    """Samples in one form, on top of a tier that supplies missing samples."""
+    """Stored or cached samples, on top of a tier that supplies missing samples.
 
-    # Reads a source without random access; `None` if any sample can be read by its index.
+    `stream` reads a source without random access; it is `None` if any sample can be read by its
+    index. A `SourceTier` has no `layout`.
+    """
+
     stream: Stream | None = None
-    # Known above the source.
     layout: Layout
 
     def __init__(self) -> None:
@@ -68,8 +70,8 @@ class Tier(Owner):
                 "Samples must be produced by the process that opened the cache: neither threads "
                 f"nor TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
                 f"memory, in process {os.getpid()}, forked from {self._process}. Call cache.warm() "
-                "before the fork, or read in threads, as cache.pydataset(..., workers=4) does: "
-                "other threads run during a copy."
+                "before the fork, or read in threads, which copy batches concurrently: "
+                "cache.pydataset(..., workers=4)."
             )
 
 
@@ -79,8 +81,8 @@ class SourceTier(Tier):
     def __init__(self, source: Source, counts: Counts) -> None:
         super().__init__()
         self._source, self._counts = source, counts
-        # Not `isinstance`, which from Python 3.12 on ignores methods that a wrapper of a source
-        # forwards by `__getattr__`.
+        # Do not use `isinstance`, which since Python 3.12 ignores methods that a wrapper of a
+        # source forwards by `__getattr__`.
         self._read_one = source.read if hasattr(source, "read") else None
         self.stream = self._stream if hasattr(source, "stream") else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
@@ -91,8 +93,8 @@ class SourceTier(Tier):
         try:
             read = self._readers.map(self._read_some, tasks)
         except RuntimeError:
-            # The interpreter is exiting and accepts no more work, but other ranks may still request
-            # samples.
+            # Read on this thread: the pool accepts no work while the interpreter exits, but other
+            # ranks may still request samples.
             read = map(self._read_some, tasks)
         return [arrays for some in read for arrays in some]
 
@@ -114,7 +116,7 @@ class SourceTier(Tier):
             raise SourceError(
                 "A source must have as many samples as its length. Received: "
                 f"{how_many} samples from {self._source}, expected {len(self._source)}. "
-                "Correct the length."
+                "Correct the `__len__` of the source, or the asserted cardinality of the dataset."
             )
 
     def _read_some(self, indices: np.ndarray) -> list[Arrays]:
@@ -142,7 +144,7 @@ class SourceTier(Tier):
         return arrays
 
     def _count(self, arrays: Arrays) -> None:
-        # `nbytes` of an object array counts its pointers.
+        # Sum the lengths of texts, because `nbytes` of an object array counts its pointers.
         sizes = [
             sum(map(len, array.reshape(-1))) if array.dtype == object else array.nbytes
             for array in arrays
@@ -185,9 +187,10 @@ class PreprocessingTier(Tier):
 
 
 class StoreTier(Tier):
-    """Samples in a store, and missing ones from the tier below; all of them without a store.
+    """Samples in a store, and missing samples from the tier below.
 
-    `hits` is the counter of samples that were found here.
+    If `pool` is `None`, all samples are from the tier below. `hits` is the name of the counter of
+    samples found in the store.
     """
 
     def __init__(
@@ -201,12 +204,12 @@ class StoreTier(Tier):
         super().__init__()
         self.pool, self.counts = pool, counts
         self._below, self._verify, self._hits = below, verify, hits
-        # The next store of samples in this form.
+        # Only the store of decoded samples is directly below another store, the one in memory.
         self._next = below if isinstance(below, StoreTier) else None
         self.layout = pool.layout if pool else below.layout
-        # A store has random access, even if the source below streams.
+        # A store has random access, even if the source below does not.
         self.stream = None if pool else below.stream
-        # Reports a full store once.
+        # Cache the call, so that a full store is reported only once.
         self._warn_full = functools.cache(log.warning)
 
     @property
@@ -233,7 +236,7 @@ class StoreTier(Tier):
         return [found[sample] for sample in indices.tolist()]
 
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        """Loads samples into the store; returns by index those that it did not accept."""
+        """Loads samples into the store; returns the samples that did not fit there, by index."""
         untaken: dict[int, Arrays] = {}
         for window in windows(indices):
             made, kept = self._fill(window)
@@ -244,13 +247,16 @@ class StoreTier(Tier):
         return untaken
 
     def put(self, index: int, arrays: Arrays) -> bool:
-        """Stores a sample in this and all stores below of its form; returns whether it is here."""
+        """Stores a sample here and in the store of decoded samples below, if any.
+
+        Returns whether this store accepted the sample.
+        """
         if self._next:
             self._next.put(index, arrays)
         return index in self._keep(np.array([index]), lambda _: [arrays])[1]
 
     def clear(self) -> None:
-        """Removes the samples of this store and of those below of its form."""
+        """Removes the samples of this store, and of the store of decoded samples below, if any."""
         # Start at the bottom, so that a concurrent reader does not refill this tier with a sample
         # that is about to be cleared.
         if self._next:
@@ -259,7 +265,7 @@ class StoreTier(Tier):
             self.pool.clear()
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that the store lacks or holds corrupted, `[k]` int64."""
+        """Returns the samples that are missing from the store or corrupted in it, `[k]` int64."""
         if self.pool is None or self._verify == "never":
             return self.not_ready(indices)
         ready = indices[self.pool.ready(indices)]
@@ -269,21 +275,21 @@ class StoreTier(Tier):
         return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
 
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that the store lacks, without verifying the others, `[k]` int64."""
+        """Returns the samples that are missing from the store; verifies none, `[k]` int64."""
         return indices if self.pool is None else indices[~self.pool.ready(indices)]
 
     def lacks(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that neither this store nor those below of its form hold, `[k]`."""
+        """Returns the samples that are in no store of preprocessed samples, `[k]` int64."""
         lacking = self.not_ready(indices)
         return self._next.lacks(lacking) if self._next else lacking
 
     @property
     def first_pool(self) -> Pool | None:
-        """The store of this tier, or that of decoded samples below it."""
+        """The store of this tier, or else the store of decoded samples below it."""
         return self.pool or (self._next.first_pool if self._next else None)
 
     def has_room(self, indices: np.ndarray) -> np.ndarray:
-        """Returns which of these samples have a place in the store, `[n]` bool."""
+        """Returns which of these samples have a slot in the store, `[n]` bool."""
         return np.zeros(len(indices), bool) if self.pool is None else self.pool.has_room(indices)
 
     def can_copy(self, indices: np.ndarray) -> bool:
@@ -291,7 +297,7 @@ class StoreTier(Tier):
         return self.pool is not None and self.pool.can_copy(indices)
 
     def gather(self, indices: np.ndarray, into: Sequence[np.ndarray] | None) -> Arrays | None:
-        """Copies and verifies ready samples; `None` if some were corrupted or cleared."""
+        """Copies and verifies ready samples; returns `None` if one was corrupted or cleared."""
         assert self.pool is not None
         if self._verify == "never":
             return self.pool.gather(indices, into)
@@ -306,8 +312,12 @@ class StoreTier(Tier):
             self.pool.close()
 
     def _fill(self, indices: np.ndarray) -> tuple[dict[int, Arrays], set[int]]:
-        """Stores missing samples; returns those made here, and the indices of those it holds."""
-        # Must precede any claim: a child shares the locks of its parent.
+        """Stores missing samples.
+
+        Returns the samples that this process produced, and the indices of the samples that are in
+        the store.
+        """
+        # Check this before any claim, because a forked child shares the locks of its parent.
         self.refuse_in_child(indices)
         if self.pool is not None and self._below.stream is not None:
             self._fill_from_stream(self.pool, self._below.stream, indices)
@@ -336,14 +346,14 @@ class StoreTier(Tier):
             kept -= refused
             made |= new
             left = left[~np.isin(left, claimed)]
-            # Waits without claims: two processes that wait for each other's claims would deadlock.
+            # Wait without claims: two processes that wait for each other's claims would deadlock.
             if left.size and not claimed.size:
                 time.sleep(POLL_S)
         return made, kept
 
     def _fill_from_stream(self, pool: Pool, stream: Stream, indices: np.ndarray) -> None:
-        """Reads a stream once for all samples with space if any of `indices` is missing."""
-        # One process of the node reads it for all; the others wait until it is done.
+        """Reads a stream once and stores all samples that fit, if any of `indices` is missing."""
+        # One process of the node reads the stream for all; the others wait until it has finished.
         while self.missing(indices[pool.has_room(indices)]).size:
             with pool.claim_all() as claimed:
                 if claimed:
@@ -352,7 +362,7 @@ class StoreTier(Tier):
                     # Another process may have filled the store since the check.
                     if missing := len(self.missing(kept)):
                         if missing < len(kept):
-                            # The others are of an earlier pass, which may have had another order.
+                            # Clear samples of an earlier pass, which may have had another order.
                             pool.clear()
                         for sample, arrays in stream(set(kept.tolist())):
                             pool.put(sample, arrays)

@@ -106,7 +106,7 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     monkeypatch.setattr("datacache.pool.folder.SHARED_MEMORY", "/nowhere")
     with pytest.raises(
         CacheError,
-        match=r"The store in memory needs shared memory. Received: no /nowhere. Mount a tmpfs",
+        match=r"needs shared memory. Received: memory=\"auto\" without a folder /nowhere. Mount a",
     ):
         datacache.Cache(datacache.from_folder(images))
     folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]

@@ -58,7 +58,7 @@ def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
     cache = opened(images)
     with pytest.raises(
         RuntimeError,
-        match=r"A position belongs to a dataset .* Received: a cache without a dataset",
+        match=r"A position belongs to a dataset .* Received: a cache with 0 datasets",
     ):
         cache.begin_epoch(1)
     one = cache.dataset(8, seed=1)

@@ -143,7 +143,7 @@ DAMAGE = {
     ),
     "made": (
         lambda f: (f / "datacache.store").rename(f / "datacache.part"),
-        r"must be complete. Received: .*being created, or is left of a kill",
+        r"must be complete. Received: .*being created, or was left by a kill",
     ),
     "short": (
         lambda f: os.truncate(f / "datacache.store", 5000),
@@ -278,8 +278,8 @@ def test_rm_removes_nothing_of_others(pools, capsys):
 def test_errors_are_one_line(tmp_path, capsys):
     assert main(["rm"]) == 2
     assert capsys.readouterr().err == (
-        "datacache: `rm` requires the stores to remove. Received: none. "
-        "Pass their folders, or --all.\n"
+        "datacache: `rm` requires the stores to remove. Received: folders=[]. "
+        "Pass the folders of the stores, or --all.\n"
     )
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert "A store must be a folder. Received: " in capsys.readouterr().err
