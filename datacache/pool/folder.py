@@ -8,7 +8,6 @@ is removed only while no process has it open.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -29,6 +28,7 @@ from datacache.system.descriptors import (
     Descriptor,
     Owner,
     closed_on_fork,
+    is_byte_locked,
     lock_byte,
     lock_file,
 )
@@ -38,13 +38,9 @@ log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
 FORMAT = 4
 STORE, UNFINISHED = "datacache.store", "datacache.part"
-OLD_FILES = {
-    *("lock", "users", "claims", "samples", "words", "heap", "end", "index"),
-    *("header.json", "header.part"),
-}
-"""Files of stores in formats up to 3."""
-FILES = {STORE, UNFINISHED} | OLD_FILES
-"""Names of all files of a store in any format."""
+FILES = {STORE, UNFINISHED}
+IN_USE = 2**62
+"""Byte that each process locks while it has a store open; no byte of a sample has this index."""
 MOST_HEADER_BYTES = 2**24
 """Largest number of bytes to read as the header: a damaged file may have no line break."""
 
@@ -90,11 +86,10 @@ class StoreFile(Owner):
                 _make_if_unusable(directory, make_spec)
             self.file = opened.enter_context(open_store(directory))
             self.spec, header_bytes = read_header(self.file, folder)
-            # The lock is granted if no other process has the store open.
-            self.is_only_user = lock_file(self.file, wait=False)
-            # Changing the lock is not atomic, but the folder's lock excludes other processes until
-            # then.
-            fcntl.flock(self.file.fileno(), fcntl.LOCK_SH)
+            self.is_only_user = not is_byte_locked(self.file, IN_USE)
+            # Not by `flock`, which network file systems emulate by a lock of all bytes: it would
+            # exclude the locks of samples.
+            lock_byte(self.file, IN_USE, shared=True)
             # Record when the store was last opened: reading through a mapping changes no times.
             os.utime(directory.fileno())
             content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)[header_bytes:]
@@ -282,7 +277,7 @@ def remove(folder: Path) -> None:
             )
         if STORE in found:
             with directory.open(STORE) as file:
-                if not lock_file(file, wait=False):
+                if is_byte_locked(file, IN_USE):
                     raise CacheError(
                         f"A store in use cannot be removed. Received: {folder}, which a process "
                         "has open. Wait for the process, or end it."

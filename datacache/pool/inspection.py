@@ -18,8 +18,8 @@ from datacache.errors import CacheError
 from datacache.from_tfposeidon import is_memory, readable_size
 from datacache.pool.folder import (
     FILES,
+    IN_USE,
     STORE,
-    UNFINISHED,
     lock_folder,
     open_store,
     read_header,
@@ -28,7 +28,7 @@ from datacache.pool.folder import (
 from datacache.pool.samples import READY
 from datacache.pool.spec import PoolSpec
 from datacache.system.access import Directory
-from datacache.system.descriptors import closed_on_fork, lock_file
+from datacache.system.descriptors import is_byte_locked
 
 log = logging.getLogger("datacache")
 BLOCK_BYTES = 512
@@ -122,11 +122,8 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
 def _report(directory: Directory) -> PoolReport | None:
     found = {name: directory.stat(name) for name in directory.names()}
     status, in_use = os.fstat(directory.fileno()), _in_use(directory)
-    # Other folders may have files with the names of old formats, such as `lock`. A folder is a
-    # store only if it also has a file with a name of this format.
     is_spare = (
-        found.keys() <= FILES
-        and not found.keys().isdisjoint({STORE, UNFINISHED})
+        set() < found.keys() <= FILES
         and all(stat.S_ISREG(one.st_mode) for one in found.values())
         and not in_use
         and is_memory(status.st_dev)
@@ -177,11 +174,8 @@ def _local_time(status: os.stat_result) -> datetime:
 
 def _in_use(directory: Directory) -> bool:
     """Returns whether a process has the store open, or creates, opens or removes it."""
-    # Lock the folder first. A process that opens the store holds the same lock, so it cannot
-    # mistake the short lock on the file below for that of another job.
     with lock_folder(directory, wait=False) as mine, contextlib.suppress(FileNotFoundError):
         if mine:
-            with closed_on_fork(lambda: directory.open(STORE, os.O_RDONLY)) as file:
-                # The lock is granted if no other process has the store open.
-                return not lock_file(file, wait=False)
+            with directory.open(STORE, os.O_RDONLY) as file:
+                return is_byte_locked(file, IN_USE)
     return not mine

@@ -32,12 +32,14 @@ class TfRecords:
         self._entries, self._lock = entries, threading.Lock()
 
     def read(self, record: int) -> bytes:
-        if self._entries is None:
-            with self._lock:
-                # Another thread may have found the records in the meantime.
-                if self._entries is None:
-                    self._entries = find_records(self.path, self.skip, self.take)
-        offset, length = self._entries[record - self.skip].tolist()
+        # Only one thread searches the file.
+        with self._lock:
+            if self._entries is None:
+                self._entries = find_records(self.path, self.skip, self.take)
+            offset, length = self._entries[record - self.skip].tolist()
+            if offset == 0:
+                # The next attempt searches the file again.
+                self._entries = None
         if offset == 0:
             refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
             raise OSError(f"{self.path} ends before record {record}")
@@ -46,6 +48,7 @@ class TfRecords:
         content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
         checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
         if checksums != (masked_checksum(found[:LENGTH_BYTES]), masked_checksum(content)):
+            self._entries = None
             raise OSError(f"{self.path} is damaged at record {record}")
         return content
 

@@ -80,11 +80,10 @@ def lock_file(handle: Descriptor, wait: bool) -> bool:
     return True
 
 
-def lock_byte(handle: Descriptor, index: int, wait: bool = False) -> bool:
+def lock_byte(handle: Descriptor, index: int, wait: bool = False, shared: bool = False) -> bool:
     """Locks one byte of a file for an open file description; returns whether it is locked."""
-    # The locked byte need not exist, so any file has a lock for each sample. A `struct flock` has
-    # type, whence, start, length, and a pid that must be 0 for these locks.
-    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, index, 1, 0)
+    # The locked byte need not exist, so any file has a lock for each sample.
+    request = _request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, index)
     try:
         fcntl.fcntl(handle.fileno(), fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)
     except OSError as error:
@@ -92,6 +91,17 @@ def lock_byte(handle: Descriptor, index: int, wait: bool = False) -> bool:
             return False
         raise
     return True
+
+
+def is_byte_locked(handle: Descriptor, index: int) -> bool:
+    """Returns whether another open file description has locked a byte of a file."""
+    answer = fcntl.fcntl(handle.fileno(), fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, index))
+    return struct.unpack_from("h", answer) != (fcntl.F_UNLCK,)
+
+
+def _request(kind: int, index: int) -> bytes:
+    # A `struct flock` has type, whence, start, length, and a pid that must be 0 for these locks.
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, index, 1, 0)
 
 
 @functools.cache

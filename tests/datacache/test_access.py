@@ -155,7 +155,7 @@ def test_links_are_not_followed(shared):
         ):
             opened(shared / "link")
     assert [path.name for path in elsewhere.iterdir()] == ["datacache.store"]
-    for name in ("datacache.store", "datacache.part", "index", "users"):
+    for name in ("datacache.store", "datacache.part"):
         folder = shared / name
         filled(folder).close()
         (folder / "datacache.store").unlink()

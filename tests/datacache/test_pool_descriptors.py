@@ -40,7 +40,7 @@ def test_a_closed_store_has_nothing_open(tmp_path):
     "step",
     [
         "system.access.os.fchmod",
-        "pool.folder.lock_file",
+        "pool.folder.lock_byte",
         "pool.pool.SampleWords",
         "pool.samples.Heap.adding",
     ],

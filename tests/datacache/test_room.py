@@ -183,9 +183,8 @@ def test_no_more_pools_are_removed_once_that_makes_no_room(memory, caplog):
 def test_only_pools_are_removed_for_room(memory):
     """Files of others under the same names stay, and so does what cannot be removed."""
     files = {
-        "lock": ["lock"],
-        "several": ["lock", "words", "index"],
-        "users": ["users", "claims"],
+        "other": ["header.json"],
+        "mixed": ["datacache.store", "other"],
         "deep": ["datacache.part"],
     }
     for folder, names in files.items():
