@@ -341,5 +341,5 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
 def _scalar(value: Any) -> tf.Tensor:
     whole = tf.convert_to_tensor(value)
     if not whole.dtype.is_integer:
-        raise ValueError(f"`k`, `seed` and `size` must be integers. Received: {value}.")
+        raise ValueError(f"`k`, `seed` and `size` must be integers. Received: {value}. Use int.")
     return tf.cast(whole, tf.int64)

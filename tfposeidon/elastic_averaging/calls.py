@@ -1,4 +1,4 @@
-"""Sends workers' calls to the server, and weights and optimizer state after a call.
+"""Transfers calls, weights and optimizer state between workers and the server.
 
 Think of each worker and the server as a pair with its own communicator. A call is an all-reduce of
 one number that identifies the next operation. The server always waits for calls, and reads the

@@ -30,7 +30,7 @@ _AT_SERVER = (
     keras.callbacks.EarlyStopping,
     keras.callbacks.TensorBoard,
 )
-# Each of these callback arguments may be a number of steps, and supports only this value.
+# These callback arguments may be numbers of steps. The server supports only these values.
 _PER_EPOCH = {"every_n_steps": "None", "save_freq": '"epoch"', "update_freq": '"epoch"'}
 
 
@@ -141,7 +141,7 @@ def _run_server(arguments: dict[str, Any]) -> Any:
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = outcome_without_snapshot(callbacks.callbacks)
     with job.saved_at_failure(own.server, own.show, savers, without):
-        # Keras chooses the first epoch in this way on workers.
+        # Begin with the same epoch as Keras on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
         own.show()
         # Call this before the release of workers, because callbacks may change the weights.

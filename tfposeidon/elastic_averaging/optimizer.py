@@ -302,15 +302,15 @@ class ElasticAveraging(CommunicatingOptimizer):
     ) -> None:
         """Trains with a custom loop: workers call `train`, and the server answers their calls.
 
-        All ranks call it together, and start with the server's weights. When it returns, all of
-        them hold the final global weights. To evaluate or save the global weights in between, call
-        it once per epoch: workers then wait for each other at its end.
+        All ranks call it together, and start with the server's weights. When it returns, all ranks
+        hold the final global weights. To evaluate or save the global weights in between, call it
+        once per epoch: workers then wait for each other at its end.
 
         Args:
           train: Function without arguments that runs a worker's steps.
-          others: Further optimizers with steps in `train`, such as that of a GAN's generator.
-          models: Models whose layer statistics, such as those of batch normalization, are part of
-            the global weights. Without them, statistics are local to each rank.
+          others: Further optimizers with steps in `train`, as for a GAN's generator.
+          models: Models whose layer statistics, as of batch normalization, are part of the global
+            weights. Statistics of other models are local to each rank.
           on_failure: Function without arguments, such as one that saves the models. The server
             calls it with the global weights in the variables if a worker is lost, if the server
             fails, or on SIGTERM.
@@ -389,10 +389,9 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Refuses to start if steps already exchange weights, as in `fit` within `run`."""
         if self._worker is not None:
             raise RuntimeError(
-                "Training with a server must start only once at a time. Received: fit or run "
-                "within run, or after training that ended with an error. Call fit outside of "
-                "run, on all ranks, because fit also runs the server; after an error, restart "
-                "the job."
+                f"Training with a server must start only once at a time. Received: {self.name!r}, "
+                "which still trains with the server. Call fit or run outside of run, on all "
+                "ranks, because both also run the server; after an error, restart the job."
             )
 
     def attach(self, worker: Worker, number: int) -> None:
@@ -428,7 +427,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
-        """Stops exchanges between steps and the server."""
+        """Stops steps from exchanging weights with the server."""
         self._waited_s, self._worker = self.exposed_s, None
 
 

@@ -58,8 +58,8 @@ class ServedCenter:
         # Serve one worker at a time, so that each receives the result of the previous exchange.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # Update in place, so that the server stores two vectors instead of three. The lock of
-            # TensorFlow makes readers wait.
+            # Update in place, so that the server stores two vectors instead of three. The
+            # variable's lock makes readers wait.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
             )

@@ -1,4 +1,4 @@
-"""Represents a gradient by its sufficient factors: two thin matrices whose product it is.
+"""Represents a gradient by its sufficient factors: two thin matrices with the gradient as product.
 
 The gradient of an embedding is the product of one-hot rows and values. Ranks send the one-hot rows
 as their indices.
@@ -195,7 +195,7 @@ class FactorPair:
 
 
 def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Returns zeros if `weight` is 0; keeps indices, because their values are zeros then."""
+    """Returns zeros if `weight` is 0; returns indices unchanged, because their values are zeros."""
     if not tensor.dtype.is_floating:
         return tensor
     # Multiply by 0 or 1, which preserves values. With multiply_no_nan, 0 times NaN is 0.

@@ -322,7 +322,7 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
         reason = f"its factors are {factors.shape}, not {agreed}"
     except NoFactorsError as error:
         reason = str(error)
-    # Other ranks add the regularizer's gradient themselves, and a matrix already includes it.
+    # The matrix includes the regularizer's gradient, and all ranks would add it again.
     if agreed.has_local:
         raise ValueError(
             "A regularized variable must have factors in all traces of the step, or in none. "

@@ -1,4 +1,4 @@
-"""Sufficient factor broadcasting: sends two thin matrices instead of their product.
+"""Sends two thin matrices instead of their product (sufficient factor broadcasting).
 
 `Factors` sends all batch rows, and `ByRows` chooses between two schemes by their number. The policy
 `hybcomm` sends factors if they have fewer bytes, and otherwise uses `ParameterServer`.
@@ -227,9 +227,9 @@ class HybComm(Policy):
       ValueError: If `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: any product of two
-    matrices counts as fully connected; K is the number of batch rows that are sent, the mean over
-    ranks, counted in each step; and bytes are compared, because factors may have 16 bits, and batch
-    rows of an embedding are sent with an index instead of M values.
+    matrices counts as fully connected; K is the number of sent batch rows, averaged over ranks and
+    counted in each step; and bytes are compared, because factors may have 16 bits, and batch rows
+    of an embedding are sent with an index instead of M values.
 
     Example:
       >>> from tfposeidon import policies, schemes

@@ -144,7 +144,7 @@ def _inputs(name: str) -> set[str]:
 
 
 def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """Returns a rank's share of a dataset; its error contains the line to write instead."""
+    """Returns a rank's share of a dataset; errors contain the line to write instead."""
     steps = chain(dataset)
     position = _position(steps, size)
     caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "CacheDataset"]

@@ -36,7 +36,7 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
         stays `None`; a pandas frame or series; a `keras.utils.PyDataset`, which is shared by
         batches and must not reorder its samples differently on each rank; an iterator, such as a
         generator, which is shared by items; or a `tf.data.Dataset`.
-      rank: Index of the share, from 0; by default that of this rank among the ranks that train.
+      rank: Index of the share, from 0; by default this rank's index among the ranks that train.
       size: Number of shares; by default the number of ranks that train.
 
     Returns:
@@ -68,7 +68,10 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
     checks.check_integer("size", size, 1)
     checks.check_integer("rank", rank, 0)
     if rank >= size:
-        raise ValueError(f"`rank` must be below `size`. Received: rank={rank}, size={size}.")
+        raise ValueError(
+            f"`rank` must be below `size`. Received: rank={rank}, size={size}. Use at most "
+            f"rank={size - 1}."
+        )
     if isinstance(data, tf.data.Dataset):
         return data if size == 1 else pipelines.share_of(data, rank, size)
     if isinstance(data, keras.utils.PyDataset):

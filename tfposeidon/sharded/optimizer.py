@@ -45,8 +45,8 @@ class ShardedOptimizer(DistributedOptimizer):
 
     Each of P ranks holds the state for its own part of the variables, applies the inner optimizer
     there, and gathers the new values of the other parts. This sends as many bytes as an all-reduce,
-    and divides the state's memory and the update's work by P. Results equal results of
-    `DistributedOptimizer` up to rounding.
+    and divides the state's memory and the update's work by P. It trains like
+    `DistributedOptimizer`, up to rounding.
 
     `keras_callbacks.Checkpoint` saves the state in parts. Before saving a `.keras` file, all ranks
     pass `keras_callbacks.GatherState` to `fit`, or call `gather_state`.

@@ -137,7 +137,7 @@ class Shards:
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables with state of this rank's shards, with descriptions."""
+        """Variables with the state of this rank's shards, and their descriptions."""
         descriptions = [describe(variable) for variable in self._variables]
         paths = distinct_paths(descriptions)
         for state in self.states:
@@ -216,7 +216,7 @@ class Shards:
         self._gather_variables(constrained=set())
 
     def refresh(self) -> None:
-        """Copies the values of the variables, which callbacks or loading may have changed."""
+        """Copies variables into shards, because callbacks or loading may have changed them."""
         for member, (begin, end) in self.parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])

@@ -1,4 +1,4 @@
-"""Describes how state of layers and ranks relates between ranks, and redistributes it.
+"""Describes how state relates between ranks, and redistributes it over other ranks.
 
 Think of a placement as the rule for combining the values of all ranks: use any of them, average,
 sum or concatenate them, or let each rank retain its own. Checkpoints, broadcasts and comparisons
@@ -60,7 +60,7 @@ _registered: dict[type, Placement | Callable[[Any], Placed]] = {}
 
 
 def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) -> None:
-    """Registers the placement of a layer class's state, where the default is wrong.
+    """Registers the placement of a layer class's state if the default is wrong.
 
     By default, variables of a layer that receive no gradient are averaged if they are floating
     point, and replicated otherwise. Frozen weights are replicated. Seeds and the states of Keras's
@@ -116,12 +116,11 @@ def seeds_of_layers(model: Any) -> list[Any]:
 
 
 def is_seed(variable: Any) -> bool:
-    """Returns whether a variable is the state of a seed generator."""
     return getattr(variable, "name", None) == "seed_generator_state"
 
 
 def another_seed(state: Any, number: int) -> np.ndarray:
-    """Returns the state of a seed generator with another seed for each `number`; 0 keeps it."""
+    """Returns a seed generator's state with another seed for each `number`; 0 retains the seed."""
     seed, count = np.asarray(state)
     # The factor, 2**32 divided by the golden ratio, is odd, so all multiples below 2**32 differ.
     other = (int(seed) + number * 0x9E3779B9) % 2**32
@@ -215,8 +214,8 @@ class StateDescription:
     """
 
     name: str
-    # Path and number of elements per variable, in order. Empty if `name` identifies the quantity,
-    # as for a numbered accumulated gradient.
+    # Path and number of elements of each variable, in order. The tuple is empty if `name`
+    # identifies the quantity, as for a numbered accumulated gradient.
     members: tuple[tuple[str, int], ...] = ()
     placement: Placement = Placement.REPLICATED
     # Index in the bucket at which the array starts.

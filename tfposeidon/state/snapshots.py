@@ -160,7 +160,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of all ranks; raises on all if one cannot read the files."""
+        """Returns the arrays of all ranks; raises on all ranks if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
         files = {
@@ -185,7 +185,7 @@ class Snapshots:
         return sorted(one.name for one in found if name.fullmatch(one.name) and one.is_dir())
 
     def _rename(self, part: Path, final: Path) -> None:
-        # Atomic in the file system: a killed job leaves the folder under one of its two names.
+        # The rename is atomic, so a killed job leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
         readable = [name for name in self._names() if name not in self._unreadable]
@@ -207,7 +207,7 @@ class Snapshots:
             last = f"the last complete snapshot is {names[-1]}" if names else ""
             raise SnapshotError(
                 f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); "
-                f"{last or 'no complete snapshot exists'}. Free disk space or correct the folder, "
+                f"{last or 'no complete snapshot exists'}. Free disk space or use another folder, "
                 "and start again."
             )
 
@@ -222,7 +222,7 @@ class Snapshots:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             if not isinstance(error, expected):
-                log.exception("tfposeidon: unexpected error while a snapshot was read or written")
+                log.exception("tfposeidon: reading or writing a snapshot raised an error.")
         everybody = exchange_objects(problem, self.wire, name)
         return result, [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]
 

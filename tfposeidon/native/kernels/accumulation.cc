@@ -44,8 +44,7 @@ class ProcessorSumRowsOp : public SumRowsOp<T> {
   using SumRowsOp<T>::SumRowsOp;
 
  private:
-  // Threads divide the elements among them, so that one thread adds an element of all rows in
-  // order.
+  // Each thread adds all rows of its own elements, so that rows are added in order.
   void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
            float* sum) override {
     const auto pass =

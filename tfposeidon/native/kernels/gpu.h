@@ -46,8 +46,7 @@ void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
     work(gpu::Device{context->op_device_context()->stream()->platform_specific_handle().stream,
                      &memory});
   } catch (const std::exception& error) {
-    context->SetStatus(absl::InternalError(absl::StrCat("An op failed on the GPU: ",
-    error.what())));
+    context->SetStatus(absl::InternalError(absl::StrCat("GPU op failed: ", error.what())));
   }
 }
 

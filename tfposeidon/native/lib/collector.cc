@@ -41,15 +41,14 @@ struct Bracket {
   int32_t high;
 };
 
-// Brackets the m-th largest key by a sample at even distances. `key_at` returns one of `total`
-// keys.
+// Brackets the m-th of `total` keys by a sample at even distances; `key_at(i)` returns a key.
 template <class KeyAt>
 Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
   constexpr int64_t kSample = 1024;
   uint32_t sample[kSample];
   for (int64_t s = 0; s < kSample; ++s) sample[s] = key_at(total * s / kSample);
   const double middle = static_cast<double>(m) / static_cast<double>(total) * kSample;
-  // Use four standard deviations of the number of sampled keys above, which is about binomial.
+  // The number of sampled keys above the m-th is about binomial; use four standard deviations.
   const double spread = 4 * std::sqrt(std::max(1.0, middle * (1 - middle / kSample))) + 4;
   const int64_t first = static_cast<int64_t>(middle - spread);
   const int64_t last = static_cast<int64_t>(middle + spread) + 1;

@@ -31,8 +31,7 @@ struct Sampling {
 };
 
 // Plans a sample of n >= kSmallestSampled elements. Slightly more than k elements exceed its
-// threshold with high probability. With a margin of 0, the threshold is too high as often as too
-// low.
+// threshold with high probability, or in half of the cases with a margin of 0.
 inline Sampling sampling(int64_t n, int64_t k, double margin) {
   // With this number of sampled elements above the threshold, the number of candidates is slightly
   // above k. A smaller k needs a larger fraction.

@@ -146,8 +146,7 @@ void write_around(const Source& source, const std::vector<Candidates>& parts, in
                   float* values) {
   int64_t wanted = k, out = 0;
   for (const Candidates& c : parts) wanted -= loops.count(c.bits, c.count, upper);
-  // The index of the window's next element is `cursor`, plus the number of higher elements before
-  // it.
+  // The window's next element has index `cursor` plus the number of higher elements before it.
   int64_t cursor = first(n - k);
   const auto put = [&](int64_t index, float value) {
     indices[out] = static_cast<Index>(index);

@@ -22,8 +22,7 @@ struct OutOf {
   TFPOSEIDON_HOST_DEVICE bool operator()(Index index) const { return index < 0 || index >= n; }
 };
 
-// Adds the pairs of one index in order. They are adjacent, and the thread of the first one adds
-// all.
+// Adds the adjacent pairs of one index in order, on the thread of the first pair.
 template <class Index>
 struct AddRun {
   const Index* indices;

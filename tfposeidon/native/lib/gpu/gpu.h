@@ -1,5 +1,5 @@
-// Runs on a CUDA GPU what top_k.h, error_feedback.h, scatter_add.h, norms.h and inner_loops.h run
-// on the CPU.
+// Runs the algorithms of top_k.h, error_feedback.h, scatter_add.h, norms.h and inner_loops.h on a
+// CUDA GPU.
 //
 // Selection has the same output as on the CPU, except for MSTopK's mean, which is summed in 64 bits
 // throughout. The method dgc runs as exact, which has the same output. Pointers refer to GPU

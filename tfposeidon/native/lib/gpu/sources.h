@@ -1,5 +1,4 @@
-// Data to select from: reading x[i] computes it. Reading it again returns and writes the same
-// value.
+// Data to select from: reading x[i] computes it. Each reading returns and writes the same value.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
