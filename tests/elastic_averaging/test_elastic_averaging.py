@@ -485,7 +485,7 @@ def test_refusals(wire):
         other.run(lambda: None)
     with Raises(RuntimeError, "All ranks must train the same number of models"):
         optimizer.run(lambda: None, models=[] if is_server() else [models.mlp()])
-    with Raises(ValueError, "not built"):
+    with Raises(ValueError, "must be built before fit"):
         model = keras.Sequential([keras.layers.Dense(models.CLASSES)])
         model.compile(tp.ElasticAveraging(sgd()), models.LOSS)
         without_shapes = tf.data.Dataset.from_generator(lambda: iter([data]), ("float32", "int64"))
