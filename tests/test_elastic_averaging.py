@@ -146,7 +146,7 @@ def test_training_begins_once_at_a_time():
     optimizer.build([keras.Variable([1.0])])
     optimizer.check_detached()
     optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
-    with pytest.raises(RuntimeError, match="fit or run within run"):
+    with pytest.raises(RuntimeError, match="still trains with the server"):
         optimizer.check_detached()
     optimizer.detach()
     optimizer.check_detached()

@@ -1,12 +1,12 @@
-"""Native operations on gradients: selection, sums of sparse and encoded vectors, and norms.
+"""Runs native operations on gradients: selection, sums of sparse and encoded vectors, and norms.
 
-There are kernels for CPUs, and for CUDA GPUs if tfposeidon is built with nvcc for a TensorFlow with
-GPU support. Without GPU kernels, TensorFlow copies from the GPU to the CPU and back. Results are
-the same, except for MSTopK's mean, which a GPU sums in another order: a threshold may differ in its
-last bits.
+All ops have kernels for CPUs, and for CUDA GPUs if tfposeidon is built with nvcc for a TensorFlow
+with GPU support. Without GPU kernels, TensorFlow copies tensors from the GPU to the CPU and back.
+Results are the same, except that a GPU sums MSTopK's mean in another order, so that a threshold may
+differ in its last bits.
 
 All functions work eagerly and in a `tf.function`, but not under XLA, and none has a gradient. They
-raise a `RuntimeError` if the native library was not built.
+raise a `RuntimeError` if the native library is not built.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ def top_k(
     Args:
       x: Values, `[n]` floating point. Magnitudes are compared in float32.
       k: Number of elements, 0 to n: a Python integer or a scalar integer tensor.
-      method: `"exact"`: the largest elements, ties to the lowest index, as `tf.math.top_k`.
-        `"mstopk"` (default): Algorithm 1 of Shi et al. 2021: all elements above one threshold and,
-        of those between two, a random window. `"dgc"`: double sampling of Lin et al. 2018, with the
-        threshold lowered until there are `k`; the result equals that of `"exact"`.
-      steps: Number of steps of MSTopK's search (its N), from 0 (default 30).
-      seed: Seed of MSTopK's window (default 0): the same seed gives the same output. An integer or
-        a scalar integer tensor.
+      method: `"exact"`: the largest elements, ties to the lowest index, as in `tf.math.top_k`.
+        `"mstopk"` (default): Algorithm 1 of Shi et al. 2021: all elements above an upper threshold,
+        and a random window of the elements between it and a lower threshold. `"dgc"`: double
+        sampling of Lin et al. 2018, with the threshold lowered until it selects `k` elements; the
+        result equals the result of `"exact"`.
+      steps: Number of steps of MSTopK's search (its N), at least 0 (default 30).
+      seed: Seed of MSTopK's window, an integer or a scalar integer tensor (default 0). The same
+        seed gives the same output.
 
     Returns:
       `values`, `[k]` in the dtype of `x`, and `indices`, `[k]`, ascending: int32, or int64 if the
       static length exceeds 2^31.
 
     Raises:
-      ValueError: If `x` is not floating point, `method` is unknown, `steps` is not an integer from
-        0, or `k` or `seed` does not have an integer dtype.
+      ValueError: If `x` is not floating point, `method` is unknown, `steps` is not an integer of at
+        least 0, or `k` or `seed` does not have an integer dtype.
       InvalidArgumentError: If `x` is not a vector, or `k` is outside 0..n.
 
     Cost: one pass over `x`, for each method.
     Source: Shi et al. 2021 (CommLib), section 3.1. Differs: if, because of ties, no threshold has 1
-    to k elements above it, the window covers all elements not below the lower one; input that is
-    not finite is selected exactly; elements are ordered by index.
+    to k elements above it, the window covers all elements not below the lower threshold; input that
+    is not finite is selected as by `"exact"`; elements are ordered by index.
 
     >>> import tensorflow as tf, tfposeidon as tp
     >>> values, indices = tp.ops.top_k(tf.constant([0.1, -3.0, 2.0, 0.5]), 2, method="exact")
@@ -66,7 +67,7 @@ def top_k(
     x = _floating("x", x)
     options = _options(x, k, seed, method, steps)
     values, indices = library().tfposeidon_top_k(x=tf.cast(x, tf.float32), **options)
-    # float64 values are gathered from `x`, because the compared values were rounded to float32.
+    # Gather float64 values from `x`, because the compared values were rounded to float32.
     return tf.cast(values, x.dtype) if x.dtype.size <= 4 else tf.gather(x, indices), indices
 
 
@@ -99,8 +100,8 @@ def error_feedback_top_k(
       float32.
 
     Raises:
-      ValueError: As `top_k`, and if a vector is not float32.
-      InvalidArgumentError: As `top_k`, and if lengths differ.
+      ValueError: As in `top_k`, and if a vector is not float32.
+      InvalidArgumentError: As in `top_k`, and if lengths differ.
 
     Cost: one pass over memory: `residual` and `gradient` are read, `new_residual` is written.
 
@@ -132,10 +133,10 @@ def momentum_correction_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Selects as `error_feedback_top_k`, with momentum applied before the selection.
+    """Selects like `error_feedback_top_k`, with momentum applied before the selection.
 
-    It selects from `residual + (momentum * velocity + gradient)`; the velocity of selected elements
-    becomes 0.
+    It selects from `residual + (momentum * velocity + gradient)`, and sets the velocity of selected
+    elements to 0.
 
     Args:
       residual: Values that were not selected before, `[n]` float32.
@@ -153,8 +154,8 @@ def momentum_correction_top_k(
       `new_velocity` `[n]`, both float32.
 
     Raises:
-      ValueError: As `top_k`, and if a vector is not float32.
-      InvalidArgumentError: As `top_k`, and if lengths differ.
+      ValueError: As in `top_k`, and if a vector is not float32.
+      InvalidArgumentError: As in `top_k`, and if lengths differ.
 
     Source: Lin et al. 2018 (Deep Gradient Compression), section 3.
 
@@ -182,24 +183,24 @@ def scatter_add(
 ) -> tf.Tensor:
     """Sums sparse vectors, given as concatenated segments of several ranks.
 
-    Segments are added in their order, so that the result has the same bits on every rank.
+    The op adds segments in their order, so that the result has the same bits on every rank.
 
     Args:
       values: Values to add, `[c]` float32.
       indices: Index of each value in the sum, `[c]` int32 or int64; fastest if each segment is
         ascending.
       size: Length of the sum: a Python integer or a scalar integer tensor.
-      counts: Number of pairs of each rank, with the sum `c`; by default, there is one rank.
+      counts: Number of pairs in each segment, with the sum `c`; by default, there is one segment.
 
     Returns:
       `[size]` float32; 0 for elements without an index.
 
     Raises:
-      ValueError: If a dtype is different.
+      ValueError: If `values`, `indices` or `size` has another dtype.
       InvalidArgumentError: If an index is outside 0..size-1, shapes differ, or the sum of `counts`
         is not `c`.
 
-    Cost: one pass over the sum, one over the pairs.
+    Cost: one pass over the sum, and one over the pairs.
 
     >>> import tensorflow as tf, tfposeidon as tp
     >>> tp.ops.scatter_add([1.0, 2.0, 3.0], [0, 2, 2], 4, counts=[2, 1]).numpy().tolist()
@@ -208,8 +209,10 @@ def scatter_add(
     values = _float32("values", values)
     indices = tf.convert_to_tensor(indices)
     if indices.dtype not in (tf.int32, tf.int64):
-        raise ValueError(f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}")
-    # By default there is one segment. Its length is dynamic, because the static one may be unknown.
+        raise ValueError(
+            f"`indices` must be int32 or int64. Received: dtype={indices.dtype.name}. Use tf.cast."
+        )
+    # The length of a single segment is dynamic, because the static length may be unknown.
     counts = tf.shape(values, tf.int64)[:1] if counts is None else tf.cast(counts, tf.int64)
     return library().tfposeidon_scatter_add(
         values=values, indices=indices, counts=counts, size=_scalar(size)
@@ -265,12 +268,12 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
       tensors: Tensors of any shapes, float32; float16 and bfloat16 are cast to it.
 
     Returns:
-      `[len(tensors)]` float32: 0 for a tensor without elements, NaN for one with a NaN. Squares are
-      summed in 64 bits, so that none overflows or underflows, in an order that does not depend on
-      the machine.
+      `[len(tensors)]` float32: 0 for a tensor without elements, NaN for a tensor with a NaN.
+      Squares are summed in 64 bits, so that none overflows or underflows, in an order that does not
+      depend on the machine.
 
     Raises:
-      ValueError: If there is no tensor, or a dtype is different.
+      ValueError: If there is no tensor, or a tensor has another dtype.
 
     Cost: one pass over the tensors.
 
@@ -312,7 +315,7 @@ def check_method(method: str) -> None:
     """
     if method not in METHODS:
         names = ", ".join(f'"{name}"' for name in METHODS)
-        raise ValueError(f"The selection method must be one of {names}. Received: {method!r}")
+        raise ValueError(f"The selection method must be one of {names}. Received: {method!r}.")
 
 
 def _floating(name: str, tensor: Any) -> tf.Tensor:
@@ -320,7 +323,7 @@ def _floating(name: str, tensor: Any) -> tf.Tensor:
     if not tensor.dtype.is_floating:
         raise ValueError(
             f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, "
-            f"shape={tensor.shape}"
+            f"shape={tensor.shape}. Use tf.cast."
         )
     return tensor
 
@@ -329,7 +332,8 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
     tensor = tf.convert_to_tensor(tensor)
     if tensor.dtype != tf.float32:
         raise ValueError(
-            f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, shape={tensor.shape}"
+            f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, "
+            f"shape={tensor.shape}. Use tf.cast."
         )
     return tensor
 
@@ -337,5 +341,5 @@ def _float32(name: str, tensor: Any) -> tf.Tensor:
 def _scalar(value: Any) -> tf.Tensor:
     whole = tf.convert_to_tensor(value)
     if not whole.dtype.is_integer:
-        raise ValueError(f"`k`, `seed` and `size` must be integers. Received: {value}")
+        raise ValueError(f"`k`, `seed` and `size` must be integers. Received: {value}. Use int.")
     return tf.cast(whole, tf.int64)

@@ -458,7 +458,7 @@ def test_training_begins_once_at_a_time(wire):
             lambda: model.fit(*elastic_share(data), batch_size=BATCH, verbose=0),
             lambda: optimizer.run(lambda: None),
         ):
-            with Raises(RuntimeError, "start only once at a time. Received: fit or run within run"):
+            with Raises(RuntimeError, "only once at a time. Received: .* still trains with"):
                 begins()
         _gradient_steps(other, variable, 3)
 
@@ -485,7 +485,7 @@ def test_refusals(wire):
         other.run(lambda: None)
     with Raises(RuntimeError, "All ranks must train the same number of models"):
         optimizer.run(lambda: None, models=[] if is_server() else [models.mlp()])
-    with Raises(ValueError, "not built"):
+    with Raises(ValueError, "must be built before fit"):
         model = keras.Sequential([keras.layers.Dense(models.CLASSES)])
         model.compile(tp.ElasticAveraging(sgd()), models.LOSS)
         without_shapes = tf.data.Dataset.from_generator(lambda: iter([data]), ("float32", "int64"))

@@ -37,7 +37,7 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
     assert done.returncode == 0, done.stdout
     assert len(_digests(done.stdout)) == 3
     assert len(set(_digests(done.stdout))) == 1
-    assert "worker 2 is alive but has not exchanged for" in done.stdout
+    assert "worker 2 is alive but has not exchanged weights for" in done.stdout
 
 
 @ahead(_run)

@@ -1,1 +1,1 @@
-"""Asynchronous elastic averaging: workers exchange weights with a server, each at its own pace."""
+"""Averages weights asynchronously: each worker exchanges weights with a server at its own pace."""

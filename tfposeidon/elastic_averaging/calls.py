@@ -1,13 +1,13 @@
-"""Calls of workers to the server, and the transfer of weights and optimizer state after a call.
+"""Transfers calls, weights and optimizer state between workers and the server.
 
-A worker and the server are a pair with its own communicator. A call is an all-reduce of one number,
-which identifies the next operation. The server always waits for calls, and reads the global weights
-only after a call, so a worker can call at any time. The server adds a stop flag to the number, with
-the flag's value at the time when it began to wait.
+Think of each worker and the server as a pair with its own communicator. A call is an all-reduce of
+one number that identifies the next operation. The server always waits for calls, and reads the
+global weights only after a call, so a worker can call at any time. The server adds a stop flag to
+the number. The flag has its value from the time when the server began to wait.
 
 Collectives run eagerly here. Horovod matches them by their order: a worker calls sequentially, and
-the server has one thread per worker. They use none of TensorFlow's threads, because the steps may
-have only one.
+the server has one thread per worker. The collectives use none of TensorFlow's threads, because
+TensorFlow may have only one, which training steps occupy.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
 
-# Multiplier that packs a call and the index of a center into one integer.
+# A call about a center is encoded as `call + _KINDS * center`.
 _KINDS = 16
-# Stop flag that the server adds to a call; larger than any call.
+# The server adds this stop flag to a call. It is larger than any encoded call.
 _STOP = 2**32
-# Longest time between calls, unless the stall limit requires a shorter one.
+# A worker calls at least this often. The stall limit may require a shorter time.
 _MAX_SILENCE_S = 15.0
-# Time between queries of a worker that waits for its release.
+# A worker that waits for its release queries the server at this interval.
 _QUERY_INTERVAL_S = 0.2
 
 
 class Call(enum.IntEnum):
-    """Kinds of calls. No data follow unless a comment describes them."""
+    """Kinds of calls. Data follow a call only if its comment describes them."""
 
     # Prevents Horovod from reporting a stall while a worker is slow.
     ALIVE = 1
@@ -44,7 +44,7 @@ class Call(enum.IntEnum):
     ASK = 5
     # The worker's last call.
     LEAVE = 6
-    # End of an epoch without a batch.
+    # The worker ended an epoch without a batch.
     EMPTY_EPOCH = 7
     # The worker's optimizer state follows.
     GIVE = 8
@@ -64,12 +64,11 @@ def wait_for_call(wire: Wire, stops: bool) -> tuple[Call, int]:
 
 
 def sum_of_numbers(wire: Wire, number: int, name: str) -> int:
-    """Returns the sum of both sides' integers."""
     return int(sum_of_both(wire, tf.constant([number], tf.int64), name).numpy()[0])
 
 
 def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
-    """Returns the sum of both sides' vectors, with the same bits on both."""
+    """Returns the sum of the vectors of both sides, with the same bits on both sides."""
     return wire.all_reduce(mine, wire.topology.world, name)
 
 
@@ -84,7 +83,7 @@ def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
 
 
 class OptimizerState(NamedTuple):
-    """Optimizer state as a float32 vector, with its number of steps, as bias correction uses it."""
+    """Optimizer state as a float32 vector, and the step counter that bias correction uses."""
 
     values: tf.Tensor
     steps: int
@@ -103,11 +102,11 @@ def receive_state(wire: Wire) -> OptimizerState:
 
 
 class ServedState:
-    """Optimizer state on the server: a mean of the newest states that workers have sent.
+    """Optimizer state on the server: the average of the newest states that workers have sent.
 
-    Workers start from it in a resumed run, and after their weights became non-finite. A second
-    state of the same worker starts a new mean: each worker counts once, and the server stores one
-    vector. The state of a fast worker may therefore be the whole mean for a while.
+    Workers start from it in a resumed run, and after their weights became non-finite. When a worker
+    sends a second state, a new average starts with this state. Each worker thus counts once, and
+    the server stores a single vector. For a while, the average may be one fast worker's state.
     """
 
     def __init__(self, start: OptimizerState) -> None:
@@ -118,19 +117,19 @@ class ServedState:
 
     @property
     def now(self) -> OptimizerState:
-        """The mean of the states, and of their numbers of steps."""
+        """Average of the states, and of their step counters."""
         with self._lock:
             steps = list(self._steps.values()) or [self._start_steps]
             return OptimizerState(self._values.read_value(), sum(steps) // len(steps))
 
     def take(self, wire: Wire, worker: int) -> None:
-        """Receives a worker's state after its call, and updates the mean."""
+        """Receives a worker's state after its call, and adds it to the average."""
         state = receive_state(wire)
         with self._lock:
             if worker in self._steps:
                 self._steps.clear()
             self._steps[worker] = state.steps
-            # In place, because the state may be twice as large as the weights.
+            # Update in place, because the state may be twice as large as the weights.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._values.handle,
                 alpha=1.0 / len(self._steps),
@@ -143,16 +142,16 @@ class ServedState:
 
 
 class Worker:
-    """Worker's side of a pair: exchanges, and calls in between that prevent a stall.
+    """Worker's side of a pair: it exchanges values, and calls in between to prevent a stall.
 
     Horovod ends a job in which a rank is late by `stall_limit_s` seconds; 0 disables the limit.
     """
 
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
-        # Horovod checks at intervals of a quarter of the limit.
+        # Horovod checks for stalls at intervals of a quarter of the limit.
         self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 8 or _MAX_SILENCE_S)
-        # Held during a call and the data that follow it.
+        # A thread holds the lock during a call and the transfer of the data that follow.
         self._lock = threading.RLock()
         self._last_call_s = time.monotonic()
         self._quits = threading.Event()
@@ -163,7 +162,7 @@ class Worker:
 
     def start(self) -> None:
         """Starts the background calls to the server."""
-        # A daemon: a failing script must not wait for it.
+        # Use a daemon thread, because a failing script must not wait for it.
         threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
 
     def _keep_alive(self) -> None:
@@ -185,7 +184,7 @@ class Worker:
             self._last_call_s = time.monotonic()
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
-        """Exchanges finite float32 values with a center; returns their difference from it."""
+        """Exchanges finite float32 values with a center; returns `values - center`."""
         begin_s = time.perf_counter()
         with self._lock:
             self._call(Call.SWAP, center)
@@ -194,7 +193,6 @@ class Worker:
         return difference
 
     def send_state(self, center: int, state: OptimizerState) -> None:
-        """Sends this worker's optimizer state to the server."""
         with self._lock:
             self._call(Call.GIVE, center)
             send_state(self._wire, state)
@@ -207,7 +205,7 @@ class Worker:
             return values, receive_state(self._wire)
 
     def end_epoch(self, has_trained: bool) -> None:
-        """Notifies the server of the end of an epoch, with or without a batch."""
+        """Notifies the server that this worker has ended an epoch."""
         self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
 
     def wait_for_others(self) -> None:

@@ -1,8 +1,9 @@
-"""`fit` with a server: workers train at their own pace, and the server evaluates and saves.
+"""Runs `fit` with a server: workers train at their own pace, and the server evaluates and saves.
 
-On workers, Keras's `fit` runs between two callbacks that exchange with the server. The server holds
-the global weights and takes no steps. When workers end epochs, it calls the hooks of the callbacks
-that save, stop or log. Callbacks that need steps on the server are refused.
+On workers, Keras's `fit` runs between two callbacks that exchange weights with the server. The
+server holds the global weights and takes no training steps. When workers end epochs, the server
+calls the hooks of callbacks that save, stop or log. It refuses callbacks that need training steps
+on the server.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from tfposeidon.training.global_metrics import SAVING
 
 log = logging.getLogger("tfposeidon")
 
-# Keras callbacks that run on the server only: they save, stop, or log the global weights.
+# These Keras callbacks run on the server only, because they use the global weights or metrics.
 _AT_SERVER = (
     *SAVING,
     keras.callbacks.CSVLogger,
     keras.callbacks.EarlyStopping,
     keras.callbacks.TensorBoard,
 )
-# Arguments that may be numbers of steps, and their supported values.
+# These callback arguments may be numbers of steps. The server supports only these values.
 _PER_EPOCH = {"every_n_steps": "None", "save_freq": '"epoch"', "update_freq": '"epoch"'}
 
 
 def run(original: Any, call: inspect.BoundArguments) -> Any:
-    """Runs `fit` on a worker or on the server; collective, and returns the role's history."""
+    """Runs `fit` on a worker or on the server, and returns its history; collective."""
     arguments = call.arguments
     job.check_roles()
     if arguments["validation_split"]:
@@ -63,13 +64,13 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     try:
         return original(*call.args, **call.kwargs)
     finally:
-        # Has an effect only if training ended with an error.
+        # This has an effect only if training ended with an error.
         if worker.link is not None:
             worker.link.stop_calling()
 
 
 class _Worker(keras.callbacks.Callback):
-    """Callback that starts a worker with the server's weights and epoch, and ends its epochs."""
+    """Callback that starts a worker from the server's weights and epoch, and reports its epochs."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -96,13 +97,13 @@ class _Worker(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
-        # Precedes the notification, because the server then evaluates and saves.
+        # Send everything before the notification, because the server then evaluates and saves.
         for optimizer in self._optimizers:
             if is_last:
                 optimizer.exchange_last()
             optimizer.send_state()
         self.link.end_epoch(self._has_trained)
-        # Needed after an epoch without a batch.
+        # An epoch without a batch has not checked for the server's request yet.
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
@@ -119,7 +120,7 @@ class _Worker(keras.callbacks.Callback):
 
 
 def _run_server(arguments: dict[str, Any]) -> Any:
-    """Evaluates and calls hooks when workers end epochs; returns the server's history."""
+    """Evaluates the global weights and calls hooks at the ends of epochs; returns the history."""
     model = arguments["self"]
     log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
     callbacks = keras.callbacks.CallbackList(
@@ -127,24 +128,23 @@ def _run_server(arguments: dict[str, Any]) -> Any:
         add_history=True,
         add_progbar=arguments["verbose"] != 0,
         model=model,
-        # No progress bar per batch, because the server has no batches. "auto" occurs only in a
-        # terminal.
+        # The server has no batches for a progress bar. The value is "auto" only in a terminal.
         verbose=2 if arguments["verbose"] else 0,
         epochs=arguments["epochs"],
         steps=1,
     )
     model.stop_training = False
     callbacks.on_train_begin()
-    # Callbacks such as Checkpoint may have restored an earlier run by now.
+    # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
     optimizers, epoch = job.begin_fit(arguments)
     own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
     without = outcome_without_snapshot(callbacks.callbacks)
     with job.saved_at_failure(own.server, own.show, savers, without):
-        # As Keras chooses on workers.
+        # Begin with the same epoch as Keras on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
         own.show()
-        # Precedes the release of workers, because callbacks may change the weights of the model.
+        # Call this before the release of workers, because callbacks may change the weights.
         callbacks.on_train_end(logs)
         job.release_workers(own.server, optimizers)
     session.of(model).begin_where_asked()
@@ -152,7 +152,7 @@ def _run_server(arguments: dict[str, Any]) -> Any:
 
 
 class _Serving:
-    """The server's part in one `fit`; the server starts at construction."""
+    """Server's side of one `fit`; construction starts the server."""
 
     def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
@@ -161,11 +161,11 @@ class _Serving:
         self.server = job.start_server(optimizers)
 
     def show(self) -> None:
-        """Assigns the global weights to the model."""
+        """Assigns the global weights to the server's model."""
         job.show_centers(self.server, self._optimizers)
 
     def end_epochs(self, next_epoch: int) -> dict[str, Any]:
-        """Ends epochs when workers have ended them; returns the logs of the last one."""
+        """Ends each epoch after the workers have ended it; returns the logs of the last epoch."""
         logs: dict[str, Any] = {}
         first = next_epoch
         self._begin_epoch(first)
@@ -173,7 +173,7 @@ class _Serving:
             if not self._model.stop_training:
                 epoch = first + number
                 if epoch > next_epoch:
-                    # Each skipped epoch would have the same global weights.
+                    # The skipped epochs would evaluate the same global weights.
                     log.warning(
                         "tfposeidon: epoch(s) %d to %d ended during an evaluation; the server "
                         "continues with epoch %d.",
@@ -228,7 +228,7 @@ class _Serving:
         try:
             return [f"val_{name}" for name in self._model.get_metrics_result()]
         except ValueError:
-            # The names of unbuilt metrics are unknown until they have seen data.
+            # The names of metrics are unknown until data have built the metrics.
             return list(self._evaluate())
 
 
@@ -236,12 +236,12 @@ class _Serving:
 
 
 def acts_at_server(callback: Any) -> bool:
-    """Returns whether a callback runs on the server only; others set `acts_at_server = True`."""
+    """Returns whether a callback runs on the server only; custom ones set `acts_at_server`."""
     return isinstance(callback, _AT_SERVER) or getattr(callback, "acts_at_server", False)
 
 
 def check_callback(callback: Any) -> None:
-    """Refuses callbacks that need steps or rates on the server, or stop a single worker."""
+    """Refuses callbacks that need steps or rates on the server, or stop only one worker."""
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
@@ -268,14 +268,14 @@ def check_callback(callback: Any) -> None:
 
 
 def _with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
-    """Inserts before each `CSVLogger` a callback that adds columns for later epochs' metrics."""
+    """Inserts a callback before each `CSVLogger` that adds columns for metrics of later epochs."""
     found: list[Any] = []
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger):
 
             def announce(epoch: int, logs: Any, logger: Any = callback) -> None:
-                # The logger takes its columns from the logs of the first epoch, and would guess
-                # names of validation metrics from those of training.
+                # The logger takes its columns from the logs of the first epoch, and would derive
+                # the names of validation metrics from the names of training metrics.
                 if logger.keys is None:
                     logger.keys = sorted({*logs, *names()})
 
@@ -285,7 +285,7 @@ def _with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]
 
 
 def outcome_without_snapshot(callbacks: list[Any]) -> str:
-    """Returns the state of the global weights after a failure, for jobs without a snapshot."""
+    """Describes which global weights remain after a failure without a snapshot, for the log."""
     saved = next((type(c).__name__ for c in callbacks if isinstance(c, SAVING)), None)
     remains = (
         f"only the global weights that {saved} saved at the end of an epoch remain"

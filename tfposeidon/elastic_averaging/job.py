@@ -1,7 +1,7 @@
-"""Start and end of asynchronous training, collective over all ranks.
+"""Starts and ends asynchronous training, collectively over all ranks.
 
-`fit` and `ElasticAveraging.run` call these functions in turn: `begin_fit` or `begin_loop`, which
-copy the server's values to all ranks, `start_worker` or `start_server`, then `end_worker` or
+`fit` and `ElasticAveraging.run` first call `begin_fit` or `begin_loop`, which copy the server's
+values to all ranks. They then call `start_worker` or `start_server`, and finally `end_worker` or
 `release_workers`. If the job ends early, `saved_at_failure` saves the global weights first. All
 ranks raise an error if their optimizers or other settings differ.
 """
@@ -37,28 +37,27 @@ def check_roles() -> None:
     """Refuses jobs without a server, or without a worker."""
     if runtime.size() == 1:
         raise ValueError(
-            "ElasticAveraging requires a server and at least one worker. Received: a job of one "
-            "rank. Start it with horovodrun -np 2 or more; on one rank, use the inner optimizer."
+            "ElasticAveraging requires a server and at least one worker. Received: 1 rank. Start "
+            "the job with horovodrun -np 2 or more; on one rank, use the inner optimizer."
         )
     if runtime.server_rank() is None:
         raise ValueError(
-            "ElasticAveraging requires a server rank. Received: a job without one. Call "
+            "ElasticAveraging requires a server rank. Received: server_rank=None. Call "
             "tfposeidon.init(server_rank=0) at the beginning of the script."
         )
 
 
 def check_begun(what: str) -> None:
-    """Refuses operations that depend on the ranks before `tfposeidon.init`."""
+    """Refuses operations before `tfposeidon.init` that depend on the ranks; `what` names one."""
     if not runtime.has_begun():
         raise RuntimeError(
-            f"{what} depends on the ranks of the job. Received: a job that has not started. Call "
+            f"{what} depends on the ranks of the job. Received: a use before tfposeidon.init. Call "
             "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
             "rank."
         )
 
 
 def is_server() -> bool:
-    """Returns whether this rank is the server."""
     return runtime.server_rank() == runtime.rank()
 
 
@@ -72,7 +71,7 @@ def _server_rank() -> int:
 
 
 def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
-    """Copies the server's state to all ranks; returns optimizers and the resumed epoch, if any."""
+    """Copies the server's state to all ranks; returns optimizers, and the resumed epoch or None."""
     model = arguments["self"]
     optimizers = _optimizers(model)
     equal = {name: arguments[name] for name in ("epochs", "initial_epoch")}
@@ -99,7 +98,7 @@ def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
 
 
 def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
-    """Copies the server's weights and optimizer state to all ranks; returns all `settings`."""
+    """Copies the server's weights and optimizer state; returns the `settings` of all ranks."""
     for optimizer in optimizers:
         optimizer.check_detached()
     own = [
@@ -120,7 +119,7 @@ def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
 
 
 def _share_rest(model: Any, optimizers: list[Any]) -> None:
-    """Copies other state, such as frozen weights; each rank receives a different seed."""
+    """Copies the model's other state, such as frozen weights; each rank gets a different seed."""
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
             "ElasticAveraging does not support partial variables: its ranks train "
@@ -150,15 +149,15 @@ def _optimizers(model: Any) -> list[Any]:
     if not all(optimizer.built for optimizer in found):
         raise ValueError(
             "Models and optimizers must be built before fit, because the server takes no steps. "
-            "Received: a model or an optimizer that is not built. Call model.build(input_shape) "
-            "and, if a model has several optimizers, optimizer.build(variables) for each before "
-            "fit."
+            f"Received: model.built={model.built}, and built={[o.built for o in found]} for its "
+            "optimizers. Call model.build(input_shape) and, if a model has several optimizers, "
+            "optimizer.build(variables) for each before fit."
         )
     return found
 
 
 def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts exchanges with the server."""
+    """Starts this worker's calls to the server, and attaches the optimizers to it."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     worker.start()
     for number, optimizer in enumerate(optimizers):
@@ -172,8 +171,8 @@ def start_server(optimizers: Sequence[Any]) -> Server:
         if not bool(tf.reduce_all(tf.math.is_finite(variable))):
             raise ValueError(
                 "State that workers exchange with the global weights must start with finite "
-                f"values. Received: {variable.path}, which does not. Store such state of layers "
-                "in Python, or as integers."
+                f"values. Received: infinity or NaN in {variable.path!r}. Store such state of "
+                "layers in Python, or as integers."
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
     centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
@@ -187,7 +186,7 @@ def start_server(optimizers: Sequence[Any]) -> Server:
 
 
 def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
-    """Exchanges the last steps, waits for other workers, and takes the final global weights."""
+    """Exchanges weights again, waits for other workers, and takes the final global weights."""
     for optimizer in optimizers:
         optimizer.exchange_last()
     worker.wait_for_others()
@@ -233,7 +232,7 @@ def release_workers(server: Server, optimizers: Sequence[Any]) -> None:
 
 
 def _end_together() -> None:
-    # A rank that exits shuts down Horovod, and aborts the last calls of the others.
+    # A rank that exits shuts down Horovod, and aborts the last calls of the other ranks.
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 
@@ -241,19 +240,19 @@ def _end_together() -> None:
 
 
 def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
-    """Assigns global weights and the workers' optimizer state to the server's variables."""
+    """Assigns global weights and averaged optimizer state to the server's variables."""
     for optimizer, center, state in zip(optimizers, server.centers, server.states, strict=True):
         assign_parts(optimizer.exchanged_variables, center.values)
         assign_state(optimizer.inner_optimizer, state.now)
 
 
 def sent_variables(inner_optimizer: Any) -> list[Any]:
-    """Returns the variables that workers send: state, and rates, which callbacks may set."""
+    """Returns the variables that workers send: state, and rates, because callbacks may set them."""
     return [*slots(inner_optimizer), *rates(inner_optimizer)]
 
 
 def state_of(inner_optimizer: Any) -> OptimizerState:
-    """Returns the optimizer state in the form in which it is sent."""
+    """Returns the optimizer state as one vector to send, and the step counter."""
     steps = int(step_counter(inner_optimizer).numpy())
     return OptimizerState(joined(sent_variables(inner_optimizer)), steps)
 
@@ -265,7 +264,7 @@ def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns the parts of a vector from `joined` to variables."""
+    """Assigns a vector that `joined` returned for equal variables."""
     for variable, part in zip(variables, parted(vector, variables), strict=True):
         variable.assign(part)
 
@@ -295,10 +294,10 @@ class _Terminated(SystemExit):
 def saved_at_failure(
     server: Server, show: Callable[[], None], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[None]:
-    """Saves the global weights before an error, or a launcher, ends the server.
+    """Saves the global weights before an error or the launcher ends the server.
 
-    `show` assigns them to the server's variables, and `savers` save these. The log contains
-    `without` if there are no savers.
+    `show` assigns the global weights to the server's variables, and each of `savers` saves the
+    variables. `without` is the log's text for an empty list of savers.
     """
     # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
     # Python installs signal handlers in the main thread only.
@@ -313,7 +312,7 @@ def saved_at_failure(
             failure.report_signal("SIGTERM")
         # If the script continues, workers must not train without a server.
         server.is_silent = True
-        # A list, so that each saver runs, regardless of earlier failures.
+        # Build a list, so that each saver runs even if an earlier one fails.
         done = [_succeeds(save) for save in savers] if _succeeds(show) else []
         if any(done):
             without = "the server has saved the global weights"
@@ -327,7 +326,7 @@ def saved_at_failure(
 
 
 def _exit(*_: Any) -> None:
-    # Interrupts the main thread's current operation.
+    # The exception interrupts the main thread's current operation.
     raise _Terminated(128 + signal.SIGTERM)
 
 

@@ -1,7 +1,7 @@
-"""`ElasticAveraging`: workers exchange weights with a server, each at its own pace.
+"""Provides `ElasticAveraging`: workers exchange weights with a server, each at its own pace.
 
-Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights, and once
-in `sync_every` steps these and the server's global weights move toward each other.
+Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights. Once in
+`sync_every` steps, the worker's weights and the server's global weights move toward each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfposeidon.text import readable_size
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
 
-# Default of workers x alpha, by Zhang et al. 2015.
+# By default, the number of workers times alpha is this value, as in Zhang et al. 2015.
 _BETA = 0.9
 
 
@@ -44,20 +44,19 @@ class ElasticAveraging(CommunicatingOptimizer):
     `c` (the center): the worker adds `-alpha (x - c)`, and the server adds `server_alpha (x - c)`.
     Workers do not wait for each other. One rank is the server and does not train: call
     `tfposeidon.init(server_rank=0)` first. All ranks run the same script. On the server, `fit`
-    evaluates the global weights on `validation_data` when workers have ended an epoch, as a mean
-    over workers, and callbacks that save or stop run there. After `fit`, all ranks hold the global
-    weights. The synchronous form needs no server:
-    `LocalUpdates(outer_optimizer=tfposeidon.local.Elastic())`.
+    evaluates the global weights on `validation_data` when workers have ended an epoch on average,
+    and callbacks that save or stop run there. After `fit`, all ranks hold the global weights. The
+    synchronous form needs no server: `LocalUpdates(outer_optimizer=tfposeidon.local.Elastic())`.
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped. It updates a worker's weights at every
         step, and its state is local to the worker. At the end of an epoch, workers send the state
-        to the server. A resumed run starts with the mean over workers.
-      sync_every: Steps of a worker between exchanges, at least 1 (default 4).
-      alpha: Share of its difference from the global weights that a worker subtracts in an exchange,
-        above 0 and at most 1; `None` (default) for 0.9 / workers.
-      server_alpha: Share of that difference that the server adds to the global weights, above 0 and
-        at most 1; `None` (default) for `alpha`.
+        to the server. A resumed run starts with the average over workers.
+      sync_every: Number of a worker's steps between exchanges, at least 1 (default 4).
+      alpha: Share of the difference `x - c` that a worker subtracts from its weights in an
+        exchange, above 0 and at most 1; `None` (default) for 0.9 / workers.
+      server_alpha: Share of the difference `x - c` that the server adds to the global weights,
+        above 0 and at most 1; `None` (default) for `alpha`.
       name: Name of the optimizer (default `"elastic_averaging"`).
       **others: Any other arguments, which are all refused.
 
@@ -108,7 +107,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         )
         communicating.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
-        # Used only for the plan: exchanges use a pair's communicator, when a worker calls.
+        # This step only makes the plan. Exchanges use a pair's communicator when a worker calls.
         self._exchange = Step(self, policy, None, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
@@ -131,7 +130,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # On the CPU, because branches and Python read it.
+        # Place the counter on the CPU, because branches and Python read it.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
@@ -141,7 +140,7 @@ class ElasticAveraging(CommunicatingOptimizer):
     @property
     @override
     def variables(self) -> list[Any]:
-        """Variables of the inner optimizer; on the server, with the workers' state."""
+        """Variables of the inner optimizer; on the server, they hold the workers' average state."""
         return list(self.inner_optimizer.variables)
 
     @property
@@ -162,10 +161,12 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def alpha(self) -> float:
-        """Share of its difference from the global weights that a worker subtracts in an exchange.
+        """Share of the difference that a worker subtracts from its weights in an exchange.
+
+        The difference is the worker's weights minus the global weights.
 
         Raises:
-          RuntimeError: If it depends on the number of workers, and the job has not started.
+          RuntimeError: If the share depends on the number of workers, and the job has not started.
         """
         if self._alpha is not None:
             return self._alpha
@@ -174,17 +175,20 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def server_alpha(self) -> float:
-        """Share of a worker's difference that the server adds to the global weights.
+        """Share of the difference that the server adds to the global weights in an exchange.
+
+        The difference is the worker's weights minus the global weights.
 
         Raises:
-          RuntimeError: As for `alpha`, if it depends on `alpha`.
+          RuntimeError: If the share depends on the number of workers, and the job has not started.
         """
         return self.alpha if self._server_alpha is None else self._server_alpha
 
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
-        # Callbacks set rates. A resumed server sends the rate of its snapshot to workers.
+        # Learning rates may differ: callbacks set them, and a resumed server sends the learning
+        # rate of its snapshot to workers.
         inner = {
             name: value
             for name, value in settings(self.inner_optimizer, "inner optimizer").items()
@@ -199,8 +203,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Communication plan of an exchange between a worker and the server, with bytes and memory.
 
         Raises:
-          RuntimeError: If the optimizer is not built, so that its variables are unknown, or if the
-            job has not started.
+          RuntimeError: If the optimizer is not built, or the job has not started.
         """
         check_built(self)
         # Exchanges convert all variables to float32.
@@ -244,7 +247,7 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "the server. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
-        # Counts calls, not updates, because a loss scale skips updates.
+        # Count calls instead of updates, because a loss scale skips updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
@@ -254,7 +257,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         self._since.assign(0)
 
     def _restart_from_center(self) -> None:
-        # The worker retains its rates, which callbacks may have set.
+        # The worker retains its learning rates, because callbacks may have set them.
         of_rates = rates(self.inner_optimizer)
         before = [tf.identity(rate) for rate in of_rates]
         self.take_all()
@@ -266,7 +269,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         values = joined(variables)
         difference = tf.py_function(self._swap_values, [values], tf.float32)
         parts = parted(tf.ensure_shape(difference, values.shape), variables)
-        # Statistics of workers stay separate.
+        # Each worker keeps its own statistics.
         for variable, part in zip(self._trainable_variables, parts, strict=False):
             variable.assign_sub(self.alpha * part)
 
@@ -276,8 +279,8 @@ class ElasticAveraging(CommunicatingOptimizer):
             raise RuntimeError(
                 "A step must exchange the variables that the job started with. Received: a step "
                 f"that was traced with {len(values)} values, in a job of {self._length}. Pass all "
-                "models that it trains to run, run(train, models=[...]), and compile them again "
-                "after a fit."
+                "trained models to run, run(train, models=[...]), and compile them again after a "
+                "fit."
             )
         return link.swap(self._number, values)
 
@@ -285,7 +288,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if self._worker is None:
             raise RuntimeError(
                 "A worker can exchange only with a running server. Received: a step outside of "
-                "fit and of ElasticAveraging.run. Call run(train) on all ranks."
+                "fit and of ElasticAveraging.run. Call fit or run(train) on all ranks."
             )
         return self._worker
 
@@ -299,15 +302,15 @@ class ElasticAveraging(CommunicatingOptimizer):
     ) -> None:
         """Trains with a custom loop: workers call `train`, and the server answers their calls.
 
-        All ranks call it together, and start with the server's weights. When it returns, all of
-        them hold the final global weights. To evaluate or save the global weights in between, call
-        it once per epoch: workers then wait for each other at its end.
+        All ranks call it together, and start with the server's weights. When it returns, all ranks
+        hold the final global weights. To evaluate or save the global weights in between, call it
+        once per epoch: workers then wait for each other at its end.
 
         Args:
           train: Function without arguments that runs a worker's steps.
-          others: Further optimizers with steps in `train`, such as that of a GAN's generator.
-          models: Models whose layer statistics, such as those of batch normalization, are part of
-            the global weights. Without them, statistics are local to each rank.
+          others: Further optimizers with steps in `train`, as for a GAN's generator.
+          models: Models whose layer statistics, as of batch normalization, are part of the global
+            weights. Statistics of other models are local to each rank.
           on_failure: Function without arguments, such as one that saves the models. The server
             calls it with the global weights in the variables if a worker is lost, if the server
             fails, or on SIGTERM.
@@ -373,7 +376,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         return FitHooks(run=fit.run, wire=runtime.own_wire, is_in_step=False)
 
     def _set_statistics(self, statistics: Callable[[], Sequence[Any]]) -> None:
-        # A center's length is fixed after the start.
+        # The server's center has a fixed length after the start.
         if self._worker is None:
             self._statistics = statistics
 
@@ -383,37 +386,37 @@ class ElasticAveraging(CommunicatingOptimizer):
         return [*self._trainable_variables, *self._statistics()]
 
     def check_detached(self) -> None:
-        """Refuses to start if steps exchange already, as in `fit` within `run`."""
+        """Refuses to start if steps already exchange weights, as in `fit` within `run`."""
         if self._worker is not None:
             raise RuntimeError(
-                "Training with a server must start only once at a time. Received: fit or run "
-                "within run, or after training that ended with an error. Call fit outside of "
-                "run, on all ranks, because fit also serves; after an error, restart the job."
+                f"Training with a server must start only once at a time. Received: {self.name!r}, "
+                "which still trains with the server. Call fit or run outside of run, on all "
+                "ranks, because both also run the server; after an error, restart the job."
             )
 
     def attach(self, worker: Worker, number: int) -> None:
-        """Makes steps exchange with the server's center of this index."""
+        """Makes steps exchange weights with the server's center of index `number`."""
         self._worker, self._number = worker, number
         self._length = sum(math.prod(v.shape) for v in self.exchanged_variables)
         self._sent_steps = int(step_counter(self.inner_optimizer).numpy())
         self._since.assign(0)
 
     def exchange_last(self) -> None:
-        """Exchanges once more if steps followed the last exchange."""
+        """Exchanges weights once more if steps followed the last exchange."""
         if int(self._since.numpy()):
             self._exchange_now()
 
     def send_state(self) -> None:
-        """Sends the optimizer state and its number of steps to the server, after new steps."""
+        """Sends the optimizer state to the server if steps have changed it since the last time."""
         state = job.state_of(self.inner_optimizer)
-        # Non-finite values would persist in the server's mean. The next exchange logs them.
+        # Non-finite values would persist in the server's average. The next exchange logs them.
         is_finite = bool(tf.reduce_all(tf.math.is_finite(state.values)))
         if is_finite and state.steps != self._sent_steps:
             self._link().send_state(self._number, state)
             self._sent_steps = state.steps
 
     def take_all(self) -> None:
-        """Assigns the server's global weights and optimizer state, with its number of steps."""
+        """Assigns the server's global weights, optimizer state and step counter."""
 
         def take() -> tuple[tf.Tensor, tf.Tensor, int]:
             values, given = self._link().take(self._number)
@@ -424,12 +427,12 @@ class ElasticAveraging(CommunicatingOptimizer):
         job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
-        """Ends the exchanges in steps."""
+        """Stops steps from exchanging weights with the server."""
         self._waited_s, self._worker = self.exposed_s, None
 
 
 def _pair_of_plan() -> Wire:
-    """Returns the communicator that a plan is made for: that of a worker and the server."""
+    """Returns the communicator that a plan describes, between a worker and the server."""
     job.check_begun("The plan of ElasticAveraging")
     if runtime.server_rank() is None:
         return runtime.own_wire()

@@ -1,7 +1,7 @@
-"""Server side of asynchronous training: global weights, and a thread for each worker.
+"""Serves global weights to asynchronous workers, with a thread for each worker.
 
-Think of `Server` as a set of request loops. Each waits for calls of one worker and answers them,
-while the main thread iterates over `epochs` and evaluates.
+Think of `Server` as a set of request loops. Each loop waits for calls of one worker and answers
+them, while the main thread iterates over `epochs` and evaluates.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tfposeidon.elastic_averaging.calls import (
 
 log = logging.getLogger("tfposeidon")
 
-# Time between checks for late workers.
+# The server checks for late workers at this interval.
 _CHECK_INTERVAL_S = 1.0
 
 
 class ServedCenter:
     """Global weights on the server, which each exchange moves toward a worker's weights.
 
-    `start` is a float32 vector, and `alpha` the share of a worker's difference that is added.
+    `start` is a float32 vector. An exchange with a worker's weights `x` adds `alpha (x - center)`.
     """
 
     def __init__(self, start: tf.Tensor, alpha: float) -> None:
@@ -44,8 +44,8 @@ class ServedCenter:
 
     @property
     def values(self) -> tf.Tensor:
-        """Current values, a float32 vector; they may be assigned while no worker trains."""
-        # Reads without the lock, because an exchange with a lost worker may hold it.
+        """Current values, a float32 vector; assign them only while no worker trains."""
+        # Read without the lock, because an exchange with a lost worker may hold it.
         return -self._minus.read_value()
 
     @values.setter
@@ -54,11 +54,12 @@ class ServedCenter:
             self._minus.assign(-values)
 
     def swap(self, wire: Wire) -> None:
-        """Exchanges with a worker after its call."""
-        # One worker at a time: each receives the result of the previous exchange.
+        """Exchanges weights with a worker after its call."""
+        # Serve one worker at a time, so that each receives the result of the previous exchange.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # In place, so that the server stores two vectors instead of three. Readers wait.
+            # Update in place, so that the server stores two vectors instead of three. The
+            # variable's lock makes readers wait.
             tf.raw_ops.ResourceApplyGradientDescent(
                 var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
             )
@@ -66,8 +67,6 @@ class ServedCenter:
 
 @dataclass
 class Progress:
-    """Progress of one worker."""
-
     exchanges: int = 0
     epochs: int = 0
     # True if the last epoch had no batch.
@@ -81,7 +80,8 @@ class Progress:
 class Server:
     """Serves workers, each in its own thread, until they have left.
 
-    After `stall_limit_s` seconds without an exchange, a worker is reported as late; 0 disables it.
+    The server reports a worker as late after `stall_limit_s` seconds without an exchange; 0
+    disables the report.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Server:
     ) -> None:
         self.centers, self.states = centers, states
         self.progress = {rank: Progress() for rank in wires}
-        # True to ask workers to stop; each receives the request in its second call from then.
+        # Set to True to ask workers to stop. Each receives the request by its second call.
         self.stops = False
-        # True to stop answering after an error, so that Horovod ends the job.
+        # Set to True after an error to answer no more calls, so that Horovod ends the job.
         self.is_silent = False
         self._wires, self._stall_limit_s = wires, stall_limit_s
-        # One thread of Horovod runs the collectives of all pairs in sequence. With several large
-        # transfers at a time, all of their workers would wait.
+        # One thread of Horovod runs the collectives of all pairs in sequence. If several large
+        # transfers ran at the same time, all of their workers would wait.
         self._transfer = threading.Lock()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -107,9 +107,9 @@ class Server:
         self._late: set[int] = set()
 
     def start(self) -> None:
-        """Starts the threads."""
+        """Starts a thread for each worker."""
         for rank in self._wires:
-            # Daemons: a failing server must not wait for workers.
+            # Use daemon threads, because a failing server must not wait for workers.
             threading.Thread(
                 target=self._serve, args=(rank,), daemon=True, name=f"tfposeidon-serves-{rank}"
             ).start()
@@ -117,7 +117,7 @@ class Server:
     def release(self) -> None:
         """Releases all workers after training, and waits until they have left.
 
-        It raises the error of a thread, such as a lost worker.
+        It raises the first error of a thread, such as the loss of a worker.
         """
         self._releases = True
         with self._changed:
@@ -129,11 +129,11 @@ class Server:
         return all(getattr(worker, state) for worker in self.progress.values())
 
     def epochs(self) -> Iterator[int]:
-        """Yields the index of the newest epoch that workers have ended, as a mean over workers.
+        """Yields the index of the newest epoch that workers have ended on average.
 
-        Only workers with batches count. Epochs that ended while the caller was busy are skipped.
-        After training, the last epoch is that of the most advanced worker. It raises the error of
-        a thread, such as a lost worker.
+        Workers without batches do not count. Epochs that ended while the caller was busy are
+        skipped. After training, the last index is the last epoch of the most advanced worker. It
+        raises the first error of a thread, such as the loss of a worker.
         """
         seen = 0
         while True:
@@ -153,10 +153,10 @@ class Server:
     def _epochs(self) -> tuple[int, bool]:
         """Returns the number of epochs that workers have ended, and whether it is final."""
         workers, is_last = self.progress.values(), self._all("has_ended")
-        # Epochs without a batch end immediately, and would end those of other workers early.
+        # Epochs without a batch end immediately, and would end the epochs of other workers early.
         counts = [worker.epochs for worker in workers if not worker.is_idle]
         counts = counts or [worker.epochs for worker in workers]
-        # A worker may have stopped early. The last epoch of the others must still be counted.
+        # A worker may have stopped early. The last epoch of the other workers must still count.
         return max(counts) if is_last else sum(counts) // len(counts), is_last
 
     def _report_late(self) -> None:
@@ -168,7 +168,7 @@ class Server:
                 self._late.discard(rank)
             elif rank not in self._late:
                 self._late.add(rank)
-                text = "tfposeidon: worker %d is alive but has not exchanged for %.0f s."
+                text = "tfposeidon: worker %d is alive but has not exchanged weights for %.0f s."
                 log.warning(text, rank, silent_s)
 
     # ------------------------------------------------------------------ threads

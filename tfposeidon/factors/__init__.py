@@ -1,1 +1,1 @@
-"""Sufficient factors: gradients of matrices that are sent as two thin matrices (Poseidon's SFB)."""
+"""Sends gradients of matrices as two thin matrices, their sufficient factors (Poseidon's SFB)."""

@@ -1,7 +1,7 @@
-"""Base classes of schemes that exchange sufficient factors.
+"""Provides base classes of schemes that exchange sufficient factors.
 
-Ranks first count the rows of all ranks, by which a scheme may choose how to send them, and then
-exchange the rows.
+Ranks first sum their numbers of batch rows, because a scheme may choose by the sum how to send the
+rows. They then exchange the rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tfposeidon.schemes.stages import Cost, Stage, renamed, total_cost
 
 
 class SchemeOfFactors(Scheme):
-    """Stateless scheme that receives the factors of gradients, even if it then sends products."""
+    """Stateless scheme that receives the factors of gradients, even if it sends their products."""
 
     reader: ClassVar[FactorReader] = FactorReader()
 
     @override
     def refusal(self, description: Description) -> str:
-        # Reads only the shape, which is known before the first step finds the factors.
+        # Check only the shape, because the factors are unknown before the first step.
         if len(description.shape) < 2:
             return f"not a matrix, as {self.name} requires"
         why = description.why_no_structure
@@ -40,7 +40,10 @@ class SchemeOfFactors(Scheme):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        """Returns the concatenated mean products of a bucket; `rows` sums all batch rows."""
+        """Averages a bucket's products over all ranks, and concatenates them.
+
+        `rows` is the number of the bucket's batch rows on all ranks, a float32 scalar.
+        """
 
     @override
     def exchange_structures(
@@ -58,7 +61,7 @@ class SchemeOfFactors(Scheme):
         sent = [_sent(one, weight, zeros) for one in factors]
         mean = self.exchange_pairs(sent, rows, descriptions[0].dtype, wire, name)
         mean = tf.ensure_shape(mean, [sum(d.length for d in descriptions)])
-        # The local term is equal on all ranks, so each rank adds it to the mean itself.
+        # The local term is equal on all ranks, so each rank adds it after averaging.
         if any(one.local is not None for one in factors):
             pairs = zip(factors, descriptions, strict=True)
             mean += tf.concat([_local(one, d, zeros) for one, d in pairs], 0)
@@ -108,8 +111,7 @@ class FactorScheme(SchemeOfFactors):
         """Describes the stages of `topology.rank` if every rank has factors of this shape.
 
         Args:
-          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
-            as 0.
+          factors: Shape of one variable's factors; if `rows` is `None`, factors have 0 bytes.
           topology: Topology of the job.
 
         Returns:
@@ -121,8 +123,7 @@ class FactorScheme(SchemeOfFactors):
         """Predicts the cost for `topology.rank` if every rank has factors of this shape.
 
         Args:
-          factors: Shape of one variable's factors; without batch rows, the bytes of factors count
-            as 0.
+          factors: Shape of one variable's factors; if `rows` is `None`, factors have 0 bytes.
           topology: Topology of the job.
 
         Returns:
@@ -157,7 +158,7 @@ class FactorScheme(SchemeOfFactors):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # The index makes names unique, because Horovod matches collectives by name.
+        # Add the index to names, because Horovod matches collectives by name.
         means = (self.exchange_factors(f, wire, f"{name}.{i}") for i, f in enumerate(factors))
         return tf.concat([tf.cast(mean, dtype) for mean in means], 0)
 
@@ -165,14 +166,14 @@ class FactorScheme(SchemeOfFactors):
 def _summed_rows(
     factors: Sequence[FactorPair], weight: tf.Tensor | None, wire: Wire, name: str, zero: Zeros
 ) -> tf.Tensor:
-    # Activations are known in the forward pass, so the sum is mostly ready before the first
-    # gradient. It waits for them and for the weight even if shapes are static: a rank that has just
-    # exhausted its iterator must not count. It runs on the CPU, because branching on a GPU tensor
+    # Wait for activations and the weight even if shapes are static, because a rank that has just
+    # exhausted its iterator must not count. Activations are known in the forward pass, so the sum
+    # is usually ready before the first gradient. Sum on the CPU, because branching on a GPU tensor
     # would wait for the GPU.
     after = [*(one.left for one in factors), *([] if weight is None else [weight])]
     with tf.device("/CPU:0"), tf.control_dependencies(after):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
-        # Static shapes are constants, which a collective must not receive.
+        # Add a variable: static shapes are constants, and collectives must not receive constants.
         mine += zero["float32"].read_value()
         return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
 

@@ -1,7 +1,7 @@
-"""Sufficient factors of a gradient: two thin matrices with the gradient as their product.
+"""Represents a gradient by its sufficient factors: two thin matrices with the gradient as product.
 
-The gradient of an embedding is the product of one-hot rows and values. The one-hot rows are sent as
-their indices.
+The gradient of an embedding is the product of one-hot rows and values. Ranks send the one-hot rows
+as their indices.
 
 Source: Zhang et al. 2017 (Poseidon), section 2.1.
 """
@@ -18,8 +18,8 @@ from typing_extensions import override
 from tfposeidon.gradients import Description
 from tfposeidon.schemes.stages import Work
 
-# Columns next to 16-bit factors that hold their rank's weight as a high and a low part. A single
-# part would be rounded, and bias the mean.
+# Messages of 16-bit factors have two more columns for the rank's weight: a high and a low part.
+# Rounding a single part would bias the average.
 _WEIGHT_COLUMNS = 2
 
 
@@ -28,8 +28,8 @@ class FactorShape:
     """Static shape of factors; the same on every rank.
 
     Attributes:
-      rows: Mean number of batch rows per rank and exchange, K: the samples of a batch, times the
-        positions at which the kernel is used. `None` before the first step.
+      rows: K, the number of batch rows in an exchange, averaged over ranks: the samples of a batch
+        times the positions at which a layer uses the kernel. `None` before the first step.
       left: Number of columns of the left matrix, M.
       right: Number of columns of the right matrix, N.
       dtype: Dtype of the values that are sent.
@@ -49,23 +49,23 @@ class FactorShape:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one value."""
+        """Number of bytes of one value."""
         return tf.as_dtype(self.dtype).size
 
     @property
     def left_columns(self) -> int:
-        """Number of values sent per left row: M, or those that hold a 32-bit index."""
+        """Number of values sent per left row: M, or as many as hold a 32-bit index."""
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
     def bytes(self) -> float:
-        """Bytes that one rank sends to each other rank; 0 before the first step."""
+        """Number of bytes that a rank sends to each other rank; 0 before the first step."""
         columns = self.left_columns + self.right + (_WEIGHT_COLUMNS if self.itemsize == 2 else 0)
         return (self.rows or 0) * columns * self.itemsize
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the product, which is float64 if the factors are, else float32."""
+        """Number of bytes of the product, which is float64 for float64 factors, else float32."""
         return self.left * self.right * max(4, self.itemsize)
 
     @property
@@ -74,7 +74,7 @@ class FactorShape:
         return self.rows is not None
 
     def sized(self, size: float | None) -> FactorShape:
-        """Returns the shape with this mean number of batch rows."""
+        """Returns the shape with `size` as its number of batch rows; `None` if it is unknown."""
         return replace(self, rows=size)
 
     def multiplication(self, ranks: int) -> Work:
@@ -111,8 +111,8 @@ class FactorPair:
       local: Term that depends on variables alone, such as a regularizer's gradient, and is
         therefore the same on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the graph's constants in `local`, which ranks compare.
-      weight: Factor for the product of 16-bit factors, a float32 scalar; `None` for 1.
-        Wider factors are multiplied by their weight immediately.
+      weight: Scale of the product of 16-bit factors, a float32 scalar; `None` for 1. Wider factors
+        are scaled immediately.
 
     >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
     >>> factors.own_product.numpy().tolist()
@@ -164,7 +164,7 @@ class FactorPair:
         """Multiplies the rows of any number of ranks.
 
         Args:
-          packed: Concatenated rows of all ranks, each rank's as in its `packed`.
+          packed: Concatenated messages of all ranks; each message is a rank's `packed`.
 
         Returns:
           Sum of the products, `[M * N]`, float64 if the factors are, else float32.
@@ -185,7 +185,7 @@ class FactorPair:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
-        """Returns factors whose product, but not local term, is scaled by a scalar."""
+        """Returns factors with a scaled product and the same local term; `weight` is a scalar."""
         # Ignore gradients of empty batches: they may be NaN.
         left, right = (_unless_empty(tensor, weight) for tensor in self.tensors)
         if right.dtype.size == 2:
@@ -224,7 +224,7 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Indices, bit-cast to the values' dtype, and values; repeated indices are summed first."""
+        """Message of indices, bit-cast to the values' dtype, and values, summed for each index."""
         indices, segments = tf.unique(self.left)
         values = tf.math.unsorted_segment_sum(self.right, segments, tf.size(indices))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
@@ -238,7 +238,8 @@ class Rows(FactorPair):
             return tf.math.unsorted_segment_sum(right, left, self.table)
         index_dtype = _index_dtype(left.dtype)
         bits = left if left.dtype.size < index_dtype.size else left[:, 0]
-        # A GPU would add in a different order on every rank, and replicas would diverge.
+        # Sum on the CPU: a GPU would add in a different order on every rank, and replicas would
+        # diverge.
         with tf.device("/CPU:0"):
             return self._multiplied(tf.bitcast(bits, index_dtype), right)
 

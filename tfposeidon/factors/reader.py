@@ -36,7 +36,7 @@ log = logging.getLogger("tfposeidon")
 
 
 Found = dict[str, Any]
-"""Dictionary of a `FactorShape` and a digest of constants, or `{"why_not": text}`; for JSON."""
+"""JSON dictionary of a `FactorShape` and a digest of constants, or `{"why_not": reason}`."""
 
 
 def factors_of(
@@ -55,7 +55,7 @@ def factors_of(
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():
         raise NoFactorsError("its products do not have the variable's size")
     constants = _constants_of_replicated(local_terms, replicated)
-    # Stacked rows need one dtype. A sum of products is the product of the stacked factors.
+    # A sum of products is the product of the stacked factors, which need a common dtype.
     first, *more = {tensor.dtype for p in products for tensor in p.tensors}
     common = tf.float32 if more else first
     left, right = (
@@ -78,7 +78,7 @@ def _of_width(product: FactorPair, shape: Sequence[int]) -> FactorPair:
 
 
 def _terms(tensor: tf.Tensor) -> tuple[list[FactorPair], list[tf.Tensor]]:
-    """Returns the products and other terms that sum to the tensor, up to its shape."""
+    """Returns the products and the other terms whose sum is the tensor, up to its shape."""
     op = _source(tensor)
     # Require equal shapes, because an Add may also broadcast.
     if op.type in ("AddN", "AddV2", "Add") and len({str(t.shape) for t in op.inputs}) == 1:
@@ -89,7 +89,7 @@ def _terms(tensor: tf.Tensor) -> tuple[list[FactorPair], list[tf.Tensor]]:
 
 
 def _source(tensor: tf.Tensor) -> tf.Operation:
-    """Returns the op before all ops that only change dtype or shape."""
+    """Returns the op that computed a tensor, before ops that only change its dtype or shape."""
     op = tensor.op
     while op.type in ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze"):
         if op.type == "Cast" and not op.inputs[0].dtype.is_floating:
@@ -122,7 +122,7 @@ def _permutation(tensor: tf.Tensor) -> Any:
 
 
 def _batched_product(tensor: tf.Tensor, axes: tf.Tensor) -> FactorPair | None:
-    """Reads a batch of products summed over the batch: one product with the rows of all."""
+    """Reads the sum over a batch of products as one product with the rows of the whole batch."""
     op = tensor.op
     while op.type in ("Identity", "Cast"):
         op = op.inputs[0].op
@@ -140,8 +140,8 @@ def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
     """Returns whether a sum is over all dimensions of a batch of matrices."""
     if rank is None:
         return False
-    # The gradient of a matrix that is multiplied with a batch is summed over the dimensions that
-    # this op computes from the batch shapes. These are all batch dimensions if the sum has no more
+    # TensorFlow sums the gradient of a matrix that multiplies a batch over the dimensions that this
+    # op computes from the batch shapes. These are all batch dimensions if the sum has no more
     # elements than one product, which `factors_of` checks.
     if axes.op.type == "BroadcastGradientArgs":
         sizes = [shape.shape[0] for shape in axes.op.inputs]
@@ -159,7 +159,7 @@ def _value(tensor: tf.Tensor) -> Any:
 
 
 def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collection[Any]) -> str:
-    """Returns a digest of the constants behind tensors; raises if tensors may differ by rank."""
+    """Returns a digest of the constants that tensors depend on; raises if ranks may differ."""
     # Functions capture a variable's handle, not the variable.
     known = {id(of_tensorflow(variable).handle) for variable in replicated}
     seen: dict[str, tf.Operation] = {}
@@ -184,7 +184,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collectio
 
 
 def _captured(placeholder: tf.Tensor) -> Any:
-    """Returns the tensor outside of all functions that a function's input captures."""
+    """Returns the tensor that a function's input captures, outside of all nested functions."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
             # An eager tensor is outside of all functions, and raises on access to `op`.
@@ -197,7 +197,7 @@ def _captured(placeholder: tf.Tensor) -> Any:
 
 
 class FactorReader:
-    """Finds the factors of gradients, as a `GradientReader`; their size is the number of rows."""
+    """`GradientReader` for sufficient factors; their size is the number of batch rows."""
 
     def find(
         self,
@@ -205,7 +205,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Found]:
-        """Returns the shape of each gradient's factors, or why there are none, for JSON."""
+        """Returns the shape of each gradient's factors, or the reason for none, for JSON."""
         found: list[Found] = []
         for gradient, description in zip(gradients, descriptions, strict=True):
             try:
@@ -223,13 +223,13 @@ class FactorReader:
         return [_described(d, found) for d, found in zip(descriptions, columns, strict=True)]
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error if no gradient has factors; empty for vectors, such as biases."""
+        """Returns the error text if no gradient has factors; empty for vectors, such as biases."""
         if len(description.shape) < 2:
             return ""
         return (
-            f"{scheme!r} requires gradients that are products of two thin matrices: those of "
-            "kernels of Dense, EinsumDense, MultiHeadAttention and Embedding, used outside loops. "
-            f"Received: none; the gradient of {description.path!r} has no factors, because "
+            f"{scheme!r} requires gradients that are products of two thin matrices, as for kernels "
+            "of Dense, EinsumDense, MultiHeadAttention and Embedding outside loops. Received: "
+            f"{description.path!r}, whose gradient has no factors, because "
             f'{description.why_no_structure}. Use "hybcomm", or rules that select another scheme '
             "for it."
         )
@@ -251,15 +251,14 @@ class FactorReader:
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
         """Makes a step fail if ranks disagree on whether a regularized variable has a gradient."""
-        # Each rank adds the regularizer's gradient to the mean itself, which requires a gradient of
-        # its own.
+        # Each rank adds the regularizer's gradient itself, and reads it from its own gradient.
         for member, description in structured.items():
             shape = shape_of(description)
             if shape is not None and shape.has_local:
                 rule = (
                     "A regularized variable that is sent by factors must have a gradient on all "
                     f"ranks or on none. Received: {description.path!r}, with a gradient on some "
-                    "ranks. Select another scheme for it by a rule."
+                    'ranks. Select another scheme for it by a rule, such as ("kernel", "ps").'
                 )
                 count = ranks[member]
                 tf.debugging.Assert(tf.logical_or(count == 0.0, count == present), [rule])
@@ -270,7 +269,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> tf.Tensor:
-        """Returns the rows of each gradient's factors, even if sent dense; `[variables]`."""
+        """Returns each gradient's number of batch rows, even if sent dense; `[variables]`."""
         rows = []
         for gradient, description in zip(gradients, descriptions, strict=True):
             count = tf.zeros([])
@@ -282,7 +281,7 @@ class FactorReader:
         return tf.stack(rows)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
-        """Returns factors of the known number of rows, made of a vector of values."""
+        """Returns factors with the known number of rows, filled from a vector of values."""
         shape = shape_of(description)
         assert shape is not None
         count = round(shape.rows or 0)
@@ -312,8 +311,8 @@ def _described(description: Description, found: Sequence[Found]) -> Description:
 
 def _taken(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     """Reads factors of the agreed shape, or converts the matrix to such factors."""
-    # A later trace of the step may contain no such factors, unlike that of the other ranks. The
-    # product of the matrix with the unit matrix then replaces them.
+    # A later trace on this rank may not contain the factors that other ranks expect. The product of
+    # the matrix and a unit matrix then replaces them.
     agreed = shape_of(description)
     assert agreed is not None
     try:
@@ -323,12 +322,12 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
         reason = f"its factors are {factors.shape}, not {agreed}"
     except NoFactorsError as error:
         reason = str(error)
-    # Other ranks add the regularizer's gradient themselves, and a matrix includes it inseparably.
+    # The matrix includes the regularizer's gradient, and all ranks would add it again.
     if agreed.has_local:
         raise ValueError(
             "A regularized variable must have factors in all traces of the step, or in none. "
             f"Received: {description.path!r}, which had factors in the first trace: {reason}. "
-            "Select another scheme for it by a rule."
+            'Select another scheme for it by a rule, such as ("kernel", "ps").'
         )
     log.warning(
         "tfposeidon: %s is sent as a full matrix in this trace: %s.", description.path, reason

@@ -1,7 +1,7 @@
-"""Sufficient factor broadcasting: sends two thin matrices instead of their product.
+"""Sends two thin matrices instead of their product (sufficient factor broadcasting).
 
 `Factors` sends all batch rows, and `ByRows` chooses between two schemes by their number. The policy
-`hybcomm` sends factors where they are fewer bytes, and otherwise uses `ParameterServer`.
+`hybcomm` sends factors if they have fewer bytes, and otherwise uses `ParameterServer`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Factors(FactorScheme):
 
     Factors are gathered across nodes first, among the ranks at one position, then in the node.
     Ranks may have different numbers of batch rows. In the node, the ranks' products are summed
-    instead if that is fewer bytes; the plan shows which.
+    instead if that sends fewer bytes; the plan shows the choice.
 
     Args:
       sums_in_node: True to sum products in the node, False to gather factors there as well. `None`
@@ -68,12 +68,12 @@ class Factors(FactorScheme):
         if self.sums_in_node is not None or _is_uneven(topology):
             return self
         few, many = (replace(self, sums_in_node=sums) for sums in (False, True))
-        # Shards may differ by an element, so all ranks compute the limit of the same rank.
+        # Shards may differ by an element, so all ranks compute the limit for rank 0.
         first = topology.seen_from(0)
         one_row_bytes, sums_bytes = (
             scheme.factor_cost(replace(factors, rows=1), first).node_bytes for scheme in (few, many)
         )
-        # Nodes of one rank gather nothing inside, so there is no choice.
+        # Nodes of one rank gather nothing in the node, so there is no choice.
         if not one_row_bytes:
             return self
         # One row on each rank costs `one_row_bytes`, and the limit counts the rows of all ranks.
@@ -87,7 +87,7 @@ class Factors(FactorScheme):
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
         if self._sums_in_node_of(topology):
-            # Separate all-reduces in the nodes might add in a different order in each.
+            # Use fixed shards, because all-reduces in separate nodes might add in different orders.
             shards = stages.Shards.even(total.shape[0], topology.node)
             own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
             total = stages.gather(own, shards, wire, f"{name}.node_gather")
@@ -113,8 +113,8 @@ class Factors(FactorScheme):
         """Returns the groups that gather factors, in their order, by the name of the stage."""
         if topology.across is None or _is_uneven(topology):
             return {"gather": topology.world}
-        # Across nodes first, with only the rank's own rows: after gathering in the node, each rank
-        # would send the rows of the whole node over the slow network.
+        # Gather across nodes first, while each rank holds only its own rows. After gathering in the
+        # node, each rank would send the rows of the whole node over the slow network.
         across = {"across_gather": topology.across}
         return across if self.sums_in_node else across | {"node_gather": topology.node}
 
@@ -140,7 +140,7 @@ class ByRows(SchemeOfFactors):
         as one vector.
       limit: Batch rows of one variable, summed over all ranks, up to which `few` is used.
 
-    Cost: that of the scheme that is used; that of `many` before the first step.
+    Cost: the cost of the scheme that is used, or of `many` before the first step.
 
     Example:
       >>> from tfposeidon import schemes
@@ -170,7 +170,7 @@ class ByRows(SchemeOfFactors):
     @override
     def fitted(self, structure: Structure, topology: Topology) -> Scheme:
         rows = cast(FactorShape, structure).rows
-        # Rows are a mean over ranks. Their sum is the number that the step used, but for rounding.
+        # `rows` is an average over ranks. The step used the sum, which rounding restores.
         return self if rows is None else self.for_rows(round(rows * topology.size, 6))
 
     @override
@@ -205,19 +205,19 @@ class ByRows(SchemeOfFactors):
     ) -> tf.Tensor:
         if isinstance(self.many, SchemeOfFactors):
             return self.many.exchange_pairs(factors, rows, dtype, wire, name)
-        # Products are computed only here, because a step that sends factors does not need them.
+        # Compute products only here, because a step that sends factors does not need them.
         products = [tf.cast(one.own_product, dtype) for one in factors]
         return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HybComm(Policy):
-    """Sends sufficient factors where they are fewer bytes, and all else by `ParameterServer`.
+    """Sends sufficient factors if they have fewer bytes, and all else by `ParameterServer`.
 
     With P nodes, each a worker and a shard owner, and K batch rows per node for an M x N kernel, it
     uses factors if 2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). In a job on
-    one node, each rank counts as a node. Each step decides by the batch rows of all ranks; the plan
-    shows what the last step used.
+    one node, each rank counts as a node. Each step chooses by the batch rows of all ranks; the plan
+    shows the choice of the last step.
 
     Args:
       pair_bytes: Size of Poseidon's key-value pairs in bytes (default 2 MiB), as in
@@ -227,9 +227,9 @@ class HybComm(Policy):
       ValueError: If `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: any product of two
-    matrices counts as fully connected; K is the number of batch rows that are sent, the mean over
-    ranks, counted in each step; and bytes are compared, because factors may have 16 bits, and batch
-    rows of an embedding are sent with an index instead of M values.
+    matrices counts as fully connected; K is the number of sent batch rows, averaged over ranks and
+    counted in each step; and bytes are compared, because factors may have 16 bits, and batch rows
+    of an embedding are sent with an index instead of M values.
 
     Example:
       >>> from tfposeidon import policies, schemes
@@ -261,10 +261,10 @@ class HybComm(Policy):
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
-        # Algorithm 1 compares bytes for a given number of rows. Solved for the rows, it gives a
-        # limit for every step. A single rank sends nothing either way.
+        # Algorithm 1 compares bytes for a given number of rows. Solve it for the number of rows, to
+        # get a limit for every step. A single rank sends nothing with either scheme.
         most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
-        # Up to this limit, sums in the node are not fewer bytes than the factors.
+        # Up to this limit, sums in the node do not send fewer bytes than factors.
         few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
         by_rows = ByRows(few=few, many=self._store, limit=limit)

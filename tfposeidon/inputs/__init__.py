@@ -1,1 +1,1 @@
-"""Shares of training data: each sample on one rank."""
+"""Shards training data: each sample is in the share of exactly one rank."""

@@ -1,12 +1,13 @@
-"""This rank's share of a `tf.data.Dataset`: the position of the slice, and the steps after it.
+"""Takes a rank's share of a `tf.data.Dataset`: slices it, and applies the later steps to the slice.
 
 Think of a pipeline as a chain of steps that begins with a source. A share is exact only where the
-order of elements is equal on all ranks, and that ends with the first shuffle. TensorFlow's own
+order of elements is equal on all ranks, which is before the first shuffle. TensorFlow's own
 sharding by data slices after the last step, and therefore after the shuffle. `share_of` slices
 after the last step that depends on the position or number of elements (`take`, `zip`), and applies
 the later steps to the slice, with the same functions, seeds and resources.
 
-TensorFlow has no public API for the ops, functions and inputs of datasets.
+This module uses private attributes, because TensorFlow has no public API for the ops, functions and
+inputs of datasets.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from tensorflow.python.framework import op_def_registry
 
 PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 """Ops that call Python."""
-# Random ops that are not stateful, or have neither a seed nor a generator.
+# These random ops are not stateful, or have neither a seed nor a generator.
 _UNSEEDED = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
-# Ops that change a variable.
+# This pattern matches ops that change a variable.
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
-# Classes of steps, with their ops. These make one element of each.
+# These classes of steps, with their ops, make one element from each element.
 _ELEMENTWISE = {
     "MapDataset": "MapDataset",
     "ParallelMapDataset": "ParallelMapDatasetV2",
     "PrefetchDataset": "PrefetchDataset",
     "OptionsDataset": "OptionsDataset",
-    "RestructuredDataset": "",  # Part of `unbatch`, without an op.
+    "RestructuredDataset": "",  # This part of `unbatch` has no op.
 }
-# Steps that make any number of elements of each.
+# These steps make any number of elements from each element.
 _SELECTING = {
     "FilterDataset": "FilterDataset",
     "FlatMapDataset": "FlatMapDataset",
@@ -45,7 +46,7 @@ _SELECTING = {
     "LegacyParallelInterleaveDataset": "LegacyParallelInterleaveDatasetV2",
     "UnbatchDataset": "UnbatchDataset",
 }
-# Steps that order, repeat, batch or store elements, in a share as in the whole dataset.
+# These steps order, repeat, batch or store elements, and do the same in a share.
 _GROUPING = {
     "ShuffleDataset": "ShuffleDatasetV3",
     "RepeatDataset": "RepeatDataset",
@@ -56,15 +57,15 @@ _GROUPING = {
     "GroupByWindowDataset": "GroupByWindowDataset",
 }
 _OPS = _ELEMENTWISE | _SELECTING | _GROUPING
-# Steps that select elements only by position.
+# These steps select elements only by position.
 _BY_POSITION = {
     *(set(_ELEMENTWISE | _GROUPING) - {"GroupByWindowDataset"}),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "ZipDataset", "ConcatenateDataset"),
     *("TakeDataset", "SkipDataset", "WindowDataset", "AssertCardinalityDataset"),
 }
-# Steps whose results may differ between ranks if their function calls Python.
+# Results of these steps may differ between ranks if their function calls Python.
 _WITH_FUNCTION = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
-# Ops in a function, or in a dataset without steps, whose order may differ between ranks.
+# In a function or a dataset without steps, these ops may have another order on each rank.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 
 
@@ -84,12 +85,12 @@ def op_names(graph: Any) -> set[str]:
 
 
 def drawing_ops(names: set[str]) -> set[str]:
-    """Returns the ops whose results may differ between runs."""
+    """Returns the names of ops whose results may differ between runs."""
     return set(filter(_draws, names))
 
 
 def file_ops(names: set[str]) -> set[str]:
-    """Returns the ops that read files by their names."""
+    """Returns the names of ops that read files by their file names."""
     return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
 
 
@@ -102,7 +103,7 @@ def datasets(data: Any) -> Iterator[tf.data.Dataset]:
 
 
 def function_graphs(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the graph of each function of a dataset and of its inputs."""
+    """Yields the graph of each function of a dataset and of its inputs, recursively."""
     for one in datasets(dataset):
         yield from (function.function.graph for function in one._functions())
 
@@ -121,8 +122,8 @@ def serialized(dataset: tf.data.Dataset) -> Any:
 
 
 def _draws(name: str) -> bool:
-    # Such ops are stateful and have a seed or a generator, read a clock, or change a variable.
-    # Generators of Keras's random layers change one.
+    # Ops whose results differ between runs are stateful, and have a seed or a generator, read a
+    # clock, or change a variable. Generators of Keras's random layers change a variable.
     op = op_def_registry.get(name)
     if name in _UNSEEDED or op is None or not op.is_stateful:
         return name in _UNSEEDED
@@ -143,7 +144,7 @@ def _inputs(name: str) -> set[str]:
 
 
 def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """Returns a rank's share of a dataset, or raises an error with the line to write instead."""
+    """Returns a rank's share of a dataset; errors contain the line to write instead."""
     steps = chain(dataset)
     position = _position(steps, size)
     caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "CacheDataset"]
@@ -159,7 +160,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
 
 
 def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the steps of a dataset, from a source or a step with several inputs to the last."""
+    """Returns the steps of a dataset, beginning with its source or last step of several inputs."""
     steps = [_unwrapped(dataset)]
     while len(inputs := steps[0]._inputs()) == 1:
         steps.insert(0, _unwrapped(inputs[0]))
@@ -173,21 +174,20 @@ def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def _step_kind(step: tf.data.Dataset) -> str:
     """Returns the name of a step's class without underscores."""
-    # The class that reads files in parallel has the name of another class, with another op.
+    # The class that reads files in parallel has the same name as a class with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
     return ("Legacy" if is_legacy else "") + kind_of(step)
 
 
 def groups(step: tf.data.Dataset) -> bool:
-    """Returns whether a step orders, repeats, batches or stores elements."""
     return _step_kind(step) in _GROUPING
 
 
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Other steps than those of `_OPS` depend on positions or numbers of all elements, and must
-    # precede the slice.
+    # Steps outside `_OPS` depend on the positions or the number of all elements, and must precede
+    # the slice.
     whole = [index for index, step in enumerate(steps) if index and _step_kind(step) not in _OPS]
     start = whole[-1] if whole else 0
     if start >= end:
@@ -200,7 +200,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         if _has_at_least(steps[position], size):
             return position
     if any(_step_kind(step) in _SELECTING for step in steps[end:]):
-        # After that step, a `shard` would select from another order on each rank.
+        # A `shard` after the shuffle would select from another order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {_step_kind(steps[end])}",
             "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
@@ -210,7 +210,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
 
 
 def is_share(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset has a `shard`, also within a function of a step."""
+    """Returns whether a dataset has a `shard` step, including in functions of steps."""
     return any(
         _step_kind(step) == "ShardDataset"
         or any(node.op == "ShardDataset" for node in nodes_of_step(step))
@@ -219,7 +219,7 @@ def is_share(dataset: tf.data.Dataset) -> bool:
 
 
 def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
-    """Returns the first position with equal shares, or a list of files with enough of them."""
+    """Returns the first position with equal shares, or of a list of at least `size` files."""
     position = start
     for index in range(start + 1, end):
         if groups(steps[index]):
@@ -233,7 +233,7 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
 
 
 def first_random(steps: list[tf.data.Dataset]) -> int:
-    """Returns the index of the first step whose order may differ between ranks, or the length."""
+    """Returns the index of the first step whose order may differ by rank, or `len(steps)`."""
     draws = False
     is_free = steps[-1].options().deterministic is False
     for index, step in enumerate(steps):
@@ -248,7 +248,7 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
 
 
 def unwrapped_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Returns all inputs of a dataset, recursively, and the dataset itself last."""
+    """Returns an iterator like `datasets`, with the inner dataset of each reader of files."""
     return map(_unwrapped, datasets(dataset))
 
 
@@ -256,7 +256,7 @@ def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
     deterministic = _deterministic(step)
     if deterministic == "false" or (is_free and deterministic == "default"):
         return True
-    # With AUTOTUNE, TensorFlow chooses the cycle by the rank's processors.
+    # With AUTOTUNE, TensorFlow chooses the cycle length by the rank's number of processors.
     if int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE:
         return True
     return _step_kind(step).startswith("Shuffle") or any(
@@ -268,14 +268,14 @@ def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
 def _deterministic(step: tf.data.Dataset) -> str | None:
     if _step_kind(step) != "ParallelInterleaveDataset":
         return getattr(step, "_deterministic", None)
-    # Its Python object does not have the argument, but its graph does.
+    # The Python object of this step does not have the argument, but its graph does.
     op = _SELECTING["ParallelInterleaveDataset"]
     last = [node for node in serialized(step).node if node.op == op][-1]
     return last.attr["deterministic"].s.decode()
 
 
 def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the `NodeDef` of each op in a step's functions, or of a dataset without steps."""
+    """Yields the `NodeDef` of each op in a step's functions, or in a dataset without steps."""
     definitions = [one.function.graph.as_graph_def() for one in step._functions()]
     if _step_kind(step) == "VariantDataset":
         definitions.append(serialized(step))
@@ -284,14 +284,14 @@ def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
 
 
 def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
-    # Unknown and infinite numbers are negative.
+    # TensorFlow returns negative numbers for unknown and infinite cardinalities.
     return not 0 <= int(step.cardinality()) < size
 
 
 def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> tf.data.Dataset:
-    """Returns the same step with another input; its functions are not traced again.
+    """Returns the same step with another input, without tracing its functions again.
 
-    A cache in a file receives a separate file with a name that ends in `suffix`.
+    A cache in a file uses another file, with `suffix` at the end of its name.
     """
     kind = _step_kind(step)
     if kind == "OptionsDataset":
@@ -312,7 +312,7 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
 
 
 def _arguments(step: tf.data.Dataset, kind: str) -> dict[str, Any]:
-    """Returns the arguments of a step's op by name, and others."""
+    """Returns the arguments of a step's op by name, among other values."""
     # TensorFlow's constructors of steps pass the same values to the op.
     found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
     found |= step._common_args

@@ -1,4 +1,4 @@
-"""This rank's share of training data, for each kind of data that `fit` accepts.
+"""Takes this rank's share of training data, for each kind of data that `fit` accepts.
 
 Think of a share as the slice `data[rank::size]`: of batches if the data are batched, else of
 samples. `pipelines` finds the position of that slice in a `tf.data.Dataset`.
@@ -23,8 +23,8 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
     """Returns this rank's share of the data: each sample is in the share of exactly one rank.
 
     Call it on every rank with the same data, in the same order. Shares differ by at most one
-    sample, or by one batch where `data` yields batches. If a rank thus has one batch more than
-    another, `fit` ends its epoch without it. `batch_size` stays the batch size of a rank.
+    sample, or by one batch if `data` yields batches. If some ranks have one batch more than others,
+    `fit` ends the epoch without it. `batch_size` stays the batch size of a rank.
 
     A `tf.data.Dataset` is shared before its first shuffle, `batch` or `repeat`. If its source is a
     list of files, at least one for each rank, each rank reads every `size`-th file, and shares
@@ -36,7 +36,7 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
         stays `None`; a pandas frame or series; a `keras.utils.PyDataset`, which is shared by
         batches and must not reorder its samples differently on each rank; an iterator, such as a
         generator, which is shared by items; or a `tf.data.Dataset`.
-      rank: Index of the share, from 0; by default that of this rank among the ranks that train.
+      rank: Index of the share, from 0; by default this rank's index among the ranks that train.
       size: Number of shares; by default the number of ranks that train.
 
     Returns:
@@ -68,7 +68,10 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
     checks.check_integer("size", size, 1)
     checks.check_integer("rank", rank, 0)
     if rank >= size:
-        raise ValueError(f"`rank` must be below `size`. Received: rank={rank}, size={size}.")
+        raise ValueError(
+            f"`rank` must be below `size`. Received: rank={rank}, size={size}. Use at most "
+            f"rank={size - 1}."
+        )
     if isinstance(data, tf.data.Dataset):
         return data if size == 1 else pipelines.share_of(data, rank, size)
     if isinstance(data, keras.utils.PyDataset):
@@ -79,12 +82,12 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
 
 
 def _items(data: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
-    # A generator, because `fit` accepts no other iterators.
+    # Return a generator, because `fit` accepts no other iterators.
     yield from itertools.islice(data, rank, None, size)
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a value has rows, as arrays, tensors and pandas frames do."""
+    """Returns whether a value has rows, like arrays, tensors and pandas frames."""
     shape = getattr(leaf, "shape", None)
     return shape is not None and len(shape) > 0 and hasattr(leaf, "__getitem__")
 
@@ -112,7 +115,7 @@ def _rows(data: Any, rows: slice) -> Any:
 
 
 class _ShareOfBatches(keras.utils.PyDataset):
-    """`PyDataset` of every `size`-th batch of another one, read with the same workers."""
+    """`PyDataset` with every `size`-th batch of another one, and the same worker settings."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
         super().__init__(
@@ -132,7 +135,10 @@ class _ShareOfBatches(keras.utils.PyDataset):
     def __len__(self) -> int:
         number = self.num_batches
         if number is None:
-            raise TypeError("A PyDataset without an end has no length. Use `num_batches`.")
+            raise TypeError(
+                "A PyDataset must have an end to have a length. Received: num_batches=None. Read "
+                "`num_batches` instead of `len`."
+            )
         return number
 
     @override

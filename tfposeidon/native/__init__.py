@@ -1,6 +1,6 @@
-"""The native library, in three layers.
+"""Loads the native library, which has three layers.
 
-`lib` is plain C++, `kernels` are thin callers of it, and `ops` has signatures and documentation.
+`lib` is plain C++, `kernels` call it for TensorFlow, and `ops` has signatures and documentation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIBRARY = Path(__file__).with_name("_ops.so")
 
 @functools.cache
 def library() -> Any:
-    """Returns TensorFlow's module of the native ops; the first call loads it."""
+    """Returns TensorFlow's module of the native ops; the first call loads the library."""
     remedy = (
         "Build it against the installed TensorFlow: `pip install .` in tfposeidon's folder, or "
         "`make setup`."
@@ -42,7 +42,7 @@ def library() -> Any:
 
 def in_xla() -> bool:
     """Returns whether XLA will compile the traced code, in which native ops cannot run."""
-    # Private: TensorFlow has no public function for this.
+    # Use a private function, because TensorFlow has no public one for this.
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -51,5 +51,6 @@ def in_xla() -> bool:
 @functools.cache
 def has_gpu_kernels() -> bool:
     """Returns whether the library was compiled for CUDA: with nvcc and a TensorFlow for GPUs."""
-    library()  # First: ops that come with a plain CDLL are lost to TensorFlow.
+    # Load the library by TensorFlow first, because it would not find the ops after a plain CDLL.
+    library()
     return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

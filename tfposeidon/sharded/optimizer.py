@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: each rank holds the optimizer state of its own part of the variables.
+"""Provides `ShardedOptimizer`: each rank holds the optimizer state of its part of the variables.
 
 Think of `DistributedOptimizer` with the all-reduce split in two: a reduce-scatter of gradients
 before the inner optimizer's update, and an all-gather of variables after it.
@@ -24,8 +24,8 @@ from tfposeidon.sharded.shards import Shards
 from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
 
-# Optimizers that update each element independently. Keras's Lamb, Adafactor and Muon do not:
-# they use norms, rows or products of whole variables.
+# These optimizers update each element independently. Keras's Lamb, Adafactor and Muon do not,
+# because they use norms, rows or products of whole variables.
 _ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
@@ -45,8 +45,8 @@ class ShardedOptimizer(DistributedOptimizer):
 
     Each of P ranks holds the state for its own part of the variables, applies the inner optimizer
     there, and gathers the new values of the other parts. This sends as many bytes as an all-reduce,
-    and divides the state's memory and the update's work by P. Training equals that of
-    `DistributedOptimizer` up to rounding.
+    and divides the state's memory and the update's work by P. It trains like
+    `DistributedOptimizer`, up to rounding.
 
     `keras_callbacks.Checkpoint` saves the state in parts. Before saving a `.keras` file, all ranks
     pass `keras_callbacks.GatherState` to `fit`, or call `gather_state`.
@@ -55,10 +55,11 @@ class ShardedOptimizer(DistributedOptimizer):
       inner_optimizer: A Keras optimizer that is neither distributed nor built, and updates each
         element independently (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or
         `LAMB`. A custom optimizer declares this with an attribute `updates_elementwise = True`.
-      scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`: every rank
+      scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`. Every rank
         updates all variables with other schemes than `"ps"`.
-      bucket_bytes: Bytes up to which small gradients are fused; see `DistributedOptimizer`.
-      gradient_accumulation_steps: Calls of `apply` per update; see `DistributedOptimizer`.
+      bucket_bytes: Maximum size of a bucket of small gradients; see `DistributedOptimizer`.
+      gradient_accumulation_steps: Number of calls of `apply` per update; see
+        `DistributedOptimizer`.
       sample_count: Function that returns a rank's weight; see `DistributedOptimizer`.
       synchronize_model: Whether `fit` synchronizes the model; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"sharded_optimizer"`).
@@ -107,7 +108,7 @@ class ShardedOptimizer(DistributedOptimizer):
             name=name or "sharded_optimizer",
         )
         _check_elementwise(inner_optimizer)
-        # A `Shards` after `build`.
+        # This is a `Shards` after `build`.
         self._shards: Any = None
 
     # ------------------------------------------------------------------ state
@@ -115,7 +116,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def _build_inner(self, variables: Sequence[Any]) -> None:
         inner = self.inner_optimizer
-        # Requires an unbuilt optimizer, so that it creates state for this rank's part only.
+        # The optimizer must not be built, so that it creates state for this rank's part only.
         if inner.built:
             raise ValueError(
                 "ShardedOptimizer must create the optimizer state, in shards. Received: "
@@ -124,8 +125,8 @@ class ShardedOptimizer(DistributedOptimizer):
         if self.gradient_accumulation_steps and innermost(inner).ema_overwrite_frequency:
             raise ValueError(
                 "With gradient accumulation, ShardedOptimizer assigns averages of weights only "
-                "at the end of fit. Received: ema_overwrite_frequency. Leave it out, or use "
-                "DistributedOptimizer."
+                "at the end of fit. Received: ema_overwrite_frequency="
+                f"{innermost(inner).ema_overwrite_frequency}. Use None, or DistributedOptimizer."
             )
         self._shards = Shards(self._exchange.exchanger(variables), variables)
         if not self._shards.parts:
@@ -180,8 +181,8 @@ class ShardedOptimizer(DistributedOptimizer):
         if [id(v) for v in variables] != [id(v) for v in known]:
             raise ValueError(
                 "ShardedOptimizer must update all its variables in each call, in their order. "
-                f"Received: gradients for {len(variables)} of {len(known)} variables, or in "
-                "another order. Use a separate optimizer for each list of variables, or "
+                f"Received: {len(variables)} variables, which are not its {len(known)} variables "
+                "in order. Use a separate optimizer for each list of variables, or "
                 "DistributedOptimizer."
             )
         self._shards.use(self.updater)
@@ -234,11 +235,11 @@ def _check_policy(policy: policies.Policy) -> None:
 
 def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     optimizer = innermost(inner)
-    # Compares the class that defines `update_step`, because a subclass with its own may need whole
-    # variables. AdamW inherits Adam's.
+    # Compare the class that defines `update_step`, because a subclass that overrides it may need
+    # whole variables. AdamW inherits the method from Adam.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
     declared = getattr(optimizer, "updates_elementwise", False)
-    # LARS and LAMB sum the norms of layers over the parts.
+    # Accept LARS and LAMB, because they sum the norms of layers over the parts.
     if not (rule in _ELEMENTWISE or declared or isinstance(optimizer, LayerWiseOptimizer)):
         names = ", ".join([*(cls.__name__ for cls in _ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(

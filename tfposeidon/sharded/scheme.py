@@ -1,6 +1,7 @@
-"""Scheme of sharded updates: reduce-scatter of gradients, and all-gather of updated variables.
+"""Exchanges sharded updates: a reduce-scatter of gradients, and an all-gather of variables.
 
-`OwnParts` leaves each mean with its shard owner. The optimizer gathers the updated values later.
+`OwnParts` leaves averaged gradients with their shard owners. The optimizer gathers the updated
+variables later.
 Ranks sum the squared norms of parts, so that all ranks clip and skip steps identically.
 """
 
@@ -26,7 +27,7 @@ from tfposeidon.schemes.base import State
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParts(ParameterServer):
-    """Parameter server that leaves means with their shard owners."""
+    """Parameter server that leaves averaged gradients with their shard owners."""
 
     name: ClassVar[str] = "ps"
 
@@ -73,7 +74,7 @@ class Sharded(Policy):
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         choice = self.policy.choose(description, topology)
-        # Subclasses have their own exchange.
+        # Compare the exact class, because subclasses have their own exchange.
         if type(choice.scheme) is not ParameterServer:
             return choice
         return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
@@ -100,7 +101,7 @@ def clip_by_whole_norms(
 
     `gradients` holds this rank's parts at the indices in `sharded`, and whole gradients or `None`
     elsewhere. If the optimizer clips by norm or scales losses, a non-finite part on any rank makes
-    all parts NaN on all ranks, so that all skip the step.
+    all parts NaN on all ranks, so that all ranks skip the step.
     """
     # The optimizer must not clip again afterwards, because norms of parts differ between ranks.
     inner = innermost(optimizer)
@@ -111,7 +112,7 @@ def clip_by_whole_norms(
     result, squares = list(gradients), {}
     if sharded:
         parts = [gradients[index] for index in sharded]
-        # Counted separately, because squares may overflow although all values are finite.
+        # Count non-finite values separately, because squares of finite values may overflow.
         unbounded = tf.add_n(
             [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
         )
@@ -150,9 +151,9 @@ def _square(gradient: Any) -> tf.Tensor:
 
 
 def sharded_norms(wire: Wire, is_sharded: Callable[[Any], bool], name: str) -> Norms:
-    """Returns a function for norms of variables, which sums the squares of parts over ranks.
+    """Returns a function that computes norms of variables, and sums squares of parts over ranks.
 
-    `is_sharded` is True for variables with a part on each rank. `name` is that of an all-reduce.
+    `is_sharded` returns whether ranks hold parts of a variable. `name` names the all-reduce.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
@@ -160,7 +161,7 @@ def sharded_norms(wire: Wire, is_sharded: Callable[[Any], bool], name: str) -> N
         parts = [index for index, variable in enumerate(variables) if is_sharded(variable)]
         if not parts:
             return own
-        # In float64, because the square of a float32 value may exceed the range of float32.
+        # Use float64, because the square of a float32 value may exceed the range of float32.
         squares = tf.square(tf.cast(tf.gather(own, parts), tf.float64))
         total = wire.all_reduce(tf.reshape(squares, [-1]), wire.topology.world, name)
         whole = tf.cast(tf.sqrt(tf.reshape(total, squares.shape)), own.dtype)

@@ -1,8 +1,8 @@
-"""Shards of variables on each rank, and the optimizer state for them.
+"""Holds a rank's shards of variables, with optimizer state, and gathers updated variables.
 
 The inner optimizer is built on shards instead of variables, and needs no special support: a shard
-has the name of its variable, norms and finiteness are those of whole gradients, and the state is
-saved and loaded as a whole.
+has the name of its variable, norms and finiteness are computed over whole gradients, and the state
+is saved and loaded as a whole.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tfposeidon.state.placement import Placement, StateDescription
 
 
 class _ShardState(NamedTuple):
-    """Optimizer state of one shard: its name, such as "momentum", and the variable's index."""
+    """State variable of a shard, with a name such as "momentum"; `member` indexes `variables`."""
 
     name: str
     variable: keras.Variable
     member: int
 
     def index_in(self, optimizer: Any) -> int:
-        """Returns its index in the optimizer's variables, which is its key in Keras's files."""
+        """Returns the index in the optimizer's variables, which is the key in Keras's files."""
         return next(i for i, v in enumerate(optimizer.variables) if v is self.variable)
 
 
@@ -50,15 +50,15 @@ class Shard(keras.Variable):
     """A part of a variable, with the variable's name."""
 
     def __init__(self, whole: Any, length: int) -> None:
-        # Optimizers derive the names of their state, and exclusions from weight decay, from it.
-        # Keras sanitizes the names of TensorFlow variables in this way.
+        # Optimizers derive names of state and exclusions from weight decay from the path. Keras
+        # sanitizes names of TensorFlow variables in this way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(
             tf.zeros([length], dtype),
             dtype=dtype,
             trainable=True,
-            # Keras refuses slashes in names; TensorFlow's are such as "scope/kernel:0".
+            # Keras refuses slashes in names, but TensorFlow has names such as "scope/kernel:0".
             name=whole.name.partition(":")[0].rpartition("/")[2],
         )
 
@@ -86,12 +86,12 @@ class Shards:
         self._zeros, self._sinks = Zeros(), Zeros()
         for _, bucket, _ in self._buckets:
             self._zeros[bucket.dtype], self._sinks[bucket.dtype]
-        # Collectives after each exchange, a new object whenever they change.
+        # This function runs collectives after each exchange. It is a new object if they change.
         self.afterwards: Afterwards = self._contribute_nothing
         # Ranges of sharded variables that this rank owns, by index.
         self.parts = self._parts_of(exchanger.wire.topology.rank)
-        # A rank without a part of a variable has a single zero instead. It can be clipped and
-        # decayed like any value, and can carry a NaN that another rank has found.
+        # A rank without a part of a variable has a single zero instead. The optimizer can clip and
+        # decay the zero like any value, and NaN can replace it if another rank has found NaN.
         with tf.init_scope():
             shards = {
                 m: Shard(variables[m], max(1, end - begin))
@@ -110,7 +110,7 @@ class Shards:
         members = {id(self.targets[member]): member for member in self.parts}
         make = self._inner.add_variable_from_reference
 
-        # Records the state of shards, because its variables do not reveal their shard later.
+        # Record the shard of each state variable, because the variable does not reveal it later.
         def record(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
@@ -124,20 +124,20 @@ class Shards:
         finally:
             self._inner.add_variable_from_reference = make
         # Override the methods on the instance: Keras saves and loads nested optimizers separately,
-        # and calls those of the unwrapped optimizer directly.
+        # and calls the unwrapped optimizer's methods directly.
         self._load_whole = self._inner.load_own_variables
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
 
     def use(self, updater: Any) -> None:
-        """Sets the optimizer that applies means from now on: a loss scale, or the inner one."""
+        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one."""
         if updater is not self._updater:
             self._updater = updater
             self.afterwards = functools.partial(self._contribute_nothing)
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables with state of this rank's shards, with descriptions."""
+        """Variables with the state of this rank's shards, and their descriptions."""
         descriptions = [describe(variable) for variable in self._variables]
         paths = distinct_paths(descriptions)
         for state in self.states:
@@ -154,11 +154,11 @@ class Shards:
             yield state.variable, description
 
     def received(self, means: Sequence[Any]) -> list[Any]:
-        """Converts means to the form that the inner optimizer accepts.
+        """Converts averaged gradients to dense gradients for the inner optimizer.
 
-        Results are dense: vectors for shards, `[1]` zeros without a part, `None` without a
-        gradient. They are clipped by norms of whole gradients, and NaN if any rank has non-finite
-        values.
+        A result is a vector for a shard, a `[1]` zero without a part, and `None` without a
+        gradient. Results are clipped by norms of whole gradients, and are NaN if any rank has
+        non-finite values.
         """
         found: list[Any] = [None if mean is None else tf.convert_to_tensor(mean) for mean in means]
         sharded = [member for member in self.parts if found[member] is not None]
@@ -168,8 +168,8 @@ class Shards:
                 found[member] = tf.reshape(mean, [-1])
             else:
                 dtype = mean.dtype.name
-                # TensorFlow prunes a collective without a use of its result, as on a rank that owns
-                # no part of a bucket. The other ranks would wait for it.
+                # Use the result, because TensorFlow would prune the collective on a rank that owns
+                # no part of a bucket, and the other ranks would wait for it.
                 self._sinks[dtype].assign(tf.reduce_sum(mean))
                 found[member] = zeros([1], self._zeros[dtype])
         is_value = [is_overwritten(variable) for variable in self._variables]
@@ -185,13 +185,14 @@ class Shards:
         self.refresh()
         inner = self._inner
         limits = inner.clipnorm, inner.global_clipnorm
-        # Means clipped by norms of whole gradients must not be clipped by norms of parts again.
+        # Gradients are clipped by whole norms, and must not be clipped again by norms of parts.
         inner.clipnorm = inner.global_clipnorm = None
         try:
             means.update(lambda found: self._updater.apply(found, self.targets))
         finally:
             inner.clipnorm, inner.global_clipnorm = limits
-        # Runs for dropped updates, too: ranks with exhausted input join this all-gather.
+        # Gather after dropped updates, too, because ranks with exhausted input join this
+        # all-gather.
         updated = {member for member, mean in enumerate(means.values) if mean is not None}
         self._gather_variables(updated, means.everybody)
 
@@ -215,7 +216,7 @@ class Shards:
         self._gather_variables(constrained=set())
 
     def refresh(self) -> None:
-        """Copies the values of the variables, which callbacks or loading may have changed."""
+        """Copies variables into shards, because callbacks or loading may have changed them."""
         for member, (begin, end) in self.parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
@@ -228,12 +229,12 @@ class Shards:
             for member, value in zip(bucket.members, whole, strict=True):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
-                # On whole variables, because a constraint may use norms of the variable.
+                # Constrain whole variables, because a constraint may use norms of the variable.
                 constraint = variable.constraint if member in constrained else None
                 variable.assign(_constrained(value, constraint, counts))
 
     def _gather_bucket(self, index: int, bucket: Bucket, scheme: OwnParts) -> list[tf.Tensor]:
-        # Targets without a part are single zeros; see `received`.
+        # Leave out targets without a part, which are single zeros; see `received`.
         own = [
             tf.cast(self.targets[member], bucket.dtype)
             for member in bucket.members
@@ -242,7 +243,7 @@ class Shards:
         vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
         whole = scheme.gather(vector, bucket.length, wire, name)
-        # The method of `OwnParts` unpacks only this rank's parts.
+        # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
@@ -265,7 +266,7 @@ class Shards:
     def scatter_state(self, rank: int) -> None:
         """Distributes state that one rank has loaded, if any, to its owners; collective."""
         wire = self._exchanger.wire
-        # Later steps have replaced the loaded state.
+        # Ignore loaded state if later steps have replaced it.
         is_loaded = bool(self._loaded) and self._loaded_at == self._step()
         # All ranks must take the same branch, but only one of them has loaded the state.
         if not exchange_objects(is_loaded, wire, "tp.scatter_state")[rank]:
@@ -287,7 +288,7 @@ class Shards:
     def _gather(self, state: _ShardState, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self.parts[state.member]
-        # Without the single zero of a rank that owns no part.
+        # Leave out the single zero of a rank that owns no part.
         own = tf.convert_to_tensor(state.variable)[: end - begin]
         # Horovod does not support bfloat16; float32 represents all of its values.
         own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
@@ -321,7 +322,7 @@ class Shards:
             index = state.index_in(self._inner)
             if str(index) in arrays:
                 begin, end = self.parts[state.member]
-                # Retained until the first step, because `scatter_state` may send it.
+                # Retain the state until the first step, because `scatter_state` may send it.
                 self._loaded[index] = np.asarray(arrays[str(index)])
                 flat = self._loaded[index].reshape(-1)
                 arrays[str(index)] = flat[begin:end] if begin < end else state.variable.numpy()
@@ -345,10 +346,10 @@ class Shards:
         """Excludes shards from weight decay if their variable is excluded, also by name."""
         excluded = []
         for variable, target in zip(self._variables, self.targets, strict=True):
-            # Queried with TensorFlow's variable: its name, unlike Keras's, contains the layer.
+            # Query with TensorFlow's variable, because its name also contains the layer's name.
             if not self._inner._use_weight_decay(of_tensorflow(variable)):
                 excluded += [variable, target]
-        # In one call, because each call replaces the list.
+        # Exclude all of them in one call, because each call replaces the list.
         if excluded:
             self._inner.exclude_from_weight_decay(var_list=excluded)
 
@@ -357,5 +358,6 @@ def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) ->
     """Applies a constraint, unless the update was dropped."""
     if constraint is None or counts is None:
         return value if constraint is None else constraint(value)
-    # In a dropped step, ranks with exhausted input apply none. Applying it twice may change bits.
+    # In a dropped step, ranks with exhausted input apply no constraint, and applying a constraint
+    # twice may change bits.
     return tf.cond(counts, lambda: tf.cast(constraint(value), value.dtype), lambda: value)

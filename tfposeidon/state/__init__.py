@@ -1,4 +1,4 @@
-"""State of a job: its placement on ranks, its files, and its redistribution over other ranks."""
+"""Places a job's state on ranks, saves it in files, and redistributes it over other ranks."""
 
 from tfposeidon.state.placement import Placement, register
 

@@ -1,4 +1,4 @@
-"""Placement of state on ranks: state of a model's layers, and state that differs between ranks.
+"""Describes how state relates between ranks, and redistributes it over other ranks.
 
 Think of a placement as the rule for combining the values of all ranks: use any of them, average,
 sum or concatenate them, or let each rank retain its own. Checkpoints, broadcasts and comparisons
@@ -60,7 +60,7 @@ _registered: dict[type, Placement | Callable[[Any], Placed]] = {}
 
 
 def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) -> None:
-    """Registers the placement of a layer class's state, where the default is wrong.
+    """Registers the placement of a layer class's state if the default is wrong.
 
     By default, variables of a layer that receive no gradient are averaged if they are floating
     point, and replicated otherwise. Frozen weights are replicated. Seeds and the states of Keras's
@@ -71,9 +71,9 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
       layer: Class of layers. The placement also applies to subclasses that are not registered.
       placement: `"replicated"`, `"averaged"`, `"local"` or `"partial"`, for all variables of such a
         layer that receive no gradient. State outside of variables, such as a vocabulary, is local
-        with `"local"` and replicated otherwise. Or a function that takes the layer and returns
-        pairs of variable and placement. It may return variables that Keras does not list; variables
-        that it omits have the default placement.
+        with `"local"` and replicated otherwise. Alternatively, a function that takes the layer and
+        returns pairs of variable and placement. It may return variables that Keras does not list;
+        variables that it omits have the default placement.
 
     Raises:
       TypeError: If `layer` is not a class.
@@ -94,7 +94,6 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
 
 
 def placed(pairs: Placed) -> list[StateEntry]:
-    """Returns an entry for each pair of variable and placement."""
     # A `tf.Variable` has no `path`.
     return [StateEntry(getattr(v, "path", None) or v.name, v, _checked(p)) for v, p in pairs]
 
@@ -117,12 +116,11 @@ def seeds_of_layers(model: Any) -> list[Any]:
 
 
 def is_seed(variable: Any) -> bool:
-    """Returns whether a variable is the state of a seed generator."""
     return getattr(variable, "name", None) == "seed_generator_state"
 
 
 def another_seed(state: Any, number: int) -> np.ndarray:
-    """Returns a generator's state with the same count and another seed; for 0, with its own."""
+    """Returns a seed generator's state with another seed for each `number`; 0 retains the seed."""
     seed, count = np.asarray(state)
     # The factor, 2**32 divided by the golden ratio, is odd, so all multiples below 2**32 differ.
     other = (int(seed) + number * 0x9E3779B9) % 2**32
@@ -130,13 +128,13 @@ def another_seed(state: Any, number: int) -> np.ndarray:
 
 
 def placement_outside_variables(layer: Any) -> Placement:
-    """Returns the placement of a layer's tables, lists and files."""
+    """Returns the placement of a layer's state outside of variables, such as tables and files."""
     rule = next((_registered[cls] for cls in type(layer).__mro__ if cls in _registered), None)
     return Placement.LOCAL if rule == Placement.LOCAL else Placement.REPLICATED
 
 
 def _checked(placement: Any) -> Placement:
-    # Sharded is refused, because readers of layer and callback state could not join the shards.
+    # Refuse sharded state, because readers of layer and callback state could not join the shards.
     known = [str(one) for one in Placement if one != Placement.SHARDED]
     if placement not in known:
         raise ValueError(
@@ -147,7 +145,7 @@ def _checked(placement: Any) -> Placement:
 
 
 def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
-    """Returns a layer's variables with placements, without those of inner layers."""
+    """Returns a layer's variables with placements, without variables of inner layers."""
     statistics, seeds = _untrained(layer)
     found: dict[int, tuple[Any, Placement | str]]
     found = {id(v): (v, Placement.REPLICATED) for v in layer._trainable_variables}
@@ -167,7 +165,7 @@ def _untrained(layer: Any) -> tuple[list[Any], list[Any]]:
     others = {id(variable) for one in inner for variable in one.variables}
     # A layer may share its variables with inner layers.
     others -= {id(value) for value in vars(layer).values()}
-    # Keras's public lists count frozen weights, too.
+    # Leave out frozen weights as well, which Keras's public lists count as not trainable.
     others |= {id(variable) for variable in layer._trainable_variables}
     own = [variable for variable in layer.variables if id(variable) not in others]
     return [v for v in own if not is_seed(v)], [v for v in own if is_seed(v)]
@@ -186,7 +184,7 @@ def _place_statistics(layer: Any) -> Placed:
 
 
 register(keras.layers.BatchNormalization, _place_statistics)
-# Its statistics are adapted before training, and constant in training.
+# The statistics of this layer are adapted before training, and constant in training.
 register(keras.layers.Normalization, Placement.REPLICATED)
 # Keras does not list the states of sequences among a layer's variables.
 register(
@@ -216,8 +214,8 @@ class StateDescription:
     """
 
     name: str
-    # Path and number of elements per variable, in order. Empty if `name` identifies the quantity,
-    # as for a numbered accumulated gradient.
+    # Path and number of elements of each variable, in order. The tuple is empty if `name`
+    # identifies the quantity, as for a numbered accumulated gradient.
     members: tuple[tuple[str, int], ...] = ()
     placement: Placement = Placement.REPLICATED
     # Index in the bucket at which the array starts.
@@ -230,13 +228,13 @@ class StateDescription:
     def to_dict(self) -> dict[str, Any]:
         """Returns a dictionary for JSON that `from_dict` reads."""
         content = asdict(self)
-        # Checkpoints of older releases have this name.
+        # Checkpoints of older releases use this key.
         content["holders"] = content.pop("owners")
         return content
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
-        """Creates a description from a result of `to_dict`, also if its tuples are lists."""
+        """Creates a description from a result of `to_dict`, in which tuples may be lists."""
         values = dict(content)
         values["owners"] = values.pop("holders")
         values["members"] = tuple(map(tuple, content["members"]))
@@ -279,7 +277,7 @@ def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarr
     that was not saved becomes zeros. It raises a `ValueError` if a saved sum has no place in
     `wanted`, or if variables of one bucket had different scalars.
     """
-    # Sums over all ranks and scalars, by name and path, and arrays that are never split.
+    # `totals` holds sums over all ranks, and `whole` holds arrays that are never split.
     totals: dict[tuple[str, str], np.ndarray] = {}
     scalars: dict[tuple[str, str], np.ndarray] = {}
     whole: dict[tuple[str, tuple[str, ...]], list[np.ndarray]] = defaultdict(list)
@@ -314,7 +312,7 @@ def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankSta
 def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Returns the saved number of all members, or the current number if none was saved."""
+    """Returns the scalar that was saved for all members, or the current one if none was saved."""
     keys = {path: (description.name, path) for path, _ in description.members}
     found = {path: scalars[key] for path, key in keys.items() if key in scalars}
     if len({float(number) for number in found.values()}) > 1:

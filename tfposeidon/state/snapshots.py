@@ -1,4 +1,4 @@
-"""Snapshots of a job's state on disk.
+"""Writes and reads snapshots of a job's state on disk.
 
 Ranks write into a temporary folder, which is renamed once it is complete, and readers verify the
 files::
@@ -37,21 +37,21 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 
 log = logging.getLogger("tfposeidon")
 
-# Format number of a snapshot's contents; every change increments it.
+# Increment this number with every change of a snapshot's contents.
 _FORMAT = 9
 
 Arrays = dict[str, np.ndarray]
 
 
 class SnapshotError(RuntimeError):
-    """Error of a snapshot that could not be written or read, with its remedy."""
+    """Error for a snapshot that could not be written or read; the message has a remedy."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Snapshot in the memory of one rank.
 
-    `meta` and `shared` are equal on all ranks. `own` holds this rank's arrays, or those of all
+    `meta` and `shared` are equal on all ranks. `own` holds this rank's arrays, or the arrays of all
     ranks if the layout (the assignment of ranks to nodes) has changed.
     """
 
@@ -81,7 +81,7 @@ class Snapshots:
         """Starts to write a snapshot with rank 0's `meta` and `shared` in the background.
 
         It first finishes an earlier snapshot. The snapshot is valid once `poll_at_step` or `finish`
-        has completed it. The arrays must not change before.
+        has completed it. The arrays must not change until then.
         """
         self.finish()
         rank, names = self.wire.topology.rank, self._names()
@@ -96,14 +96,14 @@ class Snapshots:
         thread = ThreadPoolExecutor(1, "snapshot")
         written = thread.submit(_write_files, part, rank, meta, shared, own)
         self._writing = part, self.folder / name, written
-        # The thread ends with its only task.
+        # The thread ends after its only task.
         thread.shutdown(wait=False)
         self._steps, self._next_poll = 0, 1
 
     def poll_at_step(self) -> None:
         """Finishes a snapshot that all ranks have written; all ranks call it after each step."""
-        # All ranks must poll at the same steps, and each poll is an exchange. They poll 1, 2, 4,
-        # ... steps after `start`: early and rarely.
+        # All ranks must poll at the same steps. Each poll is an exchange, so they poll rarely:
+        # 1, 2, 4, ... steps after `start`.
         self._steps += 1
         if self._writing is None or self._steps != self._next_poll:
             return
@@ -134,7 +134,7 @@ class Snapshots:
                 problems.append(f"{name}: {failed[0]}")
                 self._unreadable.add(name)
                 continue
-            # The first formats had no number.
+            # Snapshots of the first format have no number.
             found = snapshot.meta.get("format", 1)
             if found != _FORMAT:
                 raise SnapshotError(
@@ -160,7 +160,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of all ranks; raises on all if one cannot read the files."""
+        """Returns the arrays of all ranks; raises on all ranks if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
         files = {
@@ -185,7 +185,7 @@ class Snapshots:
         return sorted(one.name for one in found if name.fullmatch(one.name) and one.is_dir())
 
     def _rename(self, part: Path, final: Path) -> None:
-        # Atomic in the file system: a killed job leaves the folder under one of its two names.
+        # The rename is atomic, so a killed job leaves the folder under one of its two names.
         os.replace(part, final)
         _sync(self.folder)
         readable = [name for name in self._names() if name not in self._unreadable]
@@ -207,7 +207,7 @@ class Snapshots:
             last = f"the last complete snapshot is {names[-1]}" if names else ""
             raise SnapshotError(
                 f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); "
-                f"{last or 'no complete snapshot exists'}. Free disk space or correct the folder, "
+                f"{last or 'no complete snapshot exists'}. Free disk space or use another folder, "
                 "and start again."
             )
 
@@ -215,14 +215,14 @@ class Snapshots:
         """Runs an action on this rank; returns its result, and the errors of all ranks as text."""
         result, problem = None, None
         # Damaged JSON and arrays raise ValueError, KeyError or EOFError. Damaged archives raise
-        # their own error.
+        # BadZipFile.
         expected = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
         try:
             result = action()
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             if not isinstance(error, expected):
-                log.exception("tfposeidon: unexpected error while a snapshot was read or written")
+                log.exception("tfposeidon: reading or writing a snapshot raised an error.")
         everybody = exchange_objects(problem, self.wire, name)
         return result, [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]
 
@@ -234,7 +234,8 @@ def _write_files(
     if rank == 0:
         save_arrays(folder / "model.npz", shared)
         _write(folder / "meta.json", lambda stream: stream.write(json.dumps(meta).encode()))
-    # On every rank: each has created directory entries, possibly on a file system of another host.
+    # Sync on every rank, because each has created directory entries, and ranks may be on different
+    # hosts.
     _sync(folder)
 
 
@@ -266,7 +267,7 @@ def _sync(folder: Path) -> None:
 
 
 def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns the arrays of a list by name, which is `prefix` and the index."""
+    """Returns arrays by name; each name is `prefix` and the index in the list."""
     return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
 
 
@@ -295,7 +296,7 @@ def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> Non
     pairs = itertools.zip_longest(variables, values)
     if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
         raise mismatch(
-            f"{len(values)} arrays for {len(variables)} variables, or arrays of other shapes"
+            f"{len(values)} arrays, which do not fit the shapes of {len(variables)} variables"
         )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))

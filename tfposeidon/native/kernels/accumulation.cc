@@ -1,4 +1,4 @@
-// Sums of sparse and of 16-bit vectors on the CPU.
+// Sums sparse vectors and 16-bit vectors on the CPU.
 
 #include "tfposeidon/native/kernels/accumulation.h"
 
@@ -44,7 +44,7 @@ class ProcessorSumRowsOp : public SumRowsOp<T> {
   using SumRowsOp<T>::SumRowsOp;
 
  private:
-  // Threads share the elements, not the rows: each element is added by one of them, in row order.
+  // Each thread adds all rows of its own elements, so that rows are added in order.
   void add(OpKernelContext* context, const uint16_t* rows, int64_t count, int64_t n,
            float* sum) override {
     const auto pass =

@@ -1,4 +1,4 @@
-// The part of the accumulation ops that CPUs and GPUs share.
+// Implements the part of the accumulation ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_ACCUMULATION_H_
 #define TFPOSEIDON_NATIVE_KERNELS_ACCUMULATION_H_
@@ -31,7 +31,10 @@ class ScatterAddOp : public tensorflow::OpKernel {
     OP_REQUIRES(context,
                 TensorShapeUtils::IsVector(counts.shape()) &&
                     TensorShapeUtils::IsScalar(context->input(3).shape()),
-                absl::InvalidArgumentError("`counts` must be a vector and `size` a scalar."));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "`counts` must be a vector and `size` a scalar. Received: shapes ",
+                    counts.shape().DebugString(), " and ",
+                    context->input(3).shape().DebugString())));
     const int64_t size = context->input(3).scalar<int64_t>()();
     OP_REQUIRES(context, size >= 0,
                 absl::InvalidArgumentError(
@@ -45,7 +48,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
     OP_REQUIRES(context, left == 0, wrong_counts(counts, values));
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->allocate_output(0, tensorflow::TensorShape({size}), &sum));
-    // Indices are checked by whoever adds, which has to read them anyhow.
+    // `add` checks the indices, because it reads them anyway.
     const Outside outside = add(
         context, {indices.flat<Index>().data(), values.flat<float>().data(), values.NumElements(),
                   segments.data(), segments.size(), size, sum->flat<float>().data()});
@@ -60,7 +63,7 @@ class ScatterAddOp : public tensorflow::OpKernel {
     const Index* indices;
     const float* values;
     int64_t total;
-    const int64_t* counts;  // On the CPU.
+    const int64_t* counts;  // In host memory.
     int64_t segments;
     int64_t size;
     float* sum;

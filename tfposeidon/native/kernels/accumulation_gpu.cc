@@ -1,4 +1,4 @@
-// Sums of sparse and of 16-bit vectors on a CUDA GPU.
+// Sums sparse vectors and 16-bit vectors on a CUDA GPU.
 
 #include "tfposeidon/native/kernels/accumulation.h"
 #include "tfposeidon/native/kernels/gpu.h"
@@ -53,7 +53,7 @@ class GpuSumRowsOp : public SumRowsOp<T> {
 #define REGISTER(name, type, T, kernel)                                                      \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU).TypeConstraint<T>(type), \
                           kernel<T>)
-// Counts and size are read by the CPU, which allocates by them.
+// Counts and size are in host memory, because the CPU allocates memory by them.
 #define REGISTER_SCATTER(T)                                     \
   REGISTER_KERNEL_BUILDER(Name("TfposeidonScatterAdd")          \
                               .Device(tensorflow::DEVICE_GPU)   \

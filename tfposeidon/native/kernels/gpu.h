@@ -1,4 +1,4 @@
-// TensorFlow's stream and memory for the library on a GPU.
+// Provides TensorFlow's stream and memory to the library on a GPU.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_GPU_H_
 #define TFPOSEIDON_NATIVE_KERNELS_GPU_H_
@@ -15,7 +15,7 @@
 
 namespace tfposeidon {
 
-// Given back when the op returns: TensorFlow gives it to nobody but later work on the same stream.
+// Allocates memory until the op returns. TensorFlow reuses it only for later work on the stream.
 class TensorFlowMemory : public gpu::Memory {
  public:
   explicit TensorFlowMemory(tensorflow::OpKernelContext* context) : context_(context) {}
@@ -25,7 +25,8 @@ class TensorFlowMemory : public gpu::Memory {
     const absl::Status status = context_->allocate_temp(
         tensorflow::DT_INT8, tensorflow::TensorShape({static_cast<int64_t>(bytes)}), &memory);
     if (!status.ok()) {
-      context_->SetStatus(status);  // The first counts: out of memory stays ResourceExhausted.
+      // TensorFlow reports the first status, so that out of memory stays ResourceExhausted.
+      context_->SetStatus(status);
       throw std::runtime_error(status.ToString());
     }
     held_.push_back(memory);
@@ -37,7 +38,7 @@ class TensorFlowMemory : public gpu::Memory {
   std::vector<tensorflow::Tensor> held_;
 };
 
-// Calls work(device), and makes what it throws the op's error: TensorFlow catches no exceptions.
+// Calls work(device), and sets the op's error to its exception, because TensorFlow catches none.
 template <class Work>
 void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
   TensorFlowMemory memory(context);
@@ -45,7 +46,7 @@ void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
     work(gpu::Device{context->op_device_context()->stream()->platform_specific_handle().stream,
                      &memory});
   } catch (const std::exception& error) {
-    context->SetStatus(absl::InternalError(absl::StrCat("On the GPU: ", error.what())));
+    context->SetStatus(absl::InternalError(absl::StrCat("GPU op failed: ", error.what())));
   }
 }
 

@@ -1,4 +1,4 @@
-// Norms on the CPU.
+// Computes norms on the CPU.
 
 #include "tfposeidon/native/kernels/norms.h"
 

@@ -1,4 +1,4 @@
-// The part of the norm ops that CPUs and GPUs share.
+// Implements the part of the norm ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_NORMS_H_
 #define TFPOSEIDON_NATIVE_KERNELS_NORMS_H_

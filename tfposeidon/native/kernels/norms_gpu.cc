@@ -1,4 +1,4 @@
-// Norms on a CUDA GPU.
+// Computes norms on a CUDA GPU.
 
 #include "tfposeidon/native/kernels/gpu.h"
 #include "tfposeidon/native/kernels/norms.h"

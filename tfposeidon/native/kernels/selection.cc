@@ -1,4 +1,4 @@
-// The selection ops on the CPU.
+// Runs the selection ops on the CPU.
 
 #include "tfposeidon/native/kernels/selection.h"
 
@@ -30,7 +30,7 @@ class ProcessorSelectionOp : public SelectionOp<Index> {
     } else {
       ms_top_k(source, c.n, c.k, this->steps_, c.seed, engine, c.indices, c.values);
     }
-    // If nothing is selected, nothing was read, and the outputs are not filled yet.
+    // A selection of 0 elements has read nothing, so the other outputs are not filled yet.
     for (int64_t begin = 0; c.k == 0 && begin < c.n; begin += kBlock) {
       source.block(begin, std::min(kBlock, c.n - begin));
     }
@@ -70,7 +70,7 @@ class ErrorFeedbackTopKOp : public ProcessorSelectionOp<Index> {
     const ErrorFeedback source(this->vector(context, 0), this->vector(context, 1), c.kept[0],
                                engine.loops);
     this->select(source, c, engine);
-    // Afterwards: a selection may ask for a block twice, which writes the whole sum there again.
+    // Clear only now, because a selection may read a block twice, which writes the whole sum again.
     clear_sent(c.indices, c.values, c.k, wire_, engine, c.kept[0]);
   }
 

@@ -1,4 +1,4 @@
-// The part of the selection ops that CPUs and GPUs share.
+// Implements the part of the selection ops that CPUs and GPUs share.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_SELECTION_H_
 #define TFPOSEIDON_NATIVE_KERNELS_SELECTION_H_
@@ -12,8 +12,8 @@
 
 namespace tfposeidon {
 
-// Vectors of one length come in, then k and seed; values and indices come out, then vectors that
-// are kept.
+// Inputs are vectors of equal length, then k and seed. Outputs are values and indices, then the new
+// residual and velocity.
 template <class Index>
 class SelectionOp : public tensorflow::OpKernel {
  public:
@@ -63,7 +63,7 @@ class SelectionOp : public tensorflow::OpKernel {
               indices->flat<Index>().data(),
               values->flat<float>().data(),
               {}};
-    // Never in place of an input: a step that is skipped keeps the old residual.
+    // Never reuse the memory of an input, because a skipped step retains the old residual.
     for (int i = 2; i < context->num_outputs(); ++i) {
       Tensor* kept = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(i, first.shape(), &kept));
@@ -92,7 +92,7 @@ class SelectionOp : public tensorflow::OpKernel {
   int steps_;
 };
 
-// The attribute of ops that round what they send.
+// Returns the dtype to which an op rounds values.
 inline WireType wire_type(tensorflow::OpKernelConstruction* construction) {
   std::string name;
   const absl::Status found = construction->GetAttr("wire", &name);

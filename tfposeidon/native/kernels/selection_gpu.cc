@@ -1,4 +1,4 @@
-// The selection ops on a CUDA GPU.
+// Runs the selection ops on a CUDA GPU.
 
 #include "tfposeidon/native/kernels/gpu.h"
 #include "tfposeidon/native/kernels/selection.h"
@@ -85,7 +85,7 @@ class GpuMomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
   float momentum_;
 };
 
-// k and seed are read by the CPU, which allocates and launches by them.
+// k and seed are in host memory, because the CPU allocates and launches by them.
 #define REGISTER_INDEX(name, kernel, Index)                         \
   REGISTER_KERNEL_BUILDER(Name(name)                                \
                               .Device(tensorflow::DEVICE_GPU)       \
@@ -107,5 +107,5 @@ REGISTER("TfposeidonMomentumCorrectionTopK", GpuMomentumCorrectionTopKOp);
 }  // namespace
 }  // namespace tfposeidon
 
-// Says that GPU kernels are in this library.
+// Python detects GPU kernels in the library by this symbol.
 extern "C" __attribute__((visibility("default"))) int tfposeidon_gpu_kernels() { return 1; }

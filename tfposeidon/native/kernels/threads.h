@@ -1,4 +1,4 @@
-// TensorFlow's threads and reusable memory for the kernels.
+// Provides TensorFlow's threads and reusable memory to the kernels.
 
 #ifndef TFPOSEIDON_NATIVE_KERNELS_THREADS_H_
 #define TFPOSEIDON_NATIVE_KERNELS_THREADS_H_
@@ -23,8 +23,8 @@ class TensorFlowThreads : public Parallel {
 
   void run(int count, const std::function<void(int)>& work) const override {
     if (count == 1) return work(0);
-    // The callers have cut the work into equal parts, so the pool must neither join nor cut them.
-    // TensorFlow 2.19 has only this constructor, which later releases call deprecated.
+    // Callers have split the work into equal parts, so the pool must neither join nor split them.
+    // TensorFlow 2.19 has only this constructor, which later releases deprecate.
     using Pool = tensorflow::thread::ThreadPool;
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -40,8 +40,9 @@ class TensorFlowThreads : public Parallel {
   const tensorflow::DeviceBase::CpuWorkerThreads& workers_;
 };
 
-// A workspace for the time of one call; as many are kept as ever ran at the same time. Not a member
-// of the kernels: there is one for each bucket, and each would keep its own.
+// Borrows a workspace during one call. Idle workspaces are retained, as many as were ever in use at
+// the same time. Kernels own no workspaces, because each bucket has a kernel, and each kernel would
+// retain its own.
 class BorrowedWorkspace {
  public:
   BorrowedWorkspace() {
@@ -62,7 +63,7 @@ class BorrowedWorkspace {
   Workspace& operator*() const { return *workspace_; }
 
  private:
-  // Neither is ever destroyed: threads of TensorFlow may outlive static objects at exit.
+  // Never destroy these objects, because TensorFlow's threads may outlive static objects at exit.
   static std::mutex& mutex() {
     static auto* mutex = new std::mutex;
     return *mutex;

@@ -1,4 +1,4 @@
-// The time at which tensors are there, on every device.
+// Returns the time at which tensors are ready, on every device.
 
 #include <chrono>
 
@@ -21,11 +21,11 @@ class TimeAfterOp : public OpKernel {
     seconds->scalar<double>()() = std::chrono::duration<double>(now).count();
   }
 
-  // By the thread that computed the last of the tensors, and not when one comes to it.
+  // Run on the thread that computed the last tensor, without waiting for another thread.
   bool IsExpensive() override { return false; }
 };
 
-// Tensors stay where they are; only the time is on the host.
+// Tensors stay on their device; only the time is in host memory.
 REGISTER_KERNEL_BUILDER(
     Name("TfposeidonTimeAfter").Device(tensorflow::DEVICE_DEFAULT).HostMemory("seconds"),
     TimeAfterOp);

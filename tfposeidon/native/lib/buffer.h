@@ -1,4 +1,4 @@
-// Memory that is reused: a fresh buffer costs more in page faults than the work done in it.
+// Reuses memory, because page faults of a new buffer cost more time than the work in it.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_BUFFER_H_
 #define TFPOSEIDON_NATIVE_LIB_BUFFER_H_
@@ -11,10 +11,11 @@ namespace tfposeidon {
 template <class T>
 class Buffer {
  public:
-  // At least `size` elements; what was in it may be gone.
+  // Returns memory for at least `size` elements; earlier contents may be lost.
   T* reserve(int64_t size) {
     if (size > size_) {
-      data_.reset();  // Before the new one is there: both at once might be too much.
+      // Free the old memory first, because there may not be enough for both.
+      data_.reset();
       data_.reset(new T[size]);
       size_ = size;
     }

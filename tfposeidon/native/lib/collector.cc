@@ -15,7 +15,7 @@ uint32_t nth_of(uint32_t* keys, int64_t n, int64_t m) {
   return keys[m - 1];
 }
 
-// Keeps the k largest, ties by lowest index, in their order.
+// Reduces candidates to the k largest, ties to the lowest index, in their order.
 void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const InnerLoops& loops) {
   uint32_t* keys = scratch->reserve(c->count);
   for (int64_t i = 0; i < c->count; ++i) keys[i] = c->bits[i] & kKeyMask;
@@ -25,7 +25,7 @@ void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const InnerLoop
   for (int64_t i = 0; i < c->count; ++i) {
     const uint32_t key = c->bits[i] & kKeyMask;
     const bool tie = key == kth && ties > 0;
-    // Written whether kept or not, and overwritten if not: cheaper than a branch.
+    // Write every candidate, and overwrite it if it is dropped, which is cheaper than a branch.
     c->bits[kept] = c->bits[i];
     c->indices[kept] = c->indices[i];
     kept += key > kth || tie;
@@ -35,19 +35,20 @@ void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const InnerLoop
   c->above = static_cast<int32_t>(kth);
 }
 
+// With high probability, the wanted key is in (low, high].
 struct Bracket {
-  int32_t low;   // The key looked for is > low ...
-  int32_t high;  // ... and <= high, both with high probability.
+  int32_t low;
+  int32_t high;
 };
 
-// From a sample at even distances. `key_at` gives one of the `total` keys.
+// Brackets the m-th of `total` keys by a sample at even distances; `key_at(i)` returns a key.
 template <class KeyAt>
 Bracket bracket(const KeyAt& key_at, int64_t total, int64_t m) {
   constexpr int64_t kSample = 1024;
   uint32_t sample[kSample];
   for (int64_t s = 0; s < kSample; ++s) sample[s] = key_at(total * s / kSample);
   const double middle = static_cast<double>(m) / static_cast<double>(total) * kSample;
-  // Four standard deviations of how many of the sample lie above, which is about binomial.
+  // The number of sampled keys above the m-th is about binomial; use four standard deviations.
   const double spread = 4 * std::sqrt(std::max(1.0, middle * (1 - middle / kSample))) + 4;
   const int64_t first = static_cast<int64_t>(middle - spread);
   const int64_t last = static_cast<int64_t>(middle + spread) + 1;
@@ -66,7 +67,7 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
   float* sample = engine.workspace.sample.reserve(plan.size());
   const int parts = plan.lines > 2048 ? parts_for(n, engine.parallel) : 1;
   engine.parallel.run(parts, [&](int part) {
-    // Lines lie far apart: each is fetched this many steps before it is needed.
+    // Prefetch each line this many steps before its use, because lines are far apart.
     constexpr int64_t kInFlight = 16;
     const int64_t end = plan.lines * (part + 1) / parts;
     for (int64_t i = plan.lines * part / parts; i < end; ++i) {
@@ -74,20 +75,20 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
       source.line(line_at(i, plan.stride), sample + i * kLine);
     }
   });
-  // Elements of the sample pass for candidates, so that the same search finds the one of a rank.
+  // Treat the sample as candidates, so that the same search finds the key of a rank.
   Candidates all;
   all.bits = reinterpret_cast<uint32_t*>(sample);
   all.count = plan.size();
   if (engine.workspace.parts.empty()) engine.workspace.parts.resize(1);
-  // Less 1, as keys are compared by >: the sampled key itself passes, with those equal to it.
+  // Subtract 1, because keys are compared by >, and keys equal to the sampled key must pass.
   return static_cast<int32_t>(nth_key({all}, plan.rank, engine)) - 1;
 }
 
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
                                 Statistics* statistics, const Engine& engine) {
   const int count = parts_for(n, engine.parallel);
-  // Between two times of shrinking to k at least k elements and 4 blocks are added: the work of all
-  // of them stays in proportion to the pass, whatever the data are.
+  // At least k elements and 4 blocks are added between two calls of `shrink`, so that their total
+  // cost is proportional to the pass for any data.
   const int64_t limit = 2 * k + 4 * kBlock;
   std::vector<Candidates> parts(count);
   std::vector<Statistics> partial(count);
@@ -114,7 +115,7 @@ std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int3
     parts[part] = c;
     partial[part] = own;
   });
-  // In the order of the parts, whichever thread was first.
+  // Add in the order of parts, so that the order of threads has no effect.
   for (const Statistics& own : partial) {
     if (statistics == nullptr) break;
     statistics->sum += own.sum;
@@ -134,7 +135,8 @@ uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& 
   Bracket keys{kEverything, static_cast<int32_t>(kKeyMask)};
   size_t part_at = 0;
   int64_t before = 0;
-  const auto key_at = [&](int64_t place) {  // Asked for in ascending order.
+  // Calls must have ascending places.
+  const auto key_at = [&](int64_t place) {
     while (place - before >= parts[part_at].count) before += parts[part_at++].count;
     return parts[part_at].bits[place - before] & kKeyMask;
   };
@@ -158,7 +160,7 @@ uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& 
       }
       return nth_of(all, left, m - above);
     }
-    // The sample misled. Among all keys it is found for certain, so there is no third time.
+    // The sample was misleading. The second iteration searches all keys, and always succeeds.
     keys = {kEverything, static_cast<int32_t>(kKeyMask)};
   }
 }

@@ -1,4 +1,4 @@
-// One ordered pass over the data that keeps the few elements among which the largest are.
+// Collects candidates for the largest elements in one ordered pass over the data.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_COLLECTOR_H_
 #define TFPOSEIDON_NATIVE_LIB_COLLECTOR_H_
@@ -14,19 +14,19 @@
 
 namespace tfposeidon {
 
-// The data that is selected from. Each block is asked for at least once, by one thread at a time: a
-// source that computes its values writes all of them on the way.
+// Data to select from. A pass reads each block, by one thread at a time, so that a source that
+// computes its values writes all of them.
 class Source {
  public:
   virtual ~Source() = default;
 
-  // Makes x[begin .. begin + n - 1], n <= kBlock; valid until the thread's next call.
+  // Returns x[begin .. begin + n - 1], n <= kBlock; valid until the thread's next call.
   virtual const float* block(int64_t begin, int64_t n) const = 0;
 
-  // A cache line of it, x[begin .. begin + kLine - 1], to `out`; changes nothing.
+  // Copies the cache line x[begin .. begin + kLine - 1] to `out`; writes nothing else.
   virtual void line(int64_t begin, float* out) const = 0;
 
-  // Asks the CPU to fetch what `line` needs.
+  // Prefetches the memory that `line` reads.
   virtual void prefetch(int64_t begin) const = 0;
 };
 
@@ -49,12 +49,12 @@ struct Candidates {
   uint32_t* indices;
   uint32_t* bits;
   int64_t count = 0;
-  // Elements of the part whose key is > above are all here...
+  // The candidates include all elements of the part whose key is > above, and the first elements
+  // equal to it, as many as could be among the largest.
   int32_t above;
-  // ... as are those equal to it that come first, as many as could be among the largest.
 };
 
-// Memory for one selection at a time.
+// Memory of a selection; simultaneous selections need separate workspaces.
 struct Workspace {
   struct PerPart {
     Buffer<uint32_t> indices;
@@ -72,20 +72,21 @@ struct Engine {
   Workspace& workspace;
 };
 
-// A key that, with high probability, a little more than k of the n elements are above; kEverything
-// if the sample does not tell. `margin` is in standard deviations of the number sampled; 0 gives an
-// estimate that is as often too high as too low.
+// Returns a key that slightly more than k of the n elements exceed with high probability, or
+// kEverything if a sample cannot estimate it. `margin` is in standard deviations of the number
+// sampled. With 0, the estimate is too high as often as too low.
 int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin,
                           const Engine& engine);
 
-// One pass: all elements above a key, raised where more than 2 k of a part are: only its k largest,
-// ties by lowest index, can be among the k largest of all. Fills `statistics` too if given.
+// Collects all elements above a key in one pass. Raises the key in a part with more than 2 k such
+// elements, because only the part's k largest elements, ties to the lowest index, can be among the
+// k largest of all. Fills `statistics` unless it is null.
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
                                 Statistics* statistics, const Engine& engine);
 
 int64_t total_count(const std::vector<Candidates>& parts);
 
-// The m-th largest key among them, 1 <= m <= total_count.
+// Returns the m-th largest key of the candidates, 1 <= m <= total_count.
 uint32_t nth_key(const std::vector<Candidates>& parts, int64_t m, const Engine& engine);
 
 }  // namespace tfposeidon

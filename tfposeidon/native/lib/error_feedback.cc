@@ -5,11 +5,11 @@
 namespace tfposeidon {
 namespace {
 
-// Elements lie far apart: each is fetched this many steps before it is needed.
+// Elements are prefetched this many steps before their use, because they are far apart.
 constexpr int64_t kInFlight = 24;
 
-// Calls work(i) for all i < k with places[indices[i]] on its way to the cache. Indices are
-// distinct, so threads never meet.
+// Calls work(i) for all i < k, and prefetches places[indices[i]]. Indices are distinct, so threads
+// never write to the same element.
 template <class Index, class Work>
 void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, const float* places,
                     const Work& work) {
@@ -24,7 +24,7 @@ void for_each_place(const Index* indices, int64_t k, const Parallel& parallel, c
   });
 }
 
-// Rounds a short run to the wire's type and back.
+// Rounds at most kBlock values to the wire's type and back.
 void round_to(WireType wire, const float* values, int64_t n, const InnerLoops& loops,
               float* rounded) {
   uint16_t half[kBlock];

@@ -1,4 +1,4 @@
-// Error feedback fused with selection: what is not sent stays in the residual and comes back.
+// Fuses error feedback with selection: values that are not sent stay in the residual.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_ERROR_FEEDBACK_H_
 #define TFPOSEIDON_NATIVE_LIB_ERROR_FEEDBACK_H_
@@ -10,7 +10,7 @@
 
 namespace tfposeidon {
 
-// The sum residual + gradient, written to `out` block by block as it is read.
+// Computes residual + gradient, and writes it to `out` block by block as it is read.
 class ErrorFeedback : public Source {
  public:
   ErrorFeedback(const float* residual, const float* gradient, float* out, const InnerLoops& loops)
@@ -37,8 +37,8 @@ class ErrorFeedback : public Source {
   const InnerLoops& loops_;
 };
 
-// The same with momentum correction (Lin et al. 2018, section 3.2): velocity_out = momentum *
-// velocity + gradient, out = residual + velocity_out.
+// Adds momentum correction to ErrorFeedback (Lin et al. 2018, section 3.2): velocity_out = momentum
+// * velocity + gradient, out = residual + velocity_out.
 class MomentumCorrection : public Source {
  public:
   MomentumCorrection(const float* residual, const float* velocity, const float* gradient,
@@ -79,13 +79,13 @@ class MomentumCorrection : public Source {
   const InnerLoops& loops_;
 };
 
-// Takes what was sent out of the residual: values[i] becomes what crosses the wire, and the
-// rounding error, 0 in float32, is what stays at residual[indices[i]].
+// Removes sent values from the residual: rounds values[i] to the wire's type, and stores the
+// rounding error (0 for float32) in residual[indices[i]].
 template <class Index>
 void clear_sent(const Index* indices, float* values, int64_t k, WireType wire, const Engine& engine,
                 float* residual);
 
-// Forgets the velocity of what was sent (Lin et al. 2018, momentum factor masking).
+// Sets the velocity of sent elements to 0 (Lin et al. 2018, momentum factor masking).
 template <class Index>
 void mask_sent(const Index* indices, int64_t k, const Engine& engine, float* velocity);
 

@@ -1,4 +1,5 @@
-// 16-bit values in whole numbers: the same bits on every CPU and GPU, denormals kept.
+// Converts 16-bit values by integer arithmetic, which preserves denormals and gives the same bits
+// on every CPU and GPU.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_HALF_H_
 #define TFPOSEIDON_NATIVE_LIB_HALF_H_
@@ -9,15 +10,15 @@
 
 namespace tfposeidon {
 
-// How values cross the wire.
+// Dtype in which values are sent.
 enum class WireType { kFloat32, kFloat16, kBfloat16 };
 
-// Not by the CPU's own instruction, which makes denormals zero: peers would differ.
+// Uses no CPU instruction, because it would flush denormals to zero, and ranks would differ.
 TFPOSEIDON_HOST_DEVICE inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
-  // Half of the last place that stays, less one where that is even: ties go to even.
+  // Add half of the last retained place, minus one if that place is even, so that ties go to even.
   const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  // A NaN stays one, and quiet; rounding could carry it over into an infinity.
+  // Keep NaN as a quiet NaN, because rounding could carry over into infinity.
   const uint32_t quiet = bits | 0x400000;
   return static_cast<uint16_t>(((bits & kKeyMask) > kInfinityKey ? quiet : rounded) >> 16);
 }
@@ -30,10 +31,10 @@ TFPOSEIDON_HOST_DEVICE inline uint16_t to_float16(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000;
   const uint32_t key = key_of(x);
   if (key > kInfinityKey) return static_cast<uint16_t>(sign | 0x7e00 | ((key >> 13) & 0x3ff));
-  if (key >= 0x47800000u)
-    return static_cast<uint16_t>(sign | 0x7c00);  // 65536 and more; what rounds up follows
+  // Magnitudes of at least 65536 become infinity.
+  if (key >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00);
   if (key < 0x38800000u) {
-    // A denormal: adding 1/2 leaves its bits, rounded to even, at the end of the sum.
+    // For a denormal, the last bits of the sum with 1/2 are its bits, rounded to even.
     return static_cast<uint16_t>(sign | (bits_of(float_of(key) + 0.5f) - 0x3f000000u));
   }
   // The exponent's bias falls from 127 to 15. From 65520 on, rounding carries over into infinity.

@@ -1,4 +1,4 @@
-// Functions that both CPUs and GPUs run.
+// Marks functions that run on both CPUs and GPUs.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_HOST_DEVICE_H_
 #define TFPOSEIDON_NATIVE_LIB_HOST_DEVICE_H_

@@ -9,8 +9,8 @@
 namespace tfposeidon {
 namespace {
 
-// 64 bytes in all instruction sets: compilers cut them into the registers that there are, and sums
-// are in one order everywhere.
+// Vectors have 64 bytes for all instruction sets. Compilers split them into the available
+// registers, and sums have the same order everywhere.
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Keys __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
@@ -18,8 +18,8 @@ typedef float Half __attribute__((vector_size(32)));
 
 constexpr int64_t kGroups = kBlock / 16;
 
-// Without a branch: most groups have none, and a mispredicted branch costs more than looking at
-// all.
+// Uses no branch: most groups have no hit, and a mispredicted branch costs more than writing each
+// group's index.
 inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
   int64_t count = 0;
   for (int64_t g = 0; g < kGroups; ++g) {
@@ -29,7 +29,7 @@ inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
   return count;
 }
 
-// Lane after lane; mostly there is one.
+// Writes lane after lane, because usually only one is set.
 inline void append_one_by_one(Keys values, uint32_t mask, uint32_t* out) {
   uint32_t lanes[16];
   __builtin_memcpy(lanes, &values, sizeof lanes);
@@ -41,7 +41,7 @@ constexpr char kName[] = "plain";
 
 inline uint16_t lanes_to_bits(Keys lanes) {
 #if defined(__SSE2__)
-  // Packing saturates, so that lanes of all ones stay so down to a byte.
+  // Packing saturates, so that a lane of all ones becomes a byte of all ones.
   __m128i quarters[4];
   __builtin_memcpy(quarters, &lanes, sizeof quarters);
   const __m128i low = _mm_packs_epi32(quarters[0], quarters[1]);
@@ -112,7 +112,7 @@ inline int64_t list_groups(const uint16_t* masks, uint16_t* hits) {
   return count;
 }
 
-// Compressed in a register and stored whole: storing only the lanes set is slow on some CPUs.
+// Compresses in a register and stores all of it, because a masked store is slow on some CPUs.
 inline void append(Keys values, uint16_t mask, uint32_t* out) {
   _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(mask, (__m512i)values));
 }
@@ -126,7 +126,7 @@ inline void append(Keys values, uint16_t mask, uint32_t* out) {
 }  // namespace
 
 const std::vector<InnerLoops>& usable_loops() {
-  // Asked of the CPU once, and never destroyed: threads may outlive static objects at exit.
+  // Query the CPU once, and never destroy the list, because threads may outlive static objects.
   static const std::vector<InnerLoops>* usable = [] {
     auto* found = new std::vector<InnerLoops>{plain::kLoops};
 #if defined(__x86_64__)

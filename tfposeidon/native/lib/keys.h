@@ -1,5 +1,5 @@
-// Magnitudes as whole numbers: the bits of |x| order like |x|, with infinity and NaN above
-// everything.
+// Represents magnitudes as integers: the bits of |x| have the order of |x|, with infinity and NaN
+// above all numbers.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_KEYS_H_
 #define TFPOSEIDON_NATIVE_LIB_KEYS_H_
@@ -14,7 +14,7 @@ namespace tfposeidon {
 constexpr uint32_t kKeyMask = 0x7fffffffu;
 constexpr uint32_t kInfinityKey = 0x7f800000u;
 
-// Keys are compared with `key > above`; this lets every key pass.
+// Keys are compared with `key > above`. Every key passes this threshold.
 constexpr int32_t kEverything = -1;
 
 TFPOSEIDON_HOST_DEVICE inline uint32_t bits_of(float x) {

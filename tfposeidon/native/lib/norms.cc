@@ -7,7 +7,7 @@
 namespace tfposeidon {
 namespace {
 
-// Chunks a thread takes at a time: of a network's many short vectors, too.
+// Threads take this many chunks at a time, because a network has many short vectors.
 constexpr int64_t kTaken = 4;
 
 int64_t total_size(const std::vector<Span>& vectors) {
@@ -42,7 +42,7 @@ void l2_norms(const std::vector<Span>& vectors, const InnerLoops& loops, const P
       }
     }
   });
-  // By one thread, in the order of the chunks: whoever took a chunk has left no trace.
+  // Add on one thread in the order of chunks, so that the bits do not depend on other threads.
   int64_t begin = 0;
   for (size_t v = 0; v < vectors.size(); ++v) {
     double sum = 0;

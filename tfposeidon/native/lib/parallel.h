@@ -1,4 +1,4 @@
-// Threads that somebody else owns: TensorFlow's pool in the ops, plain threads in the tests.
+// Abstracts threads that the caller owns: TensorFlow's pool in ops, plain threads in tests.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_PARALLEL_H_
 #define TFPOSEIDON_NATIVE_LIB_PARALLEL_H_
@@ -15,7 +15,7 @@ class Parallel {
 
   virtual int threads() const = 0;
 
-  // Calls work(0) ... work(count - 1), at the same time where there are threads, and waits for all.
+  // Calls work(0) ... work(count - 1), in parallel if there are threads, and waits for all calls.
   virtual void run(int count, const std::function<void(int)>& work) const = 0;
 };
 
@@ -33,7 +33,7 @@ struct Range {
   int64_t size() const { return end - begin; }
 };
 
-// Below this many elements a second thread costs more than it brings.
+// With fewer elements per thread, another thread costs more time than it saves.
 constexpr int64_t kElementsPerThread = 1 << 19;
 
 // Indices within a part have 32 bits.
@@ -44,7 +44,7 @@ inline int parts_for(int64_t n, const Parallel& parallel) {
   return static_cast<int>(std::max(busy, n / kLargestPart + 1));
 }
 
-// Even shares that begin at whole cache lines, so that no two threads write to one.
+// Returns even shares that begin at cache lines, so that no two threads write to the same line.
 inline Range part_of(int64_t n, int parts, int part) {
   auto begin_of = [&](int64_t i) { return i == parts ? n : n * i / parts / 64 * 64; };
   return {begin_of(part), begin_of(part + 1)};

@@ -11,14 +11,13 @@
 namespace tfposeidon {
 namespace {
 
-// Elements that are summed in the first-level cache before they are written once.
+// A tile of this many elements is summed in the first-level cache, and then written once.
 constexpr int64_t kTile = 1 << 14;
 
-// From here on (16 MiB) the sum is written past the caches: its reader would not find it there
-// anyhow.
+// A sum of at least this size (16 MiB) is written past the caches, because it would not fit.
 constexpr int64_t kLarge = 1 << 22;
 
-// Pairs: a few tiles of a segment.
+// Pairs are prefetched this far ahead, which is a few tiles of a segment.
 constexpr int64_t kAhead = 512;
 
 template <class Index>
@@ -29,8 +28,9 @@ Outside first_outside(const Index* indices, int64_t total, int64_t n) {
   return {};
 }
 
-// Adds what lies in [range.begin, range.end), tile by tile. Assumes ascending segments, but trusts
-// nobody: writes stay in the range, and the number of pairs used tells the caller whether all were.
+// Adds the pairs in [range.begin, range.end), tile by tile, and returns their number. It expects
+// ascending segments. For other segments, writes stay in the range, and the sum of the returned
+// numbers is too small.
 template <class Index>
 int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends,
                       Range range, bool large, float* out) {
@@ -50,10 +50,10 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
     for (size_t s = 0; s < cursor.size(); ++s) {
       int64_t i = cursor[s];
       for (; i < ends[s + 1]; ++i) {
-        // There are more segments than the CPU's prefetchers follow.
+        // Prefetch here, because there are more segments than the CPU's prefetchers follow.
         __builtin_prefetch(indices + i + kAhead);
         __builtin_prefetch(values + i + kAhead);
-        // Wraps around below `begin`, so that one comparison finds both ends.
+        // The difference wraps around below `begin`, so that one comparison checks both bounds.
         const Unsigned place = static_cast<Unsigned>(indices[i]) - static_cast<Unsigned>(begin);
         if (place >= static_cast<Unsigned>(length)) break;
         tile[place] += values[i];
@@ -66,7 +66,7 @@ int64_t add_ascending(const Index* indices, const float* values, const std::vect
   return used;
 }
 
-// In any order: every thread looks at all pairs for those of its range.
+// Adds the pairs in a range, in any order of indices; each thread reads all pairs.
 template <class Index>
 void add_unordered(const Index* indices, const float* values, int64_t total, Range range,
                    float* out) {
@@ -84,8 +84,8 @@ Outside scatter_add(const Index* indices, const float* values, const int64_t* co
   std::vector<int64_t> ends(segments + 1, 0);
   for (int64_t s = 0; s < segments; ++s) ends[s + 1] = ends[s] + counts[s];
   const int64_t total = ends.back();
-  // Indices are not checked first, which would be one more pass over them: only where some pair
-  // fell into no tile, or out of order, the cause is looked for.
+  // Check no indices first, because that would be another pass over them. Search for the cause only
+  // if pairs were not added.
   std::atomic<int64_t> used{0};
   for_each_part(n, parallel, [&](Range range) {
     used += add_ascending(indices, values, ends, range, n >= kLarge, out);

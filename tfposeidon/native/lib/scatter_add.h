@@ -1,4 +1,4 @@
-// Accumulates what several ranks selected.
+// Sums the elements that several ranks selected.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_SCATTER_ADD_H_
 #define TFPOSEIDON_NATIVE_LIB_SCATTER_ADD_H_
@@ -9,14 +9,14 @@
 
 namespace tfposeidon {
 
-// The first index that is outside the sum, and its position among the pairs; or -1.
+// First index that is outside the sum, and its position among the pairs, or -1 if there is none.
 struct Outside {
   int64_t place = -1;
   int64_t index = 0;
 };
 
-// out[0 .. n-1] = 0, then out[indices[i]] += values[i] with segments in their order: the same bits
-// for any number of threads. Segments, one a rank, are `counts[s]` pairs each; ascending ones are
+// Sets out[0 .. n-1] = 0, then out[indices[i]] += values[i] in the order of segments, with the same
+// bits for any number of threads. Segment s of a rank has `counts[s]` pairs; ascending segments are
 // fastest. `out` is complete if no index is outside 0 .. n-1.
 template <class Index>
 Outside scatter_add(const Index* indices, const float* values, const int64_t* counts,

@@ -5,16 +5,17 @@
 namespace tfposeidon {
 
 Thresholds ms_thresholds(float mean, float max, float next, int64_t k, int64_t n, int steps) {
-  float upper = 0, lower = 0;  // thres1 and thres2
+  // The paper calls these thresholds thres1 and thres2.
+  float upper = 0, lower = 0;
   bool found_upper = false;
   float left = 0, right = 1;
   for (int i = 0; i < steps; ++i) {
     const float ratio = left + (right - left) / 2;
     const float threshold = mean + ratio * (max - mean);
-    // count(a >= threshold) <= k, without counting (line 10): see the header.
+    // This tests count(a >= threshold) <= k (line 10) without counting; see the header.
     if (k >= n || next < threshold) {
       right = ratio;
-      // Above the largest nothing is counted, and line 13 never takes it.
+      // Above the largest magnitude, the count is 0, which line 13 never accepts.
       if (threshold <= max) {
         upper = threshold;
         found_upper = true;
@@ -24,7 +25,7 @@ Thresholds ms_thresholds(float mean, float max, float next, int64_t k, int64_t n
       lower = threshold;
     }
   }
-  // a >= t is key > key(t) - 1.
+  // The condition a >= t equals key > key(t) - 1.
   return {found_upper ? static_cast<int32_t>(key_of(upper)) - 1 : static_cast<int32_t>(kKeyMask),
           static_cast<int32_t>(key_of(lower)) - 1};
 }

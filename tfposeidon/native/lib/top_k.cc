@@ -18,7 +18,7 @@ struct Counts {
   int64_t band = 0;
 };
 
-// The output position of the next element, and the number of the next one in the band.
+// Output position of the next element, and index of the next band element within the band.
 struct Cursor {
   int64_t out = 0;
   int64_t band = 0;
@@ -28,19 +28,19 @@ int64_t overlap(Range a, Range b) {
   return std::max<int64_t>(0, std::min(a.end, b.end) - std::max(a.begin, b.begin));
 }
 
-// Writes the chosen ones of a run of elements while `cursor` is before `out_end`.
+// Writes the selected elements of a run while `cursor` is before `out_end`.
 template <class Index>
 void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
                Thresholds thresholds, Range window, int64_t out_end, Cursor* cursor, Index* indices,
                float* values) {
-  Cursor at = *cursor;  // A copy: for all the compiler knows, a store through `indices` could
-                        // change *cursor.
+  // Copy the cursor, because for the compiler a store through `indices` could change *cursor.
+  Cursor at = *cursor;
   for (int64_t i = 0; i < n && at.out < out_end; ++i) {
     const int32_t key = static_cast<int32_t>(bits[i] & kKeyMask);
     const bool higher = key > thresholds.upper;
     const bool band = !higher && key > thresholds.lower;
-    // Written whether chosen or not, and overwritten if not: cheaper than a branch that goes either
-    // way.
+    // Write every element, and overwrite it if it is not selected, which is cheaper than a branch
+    // that is hard to predict.
     indices[at.out] = static_cast<Index>(base + run_indices[i]);
     values[at.out] = float_of(bits[i]);
     at.out += higher || (band && at.band >= window.begin && at.band < window.end);
@@ -49,7 +49,7 @@ void write_run(int64_t base, const uint32_t* run_indices, const uint32_t* bits, 
   *cursor = at;
 }
 
-// Writes all of a run with a key > above.
+// Writes the elements of a run with a key > above.
 template <class Index>
 void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* bits, int64_t n,
                      int32_t above, int64_t out_end, Cursor* cursor, const InnerLoops& loops,
@@ -64,8 +64,8 @@ void write_all_above(int64_t base, const uint32_t* run_indices, const uint32_t* 
 }
 
 // Writes k elements. `runs(part, work)` calls work(base, indices, bits, count) for runs of elements
-// in their order, among which are all with a key > lower. Where the band has `spare` elements too
-// many, those taken begin at first(spare).
+// in their order. The runs contain all elements with a key > lower. If the band has `spare`
+// elements too many, the selected window begins at first(spare).
 template <class Index, class Runs, class First>
 void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds, const First& first,
                   const Engine& engine, Index* indices, float* values) {
@@ -84,7 +84,7 @@ void write_chosen(const Runs& runs, int parts, int64_t k, Thresholds thresholds,
   const int64_t wanted = k - total.higher;
   const int64_t begin = first(total.band - wanted);
   const Range window{begin, begin + wanted};
-  // Counted first, so that each part knows where it writes, and threads need not wait.
+  // Compute the output position of each part first, so that threads need not wait for each other.
   std::vector<Cursor> cursors(parts + 1);
   for (int part = 0; part < parts; ++part) {
     const int64_t band_end = cursors[part].band + counts[part].band;
@@ -112,7 +112,7 @@ auto runs_of_candidates(const std::vector<Candidates>& parts) {
   };
 }
 
-// From the data themselves, when candidates do not hold all of the band.
+// Reads runs from the source, for a band that candidates do not cover.
 auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower,
                     const InnerLoops& loops) {
   return [&source, n, parts, lower, &loops](int part, auto&& work) {
@@ -127,7 +127,7 @@ auto runs_of_source(const Source& source, int64_t n, int parts, int32_t lower,
   };
 }
 
-// Everything above the k-th key, and the first of those equal to it.
+// Writes all candidates above the k-th key, and the first candidates equal to it.
 template <class Index>
 void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine& engine,
                    Index* indices, float* values) {
@@ -137,16 +137,17 @@ void write_largest(const std::vector<Candidates>& parts, int64_t k, const Engine
       values);
 }
 
-// Where the band is everything that is not higher: the indices of the higher ones, all candidates,
-// tell where its window lies, and nothing else is looked at.
+// Writes the selection if the band contains all elements that are not higher. All higher elements
+// are candidates, and their indices determine the position of the window, so that only the window
+// is read.
 template <class Index, class First>
 void write_around(const Source& source, const std::vector<Candidates>& parts, int64_t n, int64_t k,
                   int32_t upper, const First& first, const InnerLoops& loops, Index* indices,
                   float* values) {
   int64_t wanted = k, out = 0;
   for (const Candidates& c : parts) wanted -= loops.count(c.bits, c.count, upper);
-  int64_t cursor =
-      first(n - k);  // Of the window's next element, but for the higher ones before it.
+  // The window's next element has index `cursor` plus the number of higher elements before it.
+  int64_t cursor = first(n - k);
   const auto put = [&](int64_t index, float value) {
     indices[out] = static_cast<Index>(index);
     values[out++] = value;
@@ -189,7 +190,7 @@ void dgc_top_k(const Source& source, int64_t n, int64_t k, const Engine& engine,
   int32_t above = sampled_threshold(source, n, k, 0.0, engine);
   std::vector<Candidates> parts = collect(source, n, k, above, nullptr, engine);
   for (int lowerings = 0; total_count(parts) < k; ++lowerings) {
-    // Few non-zeros may lie far below: after some steps all are taken.
+    // A few non-zeros may be far below the threshold, so collect all elements after some steps.
     const bool goes_on = lowerings < kMostLowerings && above > 0;
     above = goes_on ? static_cast<int32_t>(key_of(0.8f * float_of(static_cast<uint32_t>(above))))
                     : kEverything;
@@ -202,14 +203,14 @@ template <class Index>
 void ms_top_k(const Source& source, int64_t n, int64_t k, int steps, uint64_t seed,
               const Engine& engine, Index* indices, float* values) {
   if (k == 0) return;
-  // One more than is taken: the search asks for the (k+1)-th.
+  // Collect one element more than selected, because the search uses the (k+1)-th largest.
   const int64_t wanted = std::min(k + 1, n);
   const int32_t above = sampled_threshold(source, n, wanted, kSafe, engine);
   Statistics statistics;
   std::vector<Candidates> parts = collect(source, n, wanted, above, &statistics, engine);
-  // Statistics are those of the first pass: a second would count everything twice.
+  // Pass no statistics to a second pass, which would count all elements twice.
   if (total_count(parts) < wanted) parts = collect(source, n, wanted, kEverything, nullptr, engine);
-  // Also where only the sum is infinite: the largest finite values can do that.
+  // Check the sum as well, because the sum of large finite values may be infinite.
   if (statistics.max >= kInfinityKey || !std::isfinite(statistics.sum)) {
     return write_largest(parts, k, engine, indices, values);
   }

@@ -1,4 +1,4 @@
-// Signatures, shapes and documentation of the ops that put together what came over the wire.
+// Registers the ops that sum received values, with signatures, shapes and documentation.
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -30,11 +30,11 @@ REGISTER_OP("TfposeidonScatterAdd")
     })
     .Doc(R"doc(
 Sums sparse vectors: sum[indices[i]] += values[i], segment after segment, so that
-the bits do not depend on threads.
+the bits do not depend on the number of threads.
 
 values: [c].
-indices: [c], each in 0 .. size - 1; fastest where each segment ascends.
-counts: [s]: how many pairs each segment (rank) has; they add up to c.
+indices: [c], each in 0 .. size - 1; fastest if each segment is ascending.
+counts: [s], the number of pairs in each segment (rank); the sum is c.
 size: Scalar.
 sum: [size].
 )doc");
@@ -48,7 +48,7 @@ REGISTER_OP("TfposeidonEncode")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Rounds to the nearest 16-bit value, ties to even; denormals are kept on every CPU.
+Rounds to the nearest 16-bit value, ties to even; preserves denormals on every CPU.
 
 x: Any shape.
 y: The same shape.
@@ -70,7 +70,7 @@ REGISTER_OP("TfposeidonSumRows")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Sums `count` vectors of 16-bit values that follow one another, in float32 and in their order.
+Sums `count` concatenated vectors of 16-bit values in float32, in their order.
 
 rows: [count * n].
 sum: [n].

@@ -1,4 +1,4 @@
-// Signature, shape and documentation of the op that takes norms.
+// Registers the op that computes norms, with its signature, shape and documentation.
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -15,9 +15,9 @@ REGISTER_OP("TfposeidonL2Norms")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Euclidean norms of tensors of any shapes, in one pass over memory.
+Computes the Euclidean norms of tensors of any shapes, in one pass over memory.
 
-tensors: Summed in 64 bits.
+tensors: Tensors of any shapes; their squares are summed in 64 bits.
 norms: [count].
 )doc");
 

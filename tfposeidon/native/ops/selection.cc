@@ -1,4 +1,4 @@
-// Signatures, shapes and documentation of the selection ops.
+// Registers the selection ops, with signatures, shapes and documentation.
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -10,8 +10,8 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// Inputs 0 .. vectors-1 are vectors of one length; then come scalars k and seed. Outputs are values
-// and indices of length k, then `kept` vectors of the inputs' length.
+// Inputs are `vectors` vectors of equal length, then the scalars k and seed. Outputs are values and
+// indices of length k, then `kept` vectors of the inputs' length.
 absl::Status selection_shapes(InferenceContext* c, int vectors, int kept) {
   ShapeHandle vector;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &vector));
@@ -43,12 +43,12 @@ REGISTER_OP("TfposeidonTopK")
     .Doc(R"doc(
 Selects the k elements of largest magnitude, in the order of their indices.
 
-NaN and infinity count as larger than everything. Methods: exact (ties to the lowest index),
+NaN and infinity count as larger than all numbers. Methods: exact (ties to the lowest index),
 mstopk (Shi et al. 2021, Algorithm 1, with N = steps), dgc (Lin et al. 2018, double sampling).
 
 x: [n].
 k: Scalar, 0 <= k <= n.
-seed: Scalar; decides the random window of mstopk.
+seed: Scalar; determines the random window of mstopk.
 values: [k].
 indices: [k]; int32 holds n up to 2^31.
 )doc");
@@ -67,7 +67,7 @@ REGISTER_OP("TfposeidonErrorFeedbackTopK")
     .Attr("index_type: {int32, int64} = DT_INT32")
     .SetShapeFn([](InferenceContext* c) { return selection_shapes(c, 2, 1); })
     .Doc(R"doc(
-Selects from residual + gradient; what is not sent is the new residual. One pass over memory.
+Selects from residual + gradient in one pass over memory; unsent values are the new residual.
 
 Values are rounded to the wire's type, and the rounding error stays in the residual:
 scatter(values) + new_residual = residual + gradient.
@@ -98,10 +98,10 @@ REGISTER_OP("TfposeidonMomentumCorrectionTopK")
     .Attr("index_type: {int32, int64} = DT_INT32")
     .SetShapeFn([](InferenceContext* c) { return selection_shapes(c, 3, 2); })
     .Doc(R"doc(
-As ErrorFeedbackTopK with momentum correction and factor masking (Lin et al. 2018, section 3).
+Selects like ErrorFeedbackTopK, with momentum correction and factor masking (Lin et al. 2018,
+section 3).
 
-Selects from residual + (momentum * velocity + gradient); velocity becomes 0 where something was
-sent.
+Selects from residual + (momentum * velocity + gradient); the velocity of sent elements becomes 0.
 
 residual: [n].
 gradient: [n].

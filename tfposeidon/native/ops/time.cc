@@ -1,4 +1,4 @@
-// Signature, shape and documentation of the op that tells when tensors are there.
+// Registers the op that returns the time at which tensors are ready, with its documentation.
 
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -17,10 +17,11 @@ REGISTER_OP("TfposeidonTimeAfter")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Tells the time at which tensors are there, as `Timestamp` under control dependencies does.
+Returns the time at which tensors are ready, like `Timestamp` under control dependencies.
 
-That one is stateful, and `tf.function` lets stateful ops run one after another: behind a Python
-function in a backward pass it would tell the time of the last gradient for all. This op is not.
+`Timestamp` is stateful, and `tf.function` runs stateful ops one after another. After a Python
+function in a backward pass, it would return the time of the last gradient for all gradients. This
+op is stateless.
 
 values: Tensors of any types and shapes, which are not read.
 seconds: Scalar: seconds since 1970.

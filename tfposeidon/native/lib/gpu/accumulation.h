@@ -1,4 +1,4 @@
-// Sums of sparse and of 16-bit vectors as data-parallel passes.
+// Sums sparse vectors and 16-bit vectors in data-parallel passes.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_ACCUMULATION_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_ACCUMULATION_H_
@@ -22,7 +22,7 @@ struct OutOf {
   TFPOSEIDON_HOST_DEVICE bool operator()(Index index) const { return index < 0 || index >= n; }
 };
 
-// Adds up the pairs of one index, in order; done by the first of them, as they stand together.
+// Adds the adjacent pairs of one index in order, on the thread of the first pair.
 template <class Index>
 struct AddRun {
   const Index* indices;
@@ -38,7 +38,7 @@ struct AddRun {
   }
 };
 
-// Pairs are brought together by a stable sort, so that the bits do not depend on who is faster.
+// Sorts pairs stably by index, so that the bits do not depend on the order of threads.
 template <class Machine, class Index>
 Outside scatter_add(Machine& machine, const Index* indices, const float* values, int64_t total,
                     int64_t n, float* out) {
@@ -75,7 +75,7 @@ struct SumRows {
   }
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t i) const {
     float sum = value(i);
-    // In the order of rows, as on a CPU: the same bits.
+    // Add in the order of rows, for the same bits as on a CPU.
     for (int64_t row = 1; row < count; ++row) sum += value(row * n + i);
     out[i] = sum;
   }

@@ -1,5 +1,4 @@
-// The library compiled for CUDA, with Thrust running on TensorFlow's stream and in TensorFlow's
-// memory.
+// Compiles the library for CUDA. Thrust runs on TensorFlow's stream and in TensorFlow's memory.
 
 #include <cuda_runtime.h>
 #include <thrust/system/cuda/execution_policy.h>
@@ -13,12 +12,12 @@
 namespace tfposeidon::gpu {
 namespace {
 
-// For Thrust's own needs.
+// Allocates Thrust's temporary memory.
 struct Allocator {
   using value_type = char;
   Memory* memory;
   char* allocate(std::ptrdiff_t bytes) { return static_cast<char*>(memory->allocate(bytes)); }
-  void deallocate(char*, size_t) {}  // `Memory` does.
+  void deallocate(char*, size_t) {}  // `Memory` frees everything.
 };
 
 class Cuda {
@@ -26,7 +25,7 @@ class Cuda {
   explicit Cuda(const Device& device)
       : stream_(static_cast<cudaStream_t>(device.stream)), allocator_{device.memory} {}
 
-  // Without waiting after each pass: those that follow are on the same stream.
+  // Does not wait after each pass, because later passes run on the same stream.
   auto policy() { return thrust::cuda::par_nosync(allocator_).on(stream_); }
 
   template <class T>
@@ -34,7 +33,7 @@ class Cuda {
     return static_cast<T*>(allocator_.memory->allocate(sizeof(T) * n));
   }
 
-  // From memory that may go at once: what is not pinned is taken before the call returns.
+  // The list may be freed after the call, because CUDA reads memory that is not pinned before.
   template <class T>
   T* copied(const std::vector<T>& list) {
     T* place = array<T>(list.size());
@@ -43,7 +42,7 @@ class Cuda {
     return place;
   }
 
-  // Waits for the stream, as the CPU decides by the value which passes follow.
+  // Waits for the stream, because the CPU chooses later passes by the value.
   template <class T>
   T read(const T* place) {
     T value;

@@ -1,8 +1,8 @@
-// The machine that this folder's passes run on. They are Thrust's, the same code on a GPU and, in
-// the tests, on a CPU.
+// Abstracts the machine that runs this folder's Thrust passes: a GPU, or in tests a CPU.
 //
-// A `Machine` has `policy()`, Thrust's; `array<T>(n)`, memory there; `copied(list)`, a list brought
-// there; and `read(place)`, one value from there.
+// A `Machine` has `policy()`, which returns Thrust's policy; `array<T>(n)`, which allocates memory
+// on the machine; `copied(list)`, which copies a list to it; and `read(place)`, which returns one
+// of its values.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_
@@ -14,7 +14,7 @@
 
 namespace tfposeidon::gpu {
 
-// 0, 1, 2, ...
+// Iterates over 0, 1, 2, ...
 inline auto numbers() { return thrust::make_counting_iterator(int64_t{0}); }
 
 // Calls work(i) for all i < n.

@@ -1,4 +1,4 @@
-// Norms of many vectors as data-parallel passes: three for all of them, however many there are.
+// Computes norms of any number of vectors in three data-parallel passes.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_NORMS_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_NORMS_H_
@@ -12,7 +12,7 @@
 
 namespace tfposeidon::gpu {
 
-// Elements of a chunk that are summed side by side: neighbours read neighbouring memory.
+// A chunk has this many lanes. Adjacent threads sum adjacent lanes, and read adjacent memory.
 constexpr int64_t kLanes = 256;
 
 struct SumLane {
@@ -29,11 +29,11 @@ struct SumLane {
   }
 };
 
-// Adds up a chunk's lanes into its first lane.
+// Adds a chunk's lanes into its first lane.
 struct SumLanes {
   double* sums;
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t chunk) const {
-    // By one thread, in the order of lanes, which no schedule changes.
+    // Add on one thread in the order of lanes, so that the bits do not depend on the schedule.
     double sum = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) sum += sums[chunk * kLanes + lane];
     sums[chunk * kLanes] = sum;

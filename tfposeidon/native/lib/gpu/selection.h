@@ -1,8 +1,8 @@
-// Selection as a few data-parallel passes.
+// Selects elements in a few data-parallel passes.
 //
-// The algorithm of top_k.cc: one pass keeps what is above a sampled threshold, a little too low,
-// and the choice is made among these few. Where the sample misled, the threshold is found exactly,
-// by bisection in 31 passes.
+// As in top_k.cc, one pass collects the elements above a sampled, slightly low threshold, and the
+// selection is made among these. If the sample was misleading, bisection finds the exact threshold
+// in 31 passes.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SELECTION_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SELECTION_H_
@@ -32,7 +32,7 @@
 
 namespace tfposeidon::gpu {
 
-// Candidates have room for at least so many.
+// There is memory for at least this many candidates.
 constexpr int64_t kLeastRoom = 2 * kSmallestSampled;
 
 template <class Index>
@@ -53,13 +53,13 @@ struct ElementOf {
   }
 };
 
-// The elements of a vector that were kept, in the order of their indices.
+// Candidates among the elements of a vector, in the order of their indices.
 template <class Index>
 struct Candidates {
   Index* indices;
   float* values;
   int64_t count;
-  int32_t above;  // All elements whose key is > above are here.
+  int32_t above;  // The candidates include all elements whose key is > above.
 
   TFPOSEIDON_HOST_DEVICE Element<Index> operator()(int64_t i) const {
     return {static_cast<std::make_unsigned_t<Index>>(indices[i]), values[i]};
@@ -76,7 +76,7 @@ auto elements_of(const Candidates<Index>& candidates) {
   return thrust::make_transform_iterator(numbers(), candidates);
 }
 
-// Tells whether a key is in (low, high].
+// Returns whether an element's key is in (low, high].
 struct Inside {
   int32_t low;
   int32_t high;
@@ -89,7 +89,7 @@ struct Inside {
 
 inline Inside above(int32_t key) { return {key, static_cast<int32_t>(kKeyMask)}; }
 
-// Writes those elements of a sequence whose number is in begin .. end - 1, and drops the others.
+// Writes the elements of a sequence with numbers in begin .. end - 1, and drops the others.
 template <class Index>
 struct Window {
   int64_t begin;
@@ -103,7 +103,7 @@ struct Window {
   }
 };
 
-// Counts those inside, and writes those of them that are in the window.
+// Counts the elements inside, and writes the elements of this sequence that are in the window.
 template <class Machine, class Elements, class Index>
 int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
              const Window<Index>& window) {
@@ -111,8 +111,8 @@ int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
   return thrust::copy_if(machine.policy(), elements, elements + n, out, inside) - out;
 }
 
-// The k elements that `thresholds` name, by index. Where the band has `spare` too many, those taken
-// begin at first(spare).
+// Writes the k elements that `thresholds` select, by index. If the band has `spare` elements too
+// many, the selected window begins at first(spare).
 template <class Machine, class Elements, class First, class Index>
 void write_chosen(Machine& machine, Elements elements, int64_t n, int64_t k, Thresholds thresholds,
                   const First& first, Index* indices, float* values) {
@@ -123,7 +123,7 @@ void write_chosen(Machine& machine, Elements elements, int64_t n, int64_t k, Thr
       first(thrust::count_if(machine.policy(), elements, elements + n, band) - wanted);
   keep(machine, elements, n, band,
        Window<Index>{begin, begin + wanted, indices + taken, values + taken});
-  // The band was written behind the higher ones, and both belong in one order.
+  // Sort by index, because the band was written after the higher elements.
   thrust::sort_by_key(machine.policy(), indices, indices + k, values);
 }
 
@@ -133,7 +133,7 @@ struct KeyOf {
   TFPOSEIDON_HOST_DEVICE uint32_t operator()(float x) const { return key_of(x); }
 };
 
-// The m-th largest of n keys, which are sorted.
+// Sorts n keys, and returns the m-th largest.
 template <class Machine>
 uint32_t nth_key(Machine& machine, uint32_t* keys, int64_t n, int64_t m) {
   thrust::sort(machine.policy(), keys, keys + n, thrust::greater<uint32_t>());
@@ -147,12 +147,12 @@ uint32_t nth_key(Machine& machine, const Candidates<Index>& c, int64_t m) {
   return nth_key(machine, keys, c.count, m);
 }
 
-// Finds the key of rank m in all elements, without memory for them.
+// Finds the m-th largest key of all elements without memory for their keys.
 template <class Machine, class Elements>
 int32_t nth_key_by_bisection(Machine& machine, Elements elements, int64_t n, int64_t m) {
   int32_t low = 0, high = static_cast<int32_t>(kKeyMask);
   while (low < high) {
-    // Rounded up, or `low = middle` would not move where they are neighbours.
+    // Round up, because `low = middle` would change nothing for adjacent bounds otherwise.
     const int32_t middle = high - (high - low) / 2;
     const bool enough =
         thrust::count_if(machine.policy(), elements, elements + n, above(middle - 1)) >= m;
@@ -182,14 +182,14 @@ int32_t sampled_threshold(Machine& machine, const Source& source, int64_t n, int
   return static_cast<int32_t>(nth_key(machine, keys, plan.size(), plan.rank)) - 1;
 }
 
-// Elements among which the k largest are; makes all of the source.
+// Returns candidates that include the k largest elements; computes the whole source.
 template <class Index, class Machine, class Source>
 Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int64_t k,
                           double margin) {
   const int64_t room = std::min(n, std::max(2 * k, kLeastRoom));
   Candidates<Index> c{machine.template array<Index>(room), machine.template array<float>(room), 0,
                       sampled_threshold(machine, source, n, k, margin)};
-  // All are counted, and written as far as there is room: the count says whether there was enough.
+  // Count all candidates, and write as many as fit. The count shows whether all of them fit.
   const Window<Index> window{0, room, c.indices, c.values};
   c.count = keep(machine, elements_of<Index>(source), n, above(c.above), window);
   if (k <= c.count && c.count <= room) return c;
@@ -200,8 +200,8 @@ Candidates<Index> collect(Machine& machine, const Source& source, int64_t n, int
   return c;
 }
 
-// The k largest candidates, by index. Of equal ones those with lower indices are taken, as they
-// stand in this order. The CPU waits for nothing.
+// Writes the k largest candidates, by index. Stable sorting selects the lowest indices of equal
+// candidates, because candidates are in the order of indices. The CPU does not wait for the GPU.
 template <class Machine, class Index>
 void write_largest(Machine& machine, const Candidates<Index>& c, int64_t k, Index* indices,
                    float* values) {
@@ -241,9 +241,9 @@ void ms_top_k(Machine& machine, const Source& source, const Selection& s, Index*
   const float* x = source.made().x;
   const Magnitudes all = thrust::transform_reduce(machine.policy(), x, x + s.n, MagnitudeOf{},
                                                   Magnitudes{0, 0}, Both{});
-  // Unlike the CPU's, the sum is in 64 bits throughout, and finite where all values are.
-  if (all.max >= kInfinityKey)
-    return write_largest(machine, c, s.k, indices, values);  // No threshold means anything.
+  // Thresholds are meaningless unless all values are finite. Unlike on the CPU, the sum is in 64
+  // bits throughout, and is finite if all values are.
+  if (all.max >= kInfinityKey) return write_largest(machine, c, s.k, indices, values);
 
   const float mean = static_cast<float>(all.sum / static_cast<double>(s.n));
   const float next = float_of(nth_key(machine, c, wanted));
@@ -265,7 +265,7 @@ struct Make {
   TFPOSEIDON_HOST_DEVICE void operator()(int64_t i) const { source(i); }
 };
 
-// Selects, and makes all of the source.
+// Selects elements, and computes the whole source.
 template <class Machine, class Source, class Index>
 void select(Machine& machine, const Source& source, const Selection& s, Index* indices,
             float* values) {
@@ -274,7 +274,7 @@ void select(Machine& machine, const Source& source, const Selection& s, Index* i
   } else if (s.method == Method::kMsTopK) {
     ms_top_k(machine, source, s, indices, values);
   } else {
-    // Also for dgc, whose output is the same: a sample without a margin would often mislead.
+    // dgc has the same output as exact, and its sample without a margin would often be misleading.
     write_largest(machine, collect<Index>(machine, source, s.n, s.k, kSafe), s.k, indices, values);
   }
 }
@@ -284,7 +284,7 @@ TFPOSEIDON_HOST_DEVICE inline float rounded(float x, WireType wire) {
   return wire == WireType::kBfloat16 ? from_bfloat16(to_bfloat16(x)) : x;
 }
 
-// Values become what crosses the wire, and the rounding error, 0 in float32, is what stays.
+// Rounds values to the wire's type, and stores the rounding error (0 for float32) in the residual.
 template <class Index>
 struct ClearSent {
   const Index* indices;
@@ -304,7 +304,7 @@ void clear_sent(Machine& machine, const Index* indices, float* values, int64_t k
   for_each(machine, k, ClearSent<Index>{indices, values, wire, residual});
 }
 
-// Forgets the velocity of what was sent.
+// Sets the velocity of sent elements to 0.
 template <class Index>
 struct MaskSent {
   const Index* indices;

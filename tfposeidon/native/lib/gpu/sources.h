@@ -1,5 +1,4 @@
-// The data that is selected from: x[i] is computed when it is asked for. Asking twice gives and
-// writes the same.
+// Data to select from: reading x[i] computes it. Each reading returns and writes the same value.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
@@ -25,7 +24,7 @@ struct ErrorFeedback {
   TFPOSEIDON_HOST_DEVICE float operator()(int64_t i) const {
     return out[i] = residual[i] + gradient[i];
   }
-  // The vector that was written; to be read after x[i] was asked for once for every i.
+  // Returns the vector that was written; valid after every x[i] has been read.
   Vector made() const { return {out}; }
 };
 
