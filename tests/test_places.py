@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from benchmarks import structure
+
 TESTS = Path(__file__).parent
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_make", "_fields"}
 
@@ -40,3 +42,8 @@ def test_private_attributes_are_named_with_a_reason():
     text = (TESTS.parent / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (`_.+?`) \| [^|]+ \| [^|]+ \|$", text, re.MULTILINE)
     assert used - OF_NAMED_TUPLES == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_public_names_have_complete_docstrings():
+    """Names of docs/api.md, of which ruff asks none."""
+    assert [*structure.missing(structure.Tree(structure.ROOT))] == []

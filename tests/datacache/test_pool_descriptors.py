@@ -1,6 +1,7 @@
 """Descriptors of stores have one owner: none stays open after an error or a `close`."""
 
 import contextlib
+import fcntl
 import os
 
 import numpy as np
@@ -46,7 +47,7 @@ def test_a_closed_store_has_nothing_open(tmp_path):
     ],
 )
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
-    def fails(*_):
+    def fails(*_, **__):
         raise OSError(5, "Input/output error")
 
     if step != "system.access.os.fchmod":
@@ -63,15 +64,21 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch
 def test_an_exception_that_is_kept_keeps_no_mapping(tmp_path, monkeypatch):
     """The frames of its traceback have the arrays of the store, until they are cleared."""
 
-    def fails(*_):
+    def fails(*_, **__):
         raise OSError(5, "Input/output error")
 
     varying_pool(tmp_path).close()
-    monkeypatch.setattr("datacache.pool.folder.lock_byte", fails)
+    monkeypatch.setattr("datacache.pool.samples.Heap.adding", fails)
     with pytest.raises(OSError, match="Input/output error") as kept:
         varying_pool(tmp_path)
     assert _open_files(tmp_path) == []
     assert kept.traceback
+
+
+def test_a_store_does_not_lock_its_whole_file(tmp_path):
+    """Network file systems emulate `flock` by locks of bytes, which would exclude one another."""
+    with varying_pool(tmp_path), open(tmp_path / "datacache.store", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_files_that_are_refused_are_closed(tmp_path):

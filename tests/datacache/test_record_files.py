@@ -8,6 +8,8 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError, native
+from datacache.native import FileStatus
+from datacache.sources import tfrecord_format
 from datacache.sources.tfrecord_format import find_records
 from tests import drawn
 
@@ -163,3 +165,22 @@ def test_a_damaged_length_leaves_the_records_before_it(tmp_path):
         stream.seek(8 + 4 + 1 + 4)
         stream.write(b"\xff" * 8)
     assert find_records(path, 0, 3).tolist() == [[12, 1], [0, 0], [0, 0]]
+
+
+def test_a_search_that_misses_records_is_repeated(tmp_path, monkeypatch):
+    path = _records(tmp_path)
+    listed = FileStatus.of(os.stat(path))
+    records = tfrecord_format.TfRecords(str(path), 0, 2, listed)
+    with monkeypatch.context() as patch:
+        patch.setattr(tfrecord_format, "find_records", lambda *_: np.zeros((2, 2), np.int64))
+        with pytest.raises(OSError, match="ends before record 1"):
+            records.read(1)
+    assert records.read(1) == b"second"
+
+
+def _records(folder):
+    path = folder / "records"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for content in (b"first", b"second"):
+            writer.write(content)
+    return path
