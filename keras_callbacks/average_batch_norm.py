@@ -44,7 +44,7 @@ class AverageBatchNorm(global_metrics.LayerAverages):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         hooks = session.of(self.model).hooks
-        # If only some ranks validate, the exchanges of `fit` and this callback would block.
+        # If only some ranks validate, `fit` and this callback would wait for each other.
         self._has_nothing_to_do = bool(hooks) and all(one.synchronizes_model for one in hooks)
         self._trains = True
 

@@ -16,11 +16,10 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     The broadcast includes moving statistics, frozen weights, and the state that preprocessing
     layers of the model have adapted outside of variables: statistics, bins, vocabularies. Each rank
-    derives its seeds from the seeds of the root rank. They differ between ranks, because samples of
-    two ranks would otherwise share dropout masks and augmentation. Layers outside of the model,
-    for example in a `tf.data` pipeline, are not included: adapt them to the same data on every
-    rank. State that differs between ranks by design, such as the residuals of sparse schemes, is
-    unchanged.
+    derives different seeds from the seeds of the root rank, because samples of two ranks would
+    otherwise share dropout masks and augmentation. Layers outside of the model, for example in a
+    `tf.data` pipeline, are not included: adapt them to the same data on every rank. State that
+    differs between ranks by design, such as the residuals of sparse schemes, is unchanged.
 
     Put it first, and in particular before `Checkpoint`, which then restores the state of each rank.
 

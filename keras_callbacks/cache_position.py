@@ -54,8 +54,8 @@ class CachePosition(keras.callbacks.Callback):
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
         self.cache, self.data = cache, data
-        # The elements are the epoch of `fit`, the cache's epoch and its number of samples read when
-        # that epoch started, and the steps per epoch of the cache, which depend on the ranks.
+        # The elements are the epoch of `fit`, the cache's epoch and samples at its start, and the
+        # cache's steps per epoch, which depend on the number of ranks.
         self._begin = keras.Variable([-1, 0, 0, 0], dtype="int64", name="begin", trainable=False)
 
     def state(self) -> list[tuple[Any, str]]:

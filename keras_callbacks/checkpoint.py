@@ -158,14 +158,13 @@ class Checkpoint(keras.callbacks.Callback):
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
     def _newest(self, files: Snapshots) -> Snapshot | None:
-        """Returns the newest snapshot if training should resume from it."""
         return files.read_latest() if self.resume else None
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         pending, self._pending_metrics = self._pending_metrics, []
-        # Restore metrics here, because Keras resets them at the start of each epoch.
+        # Restore metrics in this hook, because Keras resets them just before it.
         if pending and len(self.model.metrics_variables) == len(pending):
             assign_values(self.model.metrics_variables, pending)
         elif pending:
@@ -382,8 +381,7 @@ class Checkpoint(keras.callbacks.Callback):
             exchange: Any = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
-            # Create the saved exchangers, so that each residual returns to the step that computed
-            # it.
+            # Create these exchangers, so that each residual returns to the step that computed it.
             for indices in saved.get("lists", []) if exchange else []:
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
@@ -405,7 +403,7 @@ class Checkpoint(keras.callbacks.Callback):
         same = snapshot.same_layout and saved_descriptions(
             snapshot.own[self._wire.topology.rank], names
         ) == [description for _, description in pairs]
-        # All ranks take the same branch, since `read_all_ranks` is collective.
+        # All ranks must take the same branch, because `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         all_ranks = self._files.read_all_ranks(snapshot)
@@ -422,7 +420,7 @@ class Checkpoint(keras.callbacks.Callback):
             ) from error
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
-        """Returns the current path of each variable by its saved path; a loaded model differs."""
+        """Returns current paths of variables by saved paths, which differ in a loaded model."""
         now = replicas.describe_any(replicated_variables(self.model))
         pairs = zip(snapshot.meta["variables"], now, strict=False)
         return {saved: description.path for (saved, _, _), description in pairs}

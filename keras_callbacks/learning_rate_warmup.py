@@ -1,4 +1,4 @@
-"""Increases the learning rate at the start of training, from the rate for one rank."""
+"""Increases the learning rate during the first epochs, as large global batches require."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LearningRateWarmup(LearningRateSchedule):
         """Returns the fractional epoch at which the previous execution of steps began."""
         if self._last is not None:
             return self._last
-        # Compute it in a resumed run, where the last epoch may have ended within an execution.
+        # Derive it in a resumed run, whose last epoch may have ended within an execution.
         steps, together = self._steps, self.model.steps_per_execution
         last = (steps - 1) // together * together if epoch == self._epoch else -together
         return epoch - (epoch == self._epoch) + last / steps

@@ -156,7 +156,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
-        # Change the rate within epochs only for functions, because this requires known lengths.
+        # Change the rate within epochs only for functions: this requires epochs of known length.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         self._callbacks: list[keras.callbacks.Callback] = [
             LearningRateSchedule(

@@ -27,9 +27,8 @@ class ReplicaCheck(keras.callbacks.Callback):
     Args:
       every_n_steps: Steps between checks, at least 1 (default 1000).
       action: Response to a difference: `"stop"` (default) raises an error on all ranks; `"repair"`
-        logs the difference on rank 0 and broadcasts the values of rank 0; `"report"` only logs the
-        difference. With `"report"`, `fit` also logs differences that it finds itself instead of
-        raising errors.
+        logs the difference on rank 0 and broadcasts the values of rank 0; `"report"` only logs it.
+        With `"report"`, comparisons by `fit` itself also log differences instead of raising errors.
 
     Raises:
       ValueError: If an argument is invalid.

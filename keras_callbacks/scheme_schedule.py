@@ -66,7 +66,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
         self._epoch = self._batches = self._batches_before = 0
-        # True if the last step of this epoch sends the residuals before a change in the next epoch.
+        # This is True while residuals are sent before the epoch that changes the scheme.
         self._flushes_ahead = False
 
     @override
@@ -91,7 +91,7 @@ class SchemeSchedule(keras.callbacks.Callback):
             for policy in self.schedule.values():
                 optimizer.check_change(policy)
         self._session.has_scheme_changes = True
-        # The epochs of this `fit` may differ in length from those of the previous one.
+        # Epochs of this `fit` may differ in length from epochs of the previous `fit`.
         self._batches = self.params.get("steps") or 0
 
     @override
@@ -107,8 +107,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._flushes_ahead = False
         if self._goes_by(wanted):
             if was_flushed:
-                # The schemes have sent their residuals for a change that this `fit` does not make.
-                # Set the scheme again, because it would otherwise remain dense.
+                # This `fit` does not make the expected change. Set the scheme again, because
+                # schemes that have sent their residuals remain dense.
                 self._session.change_scheme(wanted)
             return
         if self.verbose:

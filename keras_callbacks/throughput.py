@@ -70,8 +70,7 @@ class Throughput(ScalarCallback):
         if self._begin is None:
             self._begin = self._totals()
         else:
-            # Read the clock here: at the end of the epoch, this rank may have waited for others
-            # that validate.
+            # Read the clock here, because at the end of the epoch ranks may wait for validation.
             self._last_s = time.perf_counter()
 
     @override
@@ -95,7 +94,7 @@ class Throughput(ScalarCallback):
         if timed:
             shares = [one["exposed_s"] / one["seconds"] for one in timed]
             speed["exposed_communication"] = sum(shares) / len(timed)
-        # Ranks on nodes of unequal sizes send unequal amounts, but all logs must be equal.
+        # Report the bytes of rank 0, because ranks on nodes of unequal sizes send unequal bytes.
         speed["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
         if logs is not None:
             logs.update(speed)

@@ -107,7 +107,6 @@ class StepTimes:
         return record
 
     def reset(self) -> None:
-        """Discards the times of all steps so far."""
         self._sums.assign(tf.zeros_like(self._sums))
 
     def pause(self) -> None:
@@ -223,13 +222,12 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                # Measure the network before the first step, because the duration of this step
-                # counts as tracing time. If only some ranks have a profile, the first step raises
-                # an error.
+                # Measure before the first step, because its duration counts as tracing time. If
+                # only some ranks have a profile, the first step raises an error.
                 if all(measures):
                     plans.planner.measure_network()
                 plans.planner.is_watching = True
-            # Trace the step again, with clock ops, if an earlier `fit` has traced it without.
+            # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
             self._session.retrace()
         # With gradient accumulation, ranks exchange gradients once in several steps.
         self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)

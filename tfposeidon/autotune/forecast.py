@@ -69,7 +69,7 @@ class Forecast:
     is_kept: bool = False
 
     def of_plan(self, plan: Plan) -> Prediction:
-        """Returns the prediction for a plan; the default prediction if the plan has none here."""
+        """Returns the prediction for a plan, or the default prediction if there is none."""
         names = [str(one.chosen) for one in forecasts_of(plan)]
         every = sorted((self.chosen, *self.others), key=lambda one: not one.is_default)
         return next((one for one in every if str(one) in names), every[0])

@@ -155,8 +155,7 @@ def measure(wire: Wire) -> NetworkProfile:
     long = _Round(wire, large_probes(topology), WORK, "long")
     samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round traces graphs and opens connections. It may enlarge vectors, but its times
-        # do not count.
+        # The first round traces graphs and connects ranks. Its times only serve to enlarge vectors.
         if number < 2:
             begin_s = time.perf_counter()
         often = [short() for _ in range(SHORT_ROUNDS if number else 1)]
@@ -242,8 +241,7 @@ class _Round:
         ]
         end_s = tf.timestamp()
         for number, run in enumerate(runs):
-            # An all-reduce makes all ranks start together. Its input must not be a constant, which
-            # TensorFlow could fold.
+            # All ranks start together after an all-reduce, whose input must not be a constant.
             here, world = tf.reshape(tf.cast(end_s, tf.float32), [1]), self._wire.topology.world
             used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
             begin_s = _time_after(used[-1])
@@ -283,7 +281,7 @@ def _selected(pairs: int, vector: tf.Tensor) -> tf.Tensor:
 
 
 WORK: dict[str, Work] = {
-    # A shard owner sums several vectors, too.
+    # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
     "select": functools.partial(_selected, PAIRS[0]),
@@ -388,7 +386,6 @@ def rates_of(
 
 
 def quantile(values: Sequence[float]) -> float:
-    """Returns the percentile `QUANTILE` of the seconds of a probe."""
     return float(np.percentile(values, QUANTILE))
 
 

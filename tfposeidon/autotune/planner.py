@@ -49,7 +49,7 @@ Paths = frozenset[str]
 
 @dataclass(frozen=True)
 class Decision(Policy):
-    """Assigns the decided schemes to variables by path; snapshots store it with the forecasts."""
+    """Assigns a decided scheme to each variable by path; snapshots contain decisions."""
 
     choices: Mapping[str, Choice]
     bucket_bytes: int | None
@@ -85,7 +85,6 @@ class Decision(Policy):
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Decision:
-        """Restores a decision from a result of `to_dict`."""
         deserialize = keras.saving.deserialize_keras_object
         choices = {p: Choice(deserialize(one), why) for p, (one, why) in saved["choices"].items()}
         forecasts = tuple(map(Forecast.from_fields, saved["forecasts"]))
@@ -185,10 +184,10 @@ class AutoPlanner(Planner):
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Proposes plans by the measured steps of each exchanger, and returns the seconds saved.
+        """Proposes plans by the measured steps of each exchanger; returns seconds saved per step.
 
         All ranks call it together with equal arguments. If steps take longer than `shortest_s`
-        seconds, the exchanges of close plans are timed. The result is predicted per step.
+        seconds, the exchanges of close plans are timed.
         """
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
@@ -264,8 +263,7 @@ class AutoPlanner(Planner):
             for key in ("plans", "proposed")
         )
         if differs:
-            # Retain schemes with saved residuals until steps are timed, because only these schemes
-            # can send the residuals.
+            # Retain schemes with saved residuals, which only these schemes can send.
             decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
             proposed = {}
             what = (

@@ -26,8 +26,7 @@ from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
-"""Environment variable with the size in bytes up to which Horovod fuses the all-reduces of a cycle,
-and its default."""
+"""Environment variable: bytes up to which Horovod fuses all-reduces of a cycle; its default."""
 EXPOSED = 0.24
 """Share of the shorter of two overlapping times that adds to the longer: transfer of bytes, and CPU
 work on these bytes. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges; `benchmarks.predict --constants`
@@ -58,10 +57,10 @@ class StageTime:
 
 
 class Load(NamedTuple):
-    """Largest numbers of payload bytes of a collective.
+    """Payload bytes of a collective where they are largest, in one direction.
 
-    `cross_bytes` is for a node and one direction from or to other nodes, `flow_bytes` for a
-    connection across nodes, and `node_bytes` for a rank and one direction within its node.
+    `cross_bytes` enter or leave a node, `flow_bytes` use a connection across nodes, and
+    `node_bytes` enter or leave a rank within its node.
     """
 
     cross_bytes: float
@@ -158,7 +157,7 @@ def _transfer_time(
 
 
 def float16_sums(transfer: Transfer) -> float:
-    """Returns how many elements a rank sums in float16; only Horovod's all-reduce sums in it."""
+    """Returns how many elements a rank sums in float16, as only Horovod's all-reduce does."""
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size

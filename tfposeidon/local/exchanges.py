@@ -45,7 +45,7 @@ def of_gradients_in_node(
         bucket_bytes,
         sample_count,
         runtime.node_wire,
-        # Use no counter, which would differ between ranks: nodes of one rank exchange no gradients.
+        # Do not number it: numbers would differ, because nodes of one rank exchange no gradients.
         prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
         settings=optimizer.agreed_settings,
     )

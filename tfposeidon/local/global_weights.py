@@ -115,7 +115,6 @@ class GlobalWeights:
         return self.has_begun and not self.is_shown
 
     def check_may_be_saved(self) -> None:
-        """Refuses to save local weights."""
         if self.is_apart:
             raise RuntimeError(
                 "A model must be saved with its global weights. Received: a model whose "
@@ -125,14 +124,13 @@ class GlobalWeights:
 
     @property
     def was_assigned(self) -> bool:
-        """True if weights were assigned while the global weights have been shown."""
+        """True if weights were assigned while the global weights were shown."""
         if not self.is_shown:
             return False
         now = self._values()
         if all(_share_memory(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
-        # Compare checksums, because values may have moved in host memory, or are on a GPU, where
-        # addresses are not available.
+        # Compare checksums of values that were moved in host memory, or that are on a GPU.
         one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
         return one != other
 

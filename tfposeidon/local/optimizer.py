@@ -61,12 +61,10 @@ class LocalUpdates(CommunicatingOptimizer):
       overlap_steps: Steps between an exchange and the use of its result, below `sync_every`. The
         exchange runs in the background, and all ranks apply its result after the same step (default
         0: the step waits for it).
-      warmup_steps: Number of initial steps that are each followed by a synchronization, for
-        post-local SGD (default 0).
-      bucket_bytes: Size in bytes up to which small pseudo-gradients are fused (default `None`: 4
-        MiB).
-      sample_count: Function that returns the weight of this rank in `fit`; see
-        `DistributedOptimizer`.
+      warmup_steps: Initial steps that are each followed by a synchronization (default 0), for
+        post-local SGD.
+      bucket_bytes: Bytes up to which small pseudo-gradients are fused (default `None`: 4 MiB).
+      sample_count: Function that returns this rank's weight in `fit`; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Other arguments, all of which are refused.
 
@@ -125,8 +123,7 @@ class LocalUpdates(CommunicatingOptimizer):
         communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
-        # Read the settings now, because an outer optimizer cannot evaluate its learning rate while
-        # a step is traced.
+        # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
         self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
         self._node: Step | None = None
@@ -185,8 +182,7 @@ class LocalUpdates(CommunicatingOptimizer):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, apart from the global weights.
 
-        A job of one rank has them, too, so that a job of several ranks can resume from its
-        checkpoint.
+        One rank has them, too, so that a job of several ranks can resume from its checkpoint.
         """
         return [self._number, *self._outer.variables] if self.built else []
 

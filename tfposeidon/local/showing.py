@@ -39,7 +39,6 @@ class Showing:
         self._shows_after_steps = True
 
     def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
-        """Returns the optimizer's hooks for `model.fit`."""
         reference: Callable[[], Any] = weakref.ref(model)
 
         def begin_step() -> None:
@@ -49,7 +48,7 @@ class Showing:
         return FitHooks(
             first=[
                 keras.callbacks.LambdaCallback(
-                    # Weights may differ here: a broadcast may follow, or callbacks restore state.
+                    # Weights may differ, because other callbacks may broadcast or restore them.
                     on_train_begin=lambda logs: self.restart_if_assigned(are_equal=False),
                     on_test_begin=lambda logs: self.show(),
                     on_epoch_end=lambda epoch, logs: self.show(),

@@ -385,7 +385,7 @@ class Synchronization:
 
     def _counters(self) -> list[int]:
         if self.weights.was_assigned:
-            # A resumed run restarts from the assigned weights, as this run will.
+            # A resumed run must restart from the assigned weights, as this run will.
             return [0, 0, 0]
         return [int(self.weights.has_begun), self._steps, int(self._is_pending)]
 
