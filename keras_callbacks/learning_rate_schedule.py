@@ -35,8 +35,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
     receive the rate as `learning_rate`.
 
     Args:
-      initial_learning_rate: Rate that is multiplied, not negative. It is an argument, because the
-        current rate of a resumed optimizer may come from the middle of its schedule.
+      initial_learning_rate: Rate that the multiplier scales, not negative. It is an argument,
+        because the current rate of a resumed optimizer may come from the middle of its schedule.
       multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
         fractional epochs.
       start_epoch: First epoch in which the callback sets the rate (default 0).

@@ -127,8 +127,8 @@ class ChoosePlan(keras.callbacks.Callback):
     """Chooses tunable plans once, from measured times of the forward and backward pass.
 
     All ranks choose after the same batch. Before a plan changes, one step sends the residuals. If
-    epochs may end early, plans change only between epochs: the step sends the residuals that would
-    be the last one in an epoch as long as the previous one. On GPUs, ops are queued and cannot be
+    epochs may end early, plans change only between epochs, and the expected last step of an epoch,
+    by the length of the previous one, sends the residuals. On GPUs, ops are queued and cannot be
     timed, so the first plan is retained.
     """
 

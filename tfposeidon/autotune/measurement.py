@@ -89,7 +89,7 @@ class Probe:
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
         """Returns the number of bytes at the busiest node, and whether no byte leaves its node.
 
-        If no byte leaves its node, the number is that of the busiest rank.
+        If no byte leaves its node, it returns the number of bytes at the busiest rank instead.
         """
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes

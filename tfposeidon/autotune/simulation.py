@@ -26,7 +26,7 @@ from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
-"""Environment variable: bytes up to which Horovod fuses all-reduces of a cycle; its default."""
+"""Environment variable with the maximum bytes of Horovod's fused all-reduces, and its default."""
 EXPOSED = 0.24
 """Share of the shorter of two overlapping times that adds to the longer: transfer of bytes, and CPU
 work on these bytes. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges; `benchmarks.predict --constants`
@@ -157,7 +157,7 @@ def _transfer_time(
 
 
 def float16_sums(transfer: Transfer) -> float:
-    """Returns how many elements a rank sums in float16, as only Horovod's all-reduce does."""
+    """Returns how many elements a rank sums in float16, which only Horovod's all-reduce does."""
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size

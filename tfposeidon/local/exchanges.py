@@ -45,7 +45,7 @@ def of_gradients_in_node(
         bucket_bytes,
         sample_count,
         runtime.node_wire,
-        # Do not number it: numbers would differ, because nodes of one rank exchange no gradients.
+        # Use no numbered prefix: numbers would differ, because nodes of one rank exchange nothing.
         prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
         settings=optimizer.agreed_settings,
     )

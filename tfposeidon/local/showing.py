@@ -1,7 +1,7 @@
 """Assigns the global weights of `LocalUpdates` for user code, and local weights for steps.
 
-`fit` calls these hooks and callbacks. Weights that user code assigns between steps become the new
-global weights.
+`fit` calls these hooks and callbacks. Weights that user code assigns before `fit` or between epochs
+become the new global weights.
 """
 
 from __future__ import annotations
