@@ -12,8 +12,8 @@ from tfposeidon.training import global_metrics, session
 class AverageBatchNorm(global_metrics.LayerAverages):
     """Averages the moving statistics of layers over ranks.
 
-    `fit` does so by itself for optimizers of `tfposeidon`. Use this callback for other optimizers,
-    with `synchronize_model=False`, or in `model.evaluate`.
+    `fit` averages them automatically for optimizers of `tfposeidon`. Use this callback for other
+    optimizers, with `synchronize_model=False`, or in `model.evaluate`.
 
     In training, the `BatchNormalization` layers of a rank see only the batches of this rank, so
     moving statistics differ between ranks, and without averages ranks would evaluate and save

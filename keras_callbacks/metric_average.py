@@ -8,9 +8,9 @@ from tfposeidon.training.global_metrics import GlobalMetrics
 class MetricAverage(GlobalMetrics):
     """Replaces the metrics in the logs of an epoch by metrics over the samples of all ranks.
 
-    `fit` does so by itself for optimizers of `tfposeidon`, before it calls other callbacks. Use
-    this callback for other optimizers, with `synchronize_model=False`, or after a callback that
-    adds values of its own rank to the logs.
+    `fit` replaces them automatically for optimizers of `tfposeidon`, before it calls other
+    callbacks. Use this callback for other optimizers, with `synchronize_model=False`, or after a
+    callback that adds values of its own rank to the logs.
 
     Each rank computes metrics on its own data. At the end of the epoch, all ranks aggregate the
     variables of each metric as the metric declares (`aggregation`, by default the sum), and compute

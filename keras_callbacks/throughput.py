@@ -27,7 +27,7 @@ class Throughput(ScalarCallback):
     - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; with one exchange
       in several steps, the mean over these steps.
 
-    Validation and the first step of an epoch are excluded, because the first step of training
+    Times exclude validation, and the first step of each epoch, because the first step of training
     traces and compiles. An epoch of one step reports only `megabytes_sent`, because no time
     remains. An epoch without a step reports nothing.
 

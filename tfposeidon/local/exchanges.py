@@ -28,7 +28,7 @@ def of_differences(
     sample_count: SampleCount | None,
 ) -> Step:
     """Returns the exchange of pseudo-gradients in a synchronization."""
-    # Pseudo-gradients are added to weights, so their plans do not depend on the inner optimizer.
+    # Differences are added to weights, so their plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
     adding = SimpleNamespace(inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None)
     return Step(adding, policy, bucket_bytes, sample_count, settings=optimizer.agreed_settings)

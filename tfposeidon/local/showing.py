@@ -145,8 +145,8 @@ def reads_after_batches(callback: Any) -> bool:
     # Compare exact types, because a subclass may override more hooks.
     if type(callback) in SAVING:
         return bool(callback.save_freq != "epoch")
-    # Other callbacks of Keras read weights only at the end of epochs. Those of `keras_callbacks`
-    # handle global weights.
+    # Other callbacks of Keras read weights only at the end of epochs, and `keras_callbacks` handle
+    # global weights.
     is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")
     if is_known and not isinstance(callback, keras.callbacks.LambdaCallback):
         return False
