@@ -3,11 +3,11 @@
 Pass the same callbacks to `fit` on every rank: most of them communicate, and a rank without the
 callback would leave the others waiting. On one rank they need no launcher.
 
-With an optimizer of `tfposeidon`, `fit` starts all ranks with equal values and averages metrics and
-moving statistics by itself; `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage` are for
-other cases. The order in the list matters: these three first, then Keras callbacks that depend on
-metrics (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with
-`Checkpoint` last.
+With an optimizer of `tfposeidon`, `fit` automatically starts all ranks with equal values, and
+averages metrics and moving statistics. `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage`
+are for other cases. The order in the list matters: these three first, then Keras callbacks that
+depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that
+save, with `Checkpoint` last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [

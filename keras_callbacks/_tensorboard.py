@@ -1,4 +1,4 @@
-"""Base of callbacks that report scalars of each epoch."""
+"""Provides the base class of callbacks that report scalars of each epoch."""
 
 from __future__ import annotations
 

@@ -12,16 +12,16 @@ from tfposeidon.training import global_metrics, session
 class AverageBatchNorm(global_metrics.LayerAverages):
     """Averages the moving statistics of layers over ranks.
 
-    `fit` does so by itself for optimizers of `tfposeidon`. Use this callback for other optimizers,
-    with `synchronize_model=False`, or in `model.evaluate`.
+    `fit` averages them automatically for optimizers of `tfposeidon`. Use this callback for other
+    optimizers, with `synchronize_model=False`, or in `model.evaluate`.
 
-    The callback runs before each evaluation and otherwise at the end of each epoch. In training,
-    every rank's `BatchNormalization` layers see only that rank's batches, so moving statistics
-    differ between ranks. The same applies to floating-point variables of other layers that receive
-    no gradient, such as codebooks (`tp.state.register` changes this). Without it, ranks would
-    evaluate and save different models. All ranks take part, and all of them hold the same means
-    afterwards; equal values are unchanged. For state registered as partial, rank 0 receives the sum
-    over ranks at the end of the epoch, and all others zeros.
+    In training, the `BatchNormalization` layers of a rank see only the batches of this rank, so
+    moving statistics differ between ranks, and without averages ranks would evaluate and save
+    different models. The same applies to floating-point variables of other layers that receive no
+    gradient, such as codebooks (`tp.state.register` changes this). The callback runs before each
+    evaluation and otherwise at the end of each epoch. All ranks take part, and hold the same
+    averages afterwards; equal values are unchanged. For state registered as partial, rank 0
+    receives the sum over ranks at the end of the epoch, and all other ranks receive zeros.
 
     Put it before `MetricAverage` and `Checkpoint`.
 
@@ -37,14 +37,14 @@ class AverageBatchNorm(global_metrics.LayerAverages):
 
     @override
     def set_params(self, params: Any) -> None:
-        # `fit` and `evaluate` call it first. It also resets the state of an interrupted `fit`.
+        # Reset here, because `fit` and `evaluate` call this hook first, even after an interruption.
         super().set_params(params)
         self._trains = self._has_nothing_to_do = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         hooks = session.of(self.model).hooks
-        # Where only some ranks validate, `fit` and this callback would wait for one another.
+        # If only some ranks validate, `fit` and this callback would wait for each other.
         self._has_nothing_to_do = bool(hooks) and all(one.synchronizes_model for one in hooks)
         self._trains = True
 

@@ -15,10 +15,10 @@ class BroadcastVariables(keras.callbacks.Callback):
     """Broadcasts the model and optimizer state of one rank when training begins.
 
     The broadcast includes moving statistics, frozen weights, and the state that preprocessing
-    layers of the model have adapted outside of variables: statistics, bins, vocabularies. Each
-    rank's seeds are derived from those of the root, and differ between ranks: otherwise samples of
-    two ranks would share dropout masks and augmentation. Layers outside of the model, such as those
-    in a `tf.data` pipeline, are not included: adapt them to the same data on every rank. State that
+    layers of the model have adapted outside of variables: statistics, bins, vocabularies. Each rank
+    derives different seeds from the seeds of the root rank, because samples of two ranks would
+    otherwise share dropout masks and augmentation. Layers outside of the model, for example in a
+    `tf.data` pipeline, are not included: adapt them to the same data on every rank. State that
     differs between ranks by design, such as the residuals of sparse schemes, is unchanged.
 
     Put it first, and in particular before `Checkpoint`, which then restores the state of each rank.
@@ -27,8 +27,8 @@ class BroadcastVariables(keras.callbacks.Callback):
       root_rank: Rank that broadcasts its state (default 0); the same on every rank.
 
     Raises:
-      RuntimeError: In `fit`, on all ranks, if they built different models; the message names the
-        first variable that differs. Also if the model has no weights yet.
+      RuntimeError: In `fit`, on all ranks, if the model has no weights yet, or if ranks built
+        different models; the message names the first variable that differs.
       RuntimeError: After the first step or an epoch, on all ranks, if their weights have diverged
         because the model's optimizer does not communicate.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.

@@ -13,21 +13,22 @@ from tfposeidon.training import session
 class CachePosition(keras.callbacks.Callback):
     """Sets the epoch and the step of training in a `datacache.Cache`.
 
-    Epoch `e` of `fit` then reads epoch `e` of the dataset, in that epoch's order, or with
-    `steps_per_epoch` starts after `e` times that number of steps. So a job that starts at another
-    `initial_epoch`, or resumes from a `Checkpoint`, reads the same samples as an uninterrupted job.
-    `cache.state_dict(data)` always contains the position of training. Every rank updates its own
-    cache, without communication.
+    Epoch `e` of `fit` then reads epoch `e` of the dataset, in the order of that epoch. With
+    `steps_per_epoch`, it starts after `e * steps_per_epoch` steps of the dataset. A job that starts
+    at another `initial_epoch`, or resumes from a `Checkpoint`, therefore reads the same samples as
+    an uninterrupted job. `cache.state_dict(data)` always contains the position of training. Every
+    rank updates its own cache, without communication.
 
     Args:
       cache: The `datacache.Cache` that created the dataset passed to `fit`.
-      data: The dataset passed to `fit`: the cache's own, or a result of `map`, `prefetch` and the
-        like on it. Optional if the cache has created one dataset only, and an epoch of `fit` is an
-        epoch of it.
+      data: The dataset passed to `fit`: a dataset that the cache created, or the result of methods
+        such as `map` and `prefetch` on it. Optional if the cache has created only one dataset, and
+        each epoch of `fit` reads one epoch of this dataset.
 
     Raises:
-      RuntimeError: In `fit`, if the cache has created several datasets and `data` is none of them,
-        if the dataset starts within an epoch, or if the position does not follow from the epoch.
+      RuntimeError: In `fit`, if the cache has created several datasets and `data` does not identify
+        one of them, if the dataset starts within an epoch, or if the position does not follow from
+        the epoch.
 
     Example:
       >>> import datacache, keras, keras_callbacks, tempfile
@@ -48,13 +49,13 @@ class CachePosition(keras.callbacks.Callback):
     """
 
     knows_position = True
-    """True: the order of batches spans all ranks, whatever their number."""
+    """True, because the order of samples does not depend on the number of ranks."""
 
     def __init__(self, cache: Any, data: Any = None) -> None:
         super().__init__()
         self.cache, self.data = cache, data
-        # Epoch of `fit`; the cache's epoch and samples at the start of that epoch; and the steps of
-        # the cache's epochs, which depend on the number of ranks.
+        # The elements are the epoch of `fit`, the cache's epoch and samples at its start, and the
+        # cache's steps per epoch, which depend on the number of ranks.
         self._begin = keras.Variable([-1, 0, 0, 0], dtype="int64", name="begin", trainable=False)
 
     def state(self) -> list[tuple[Any, str]]:
@@ -103,7 +104,7 @@ class CachePosition(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # One call covers several steps; the cache ignores steps beyond the end of the data.
+        # A call may cover several steps. The cache ignores steps beyond the end of the data.
         self.cache.count(self.model.steps_per_execution, self.data)
 
     @override

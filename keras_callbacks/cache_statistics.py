@@ -18,13 +18,13 @@ class CacheStatistics(ScalarCallback):
 
     - `cache_hits`: share of samples that were ready in memory, in [0, 1].
     - `cache_source_megabytes`: megabytes that all ranks together read from the source.
-    - `cache_wait_s`: seconds in which batches waited for samples, mean over ranks.
-    - `cache_healed`: corrupt samples that were repaired, on all ranks.
+    - `cache_wait_s`: seconds for which batches waited for samples, mean over ranks.
+    - `cache_healed`: number of corrupted samples that all ranks together repaired.
 
     Args:
       cache: The `datacache.Cache` whose dataset is passed to `fit`.
-      log_dir: Folder in which the first rank that trains writes the scalars `cache/hits` and so on;
-        `None` (default) writes none.
+      log_dir: Folder in which the first rank that trains writes scalars such as `cache/hits`;
+        `None` (default) to write no scalars.
 
     Cost: one exchange of a few hundred bytes per rank and epoch.
 

@@ -1,7 +1,7 @@
 """Saves a job so that it can resume as if it had not been interrupted.
 
-A snapshot holds replicated state once, written by rank 0, and each rank's own state. On another
-number of ranks, sums over ranks are preserved and split again.
+A snapshot contains replicated state once, written by rank 0, and the state of each rank. If the
+number of ranks changes, gradients and residuals are redistributed, and their sums are preserved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tfposeidon.training import layer_state, session
 from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
-"""State that each rank saves separately."""
+"""Placements of the state that each rank saves separately."""
 _LAYER = "layer."
 """Prefix of the array names of layer state outside of variables."""
 
@@ -56,8 +56,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     It saves at the end of each epoch, and optionally within epochs. Every rank needs this callback:
     rank 0 saves the state that is equal on all ranks (weights, optimizer state, adapted
-    preprocessing layers), and every rank saves its own state (accumulated gradients, residuals,
-    moving statistics, seeds, metrics).
+    preprocessing layers), and every rank saves the state that differs between ranks (accumulated
+    gradients, residuals, moving statistics, seeds, metrics).
 
     When `fit` begins, all ranks resume from the newest complete snapshot. A resumed run equals an
     uninterrupted one if the data come in the same order: the batches of an unfinished epoch that
@@ -70,12 +70,12 @@ class Checkpoint(keras.callbacks.Callback):
     their initial state.
 
     Training continues while files are written. A snapshot is valid once all ranks have confirmed
-    that it is complete: some steps later, and at the latest when the next one is due or training
-    ends.
+    that it is complete: some steps later, and at the latest when the next snapshot is due or
+    training ends.
 
     Put it last, so that it saves the effects of other callbacks at the end of the epoch. With
-    `LocalUpdates`, ranks continue from weights that these have assigned. To publish a model, use
-    `model.save`.
+    `LocalUpdates`, ranks continue from weights that other callbacks have assigned. To publish a
+    model, use `model.save`.
 
     Args:
       folder: Folder that all ranks share; created if it is missing.
@@ -110,7 +110,8 @@ class Checkpoint(keras.callbacks.Callback):
         super().__init__()
         if resume not in (True, False, "epoch"):
             raise ValueError(
-                f'`resume` must be True, False or "epoch". Received: resume={resume!r}'
+                f'`resume` must be True, False or "epoch". Received: resume={resume!r}. Leave it '
+                "out to resume from the newest snapshot."
             )
         if every_n_steps is not None:
             checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
@@ -119,7 +120,7 @@ class Checkpoint(keras.callbacks.Callback):
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.resume = resume
-        # The snapshot that `epoch_to_resume` has read for the next `fit`.
+        # `epoch_to_resume` reads this snapshot for the next `fit`.
         self._read: Snapshot | None = None
         self._steps = 0
         self._epoch = 0
@@ -131,7 +132,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._session.begin_where_asked()
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
-        # Joins the ranks whose state is saved: all ranks, or a server alone.
+        # This communicator contains the ranks whose state is saved: all ranks, or only a server.
         self._wire = self._session.wire
         self._files = Snapshots(self.folder, self._wire, self.keep)
         snapshot, self._read = self._read or self._newest(self._files), None
@@ -152,32 +153,34 @@ class Checkpoint(keras.callbacks.Callback):
           SnapshotError: On all ranks, if there are snapshots and none is readable, or the newest
             belongs to another release.
         """
-        # All ranks read, since the saving ranks are unknown before `fit`.
+        # All ranks read the snapshot, because the ranks that save are unknown before `fit`.
         self._read = self._newest(Snapshots(self.folder, runtime.wire(), self.keep))
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
     def _newest(self, files: Snapshots) -> Snapshot | None:
-        """Returns the newest snapshot if training should resume from it."""
         return files.read_latest() if self.resume else None
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         pending, self._pending_metrics = self._pending_metrics, []
-        # Keras resets metrics at the start of each epoch, just before this hook.
+        # Restore metrics in this hook, because Keras resets them just before it.
         if pending and len(self.model.metrics_variables) == len(pending):
             assign_values(self.model.metrics_variables, pending)
         elif pending:
             # Keras builds metrics in the first step if it cannot build them earlier, as with
             # `run_eagerly`.
-            runtime.say("tfposeidon: the metrics of this epoch omit the batches before resuming.")
+            runtime.say(
+                "tfposeidon: the metrics of this epoch exclude the batches that were trained on "
+                "before the job resumed."
+            )
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._session.was_skipped:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
-        # Ranks that are not in step wait for the files at the end of the epoch.
+        # Ranks that do not execute steps together wait for the files at the end of the epoch.
         if self._session.knows_lengths or self._session.is_in_step:
             self._files.poll_at_step()
         if self.every_n_steps and self._steps // self.every_n_steps > before // self.every_n_steps:
@@ -197,13 +200,13 @@ class Checkpoint(keras.callbacks.Callback):
     @override
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
-        # Keras would start the next `fit` at that epoch, too.
+        # Otherwise Keras would start the next `fit` at the epoch of the snapshot, too.
         self._session.begin_where_asked()
 
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # With local weights on each rank, the global weights are saved.
+        # If ranks train local weights, save the global weights.
         with self._session.global_weights():
             self._start_write(epoch, batches)
 
@@ -222,7 +225,7 @@ class Checkpoint(keras.callbacks.Callback):
         own |= to_named_arrays(values_of(metrics), "metric")
         pairs = list(parts(self.model))
         own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
-        # A snapshot's files hold arrays only.
+        # Encode the descriptions as bytes, because the files of a snapshot contain only arrays.
         pieces = json.dumps([description.to_dict() for _, description in pairs])
         own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
         own |= self._layers(Placement.LOCAL)
@@ -239,8 +242,8 @@ class Checkpoint(keras.callbacks.Callback):
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
 
-        `lists` has those that its steps exchange together. `trains` is `None` for an optimizer that
-        is not built.
+        `trains` has the indices of all trained variables, and is `None` if the optimizer is not
+        built. `lists` has the indices of variables that a step exchanges together.
         """
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
@@ -249,7 +252,7 @@ class Checkpoint(keras.callbacks.Callback):
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
         indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
-        # Keras has no public name for these variables.
+        # Keras has no public attribute for these variables.
         trained = list(optimizer._trainable_variables)
         unknown = [variable.path for variable in trained if id(variable) not in indices]
         if unknown:
@@ -273,7 +276,7 @@ class Checkpoint(keras.callbacks.Callback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # First, since the comparison would miss the variables of an unbuilt optimizer.
+        # Build optimizers first, because the comparison would miss the variables of unbuilt ones.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
@@ -297,7 +300,7 @@ class Checkpoint(keras.callbacks.Callback):
                 if name.startswith(_LAYER)
             },
         )
-        # Schemes first, since they create the per-rank variables.
+        # Restore schemes first, because they create the per-rank variables.
         self._restore_schemes(snapshot)
         pairs = list(parts(self.model))
         assign_values([variable for variable, _ in pairs], self._redistributed(snapshot, pairs))
@@ -328,11 +331,11 @@ class Checkpoint(keras.callbacks.Callback):
                 )
 
     def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
-        """Restores this rank's state of layers, and returns its arrays of the snapshot.
+        """Restores the state of this rank's layers, and returns its arrays of the snapshot.
 
         A rank that the saved job did not have uses the averaged state of another rank, retains its
-        recurrent states, and has seeds that differ from those of all ranks. If the layout of ranks
-        has changed, rank 0 receives the sum of partial state.
+        recurrent states, and receives seeds that no other rank has. If the layout of ranks has
+        changed, rank 0 receives the sum of partial state.
         """
         rank = self._wire.topology.rank
         is_new = rank not in snapshot.own
@@ -357,16 +360,16 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
         """Builds optimizers for the variables that they trained when they were saved."""
-        # Optimizers such as those of a GAN receive their variables only in their first step.
+        # Some optimizers, for example in a GAN, receive their variables only in their first step.
         variables = self.model.variables
         for held, saved in self._with_saved(snapshot):
-            # If indices are out of range, the model differs, which `_check` reports.
+            # If an index is out of range, the model differs, and `_check` raises an error.
             if not held.built and saved["trains"] and max(saved["trains"]) < len(variables):
                 held.build([variables[index] for index in saved["trains"]])
 
     def _restore_schemes(self, snapshot: Snapshot) -> None:
         """Restores the saved schemes if a callback changes schemes, and the saved plans."""
-        # An older release may have had their classes in another module.
+        # Import all schemes first, because an older release may have had them in other modules.
         register_all()
         for held, saved in self._with_saved(snapshot):
             optimizer = session.without_loss_scale(held)
@@ -378,7 +381,7 @@ class Checkpoint(keras.callbacks.Callback):
             exchange: Any = getattr(optimizer, "exchange", None)
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
-            # With these, each residual returns to the step that computed it.
+            # Create these exchangers, so that each residual returns to the step that computed it.
             for indices in saved.get("lists", []) if exchange else []:
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
@@ -400,7 +403,7 @@ class Checkpoint(keras.callbacks.Callback):
         same = snapshot.same_layout and saved_descriptions(
             snapshot.own[self._wire.topology.rank], names
         ) == [description for _, description in pairs]
-        # All ranks take the same branch, since `read_all_ranks` is collective.
+        # All ranks must take the same branch, because `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
             return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
         all_ranks = self._files.read_all_ranks(snapshot)
@@ -417,7 +420,7 @@ class Checkpoint(keras.callbacks.Callback):
             ) from error
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
-        """Returns the current paths of variables by saved paths, which differ in a loaded model."""
+        """Returns current paths of variables by saved paths, which differ in a loaded model."""
         now = replicas.describe_any(replicated_variables(self.model))
         pairs = zip(snapshot.meta["variables"], now, strict=False)
         return {saved: description.path for (saved, _, _), description in pairs}
@@ -426,7 +429,7 @@ class Checkpoint(keras.callbacks.Callback):
         for held, meta in self._with_saved(snapshot):
             before, now = meta.get("classes", _classes(held)), _classes(held)
             if before != now:
-                # Optimizers of other kinds may have state of the same shapes.
+                # Compare classes, because other optimizers may have state of the same shapes.
                 raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
         described = variables_as_json(replicas.describe_any(replicated_variables(self.model)))
         difference = first_different_variable(snapshot.meta["variables"], described)
@@ -436,5 +439,5 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def _classes(held: Any) -> list[str]:
-    """Returns the class names of the optimizers inside wrappers."""
+    """Returns the class names of the optimizers within an optimizer's wrappers."""
     return [type(leaf).__name__ for leaf in leaves(held)]

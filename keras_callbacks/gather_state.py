@@ -15,7 +15,7 @@ class GatherState(keras.callbacks.Callback):
 
     `tfposeidon.ShardedOptimizer` distributes its state over all ranks. With this callback,
     `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
-    callback, since each sends its part, and need it before the callback that saves. With other
+    callback, because each rank sends its part. Put it before the callback that saves. With other
     optimizers it has no effect. `keras_callbacks.Checkpoint` does not need it.
 
     Args:

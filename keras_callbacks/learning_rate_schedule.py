@@ -35,18 +35,18 @@ class LearningRateSchedule(keras.callbacks.Callback):
     receive the rate as `learning_rate`.
 
     Args:
-      initial_learning_rate: Factor of the multiplier, not negative. It is an argument, since the
-        current rate of a resumed optimizer may come from the middle of its schedule.
+      initial_learning_rate: Rate that the multiplier scales, not negative. It is an argument,
+        because the current rate of a resumed optimizer may come from the middle of its schedule.
       multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
         fractional epochs.
       start_epoch: First epoch in which the callback sets the rate (default 0).
-      end_epoch: First epoch in which it no longer sets the rate; `None` (default) for the end of
-        training.
+      end_epoch: First epoch in which the callback no longer sets the rate; `None` (default) to set
+        the rate until the end of training.
       staircase: True (default) to change the rate once per epoch; False to change it before each
         batch.
       momentum_correction: True (default) to multiply the velocity by `b / a` when the rate changes
-        from `a` to `b` (Goyal et al. 2017, equation 10), since the velocity of Keras's SGD includes
-        the rate.
+        from `a` to `b` (Goyal et al. 2017, equation 10), because the velocity of Keras's SGD
+        includes the rate.
       steps_per_epoch: Batches per epoch on one rank, required without `staircase` if `fit` cannot
         determine them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
@@ -77,13 +77,13 @@ class LearningRateSchedule(keras.callbacks.Callback):
         optimizer: keras.optimizers.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        # Must precede the check of the rate: Horovod calls it `initial_lr`, and this error names
-        # the replacement.
+        # Check unknown arguments before the rate: Horovod calls the rate `initial_lr`, and this
+        # error names the replacement.
         check_no_more_arguments(type(self).__name__, others, HOROVODS)
         if multiplier is None:
             raise TypeError(
-                "`multiplier` must be a number or a function of the epoch. Received: none. Pass "
-                "1.0 for a constant rate."
+                "`multiplier` must be a number or a function of the epoch. Received: "
+                "multiplier=None. Pass 1.0 for a constant rate."
             )
         super().__init__()
         self.initial_learning_rate = checks.check_number(
@@ -111,12 +111,13 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._check_optimizer()
         if self.staircase:
             return
-        # For each `fit`, since the next one may have other data.
+        # Determine the number of steps for each `fit`, because the next one may have other data.
         self._steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self._steps:
             raise ValueError(
-                "Without `staircase`, the rate changes within epochs, so the number of their steps "
-                "must be known. Received: data of unknown length. Pass steps_per_epoch."
+                "With staircase=False, the rate changes within epochs, so their number of steps "
+                f"must be known. Received: steps_per_epoch={self.steps_per_epoch} and data of "
+                "unknown length. Pass steps_per_epoch."
             )
 
     @override
@@ -127,8 +128,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        # The first batches of a resumed epoch were trained on before, and the state includes their
-        # rates.
+        # Skip the batches of a resumed epoch that were trained on before, because the restored
+        # state includes their rates.
         if not self.staircase and not session.of(self.model).is_skipping:
             self._set(self._epoch + batch / self._steps)
 
@@ -143,21 +144,23 @@ class LearningRateSchedule(keras.callbacks.Callback):
             count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
-                "A callback sets the rate of one optimizer. Received: a model with "
-                f"{count} DistributedOptimizer(s) in addition to `model.optimizer`, and no "
-                "`optimizer`. Create one callback for each, with optimizer=...."
+                "A callback sets the rate of one optimizer. Received: optimizer=None for a model "
+                f"with several optimizers, of which {count} communicate. Create one callback for "
+                "each, with optimizer=...."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(
                 "A callback sets the rate of one optimizer. Received: an optimizer that contains "
-                f"{len(leaves(self.optimizer))} others. Give each of them its own schedule."
+                f"{len(leaves(self.optimizer))} others. Create each of them with a schedule of "
+                "keras.optimizers.schedules as learning_rate."
             )
         # Keras's public `learning_rate` would return the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
                 "A callback can only set a learning rate that is a number. Received: an optimizer "
-                f"with learning_rate={rate!r}. Give the optimizer a number, or remove the callback."
+                f"with learning_rate={rate!r}. Create the optimizer with a number, or remove the "
+                "callback."
             )
 
     def _set(self, epoch: float) -> None:
@@ -176,11 +179,11 @@ class LearningRateSchedule(keras.callbacks.Callback):
     def _multiply(self, variables: list[Any], factor: float) -> None:
         if not variables:
             return
-        # They change when an optimizer is built or changes its scheme.
+        # The variables change when an optimizer is built or changes its scheme.
         if list(map(id, variables)) != list(map(id, self._scaled)):
             self._scaled = variables
 
-            # Eagerly, each variable would need two ops before each batch that changes the rate.
+            # Use a graph, because eager execution would take two ops per variable and batch.
             @tf.function(autograph=False)
             def scale(factor: tf.Tensor) -> None:
                 for variable in variables:
@@ -199,8 +202,8 @@ def _velocities(optimizer: Any) -> list[Any]:
     velocities = [velocity for velocity in own if velocity is not None]
     if isinstance(optimizer, DistributedOptimizer):
         # Schemes that apply momentum before selection, such as `HiTopK(momentum=0.9)`, have partial
-        # velocities. State of the same name with another placement is a shard of the inner
-        # optimizer's: Adam calls its second moments "velocity".
+        # velocities. State with this name and another placement is a shard of the inner optimizer's
+        # state: Adam calls its second moments "velocity".
         velocities += [
             variable
             for variable, part in optimizer.rank_state

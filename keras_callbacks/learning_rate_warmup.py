@@ -1,4 +1,4 @@
-"""Increases the learning rate from that of one rank to that of all ranks together."""
+"""Increases the learning rate during the first epochs, as large global batches require."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfposeidon.communication import runtime
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Increases the learning rate linearly from that of one rank to that of all ranks together.
+    """Increases the learning rate linearly from the rate for one rank to the rate for all ranks.
 
     It starts at `initial_learning_rate / size`, where `size` is the number of ranks that train, and
     reaches `initial_learning_rate` after `warmup_epochs`. It changes before each batch, because the
@@ -21,11 +21,11 @@ class LearningRateWarmup(LearningRateSchedule):
     not set the rate, so a `LearningRateSchedule` may follow with `start_epoch=warmup_epochs`.
 
     Args:
-      initial_learning_rate: Rate after the warm-up: usually that of one rank times the number of
-        ranks.
+      initial_learning_rate: Rate after the warm-up: usually the rate for one rank times the number
+        of ranks.
       warmup_epochs: Length of the warm-up in epochs, above 0 (default 5); fractions are allowed.
-      momentum_correction: True (default) to multiply the velocity by the change of the rate; see
-        `LearningRateSchedule`.
+      momentum_correction: True (default) to multiply the velocity by the ratio of new to old rate;
+        see `LearningRateSchedule`.
       steps_per_epoch: Batches per epoch on one rank, required if `fit` cannot determine them.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`.
       **others: Arguments of Horovod's callback, which are refused with their replacement.
@@ -80,10 +80,10 @@ class LearningRateWarmup(LearningRateSchedule):
         self._last: float | None = None
 
     def _before(self, epoch: float) -> float:
-        """Returns the epoch at which the batches before those at `epoch` began."""
+        """Returns the fractional epoch at which the previous execution of steps began."""
         if self._last is not None:
             return self._last
-        # A resumed run, for which the last epoch may have ended within an execution.
+        # Derive it in a resumed run, whose last epoch may have ended within an execution.
         steps, together = self._steps, self.model.steps_per_execution
         last = (steps - 1) // together * together if epoch == self._epoch else -together
         return epoch - (epoch == self._epoch) + last / steps
@@ -99,5 +99,5 @@ class LearningRateWarmup(LearningRateSchedule):
     def _is_set(self, epoch: float) -> bool:
         """Returns whether the optimizer has the rate that this callback sets at `epoch`."""
         rate = self.initial_learning_rate * self._fraction(epoch)
-        # Optimizers store float32.
+        # Allow for rounding errors, because optimizers store the rate in float32.
         return abs(float(self.optimizer.learning_rate) - rate) <= 1e-6 * rate

@@ -6,19 +6,20 @@ from tfposeidon.training.global_metrics import GlobalMetrics
 
 
 class MetricAverage(GlobalMetrics):
-    """Replaces the metrics in the logs of an epoch by those of all ranks' samples.
+    """Replaces the metrics in the logs of an epoch by metrics over the samples of all ranks.
 
-    `fit` does so by itself for optimizers of `tfposeidon`, before it calls other callbacks. Use
-    this callback for other optimizers, with `synchronize_model=False`, or after a callback that
-    adds values of its own rank to the logs.
+    `fit` replaces them automatically for optimizers of `tfposeidon`, before it calls other
+    callbacks. Use this callback for other optimizers, with `synchronize_model=False`, or after a
+    callback that adds values of its own rank to the logs.
 
-    Each rank computes metrics on its own data. At the end of the epoch all ranks sum the variables
-    of each metric as it declares (`aggregation`, by default the sum), and compute its result from
-    the sum, which is exact for any metric of Keras. Other values in the logs are replaced by their
-    mean over ranks, weighted by the samples of each rank: validation samples for names that begin
-    with `"val_"`, training samples for others. Ranks without a metric, as when only some ranks
-    validate, receive that of the others. Vector metrics, such as `F1Score(average=None)`, are
-    averaged elementwise; text and `None` are unchanged. On one rank it has no effect.
+    Each rank computes metrics on its own data. At the end of the epoch, all ranks aggregate the
+    variables of each metric as the metric declares (`aggregation`, by default the sum), and compute
+    its result from the aggregated variables, which is exact for any metric of Keras. Other values
+    in the logs are replaced by their mean over ranks, weighted by the samples of each rank:
+    validation samples for names that begin with `"val_"`, training samples for others. Ranks
+    without a metric, for example when only some ranks validate, receive the metric of the other
+    ranks. Vector metrics, such as `F1Score(average=None)`, are averaged elementwise; text and
+    `None` are unchanged. On one rank, the callback has no effect.
 
     Put it before callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`,
     `ModelCheckpoint`), which then act identically on every rank.

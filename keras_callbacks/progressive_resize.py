@@ -34,15 +34,16 @@ class Phase:
       epochs: Number of epochs, at least 1.
       size: Side of the images in pixels, at least 1.
       batch: Samples per step on each rank, at least 1.
-      scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains that of the
+      scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains the scheme of the
         previous phase.
-      learning_rate: Rate of this phase: a number, or a function of the epoch, which counts from the
-        first phase. `None` for the rate of `ProgressiveResize`, times this batch over that of the
-        first phase (Goyal et al. 2017, section 2.1).
-      momentum: Momentum of the optimizer, in [0, 1); `None` retains that of the previous phase.
-      weight_decay: Weight decay of the optimizer, not negative; `None` retains that of the previous
+      learning_rate: Rate of this phase: a number, or a function of the fractional epoch, counted
+        from the start of the first phase. `None` for the rate of `ProgressiveResize`, multiplied by
+        the ratio of this phase's `batch` to the first phase's (Goyal et al. 2017, section 2.1).
+      momentum: Momentum of the optimizer, in [0, 1); `None` retains the momentum of the previous
         phase.
-      first_epoch: Index of its first epoch, which `ProgressiveResize` computes.
+      weight_decay: Weight decay of the optimizer, not negative; `None` retains the weight decay of
+        the previous phase.
+      first_epoch: Index of the first epoch of the phase, which `ProgressiveResize` computes.
 
     Raises:
       ValueError: If an argument is out of its range.
@@ -74,15 +75,15 @@ class Phase:
 
     @property
     def end_epoch(self) -> int:
-        """Index of the epoch after its last one."""
+        """Index of the epoch after the last epoch of the phase."""
         return self.first_epoch + self.epochs
 
 
 class ProgressiveResize(keras.callbacks.Callback):
     """Trains in phases at increasing resolutions, with the scheme, rates and batch size of each.
 
-    Small images make the first epochs fast, and large images make the last ones accurate. Each
-    phase is a `fit` of its own, on its own data, since the number of steps per epoch depends on the
+    Small images make the first epochs fast, and large images make the last epochs accurate. Each
+    phase is a separate `fit` on separate data, because the number of steps per epoch depends on the
     batch size::
 
         resize = keras_callbacks.ProgressiveResize(phases, learning_rate=rate)
@@ -96,32 +97,33 @@ class ProgressiveResize(keras.callbacks.Callback):
 
     When a phase begins, the callback sets the optimizer's momentum and weight decay, changes the
     scheme (as `SchemeSchedule` does, without losing a residual), prints one line, and releases the
-    traced step of the previous phase, so that memory does not grow with the phases. A phase traces
-    the step once, or twice if the scheme changes, too. The callback sets the learning rate before
-    each batch, or before each epoch if no rate is a function, with momentum correction: see
-    `LearningRateSchedule`. Functions need data of known length, or `steps_per_epoch` in `fit`.
+    traced step of the previous phase, so that memory does not grow with the number of phases. A
+    phase traces the step once, or twice if the scheme changes. The callback sets the learning rate
+    before each batch, or before each epoch if no rate is a function, with momentum correction (see
+    `LearningRateSchedule`). Functions need data of known length, or `steps_per_epoch` in `fit`.
 
     Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that
-    resumes in any phase equals an uninterrupted one. Keras's actions per `fit` happen in each
+    resumes in any phase equals an uninterrupted one. What Keras does once per `fit` happens in each
     phase: callbacks such as `EarlyStopping` restart, and `use_ema` replaces weights by their
-    averages at its end. `scheme="auto"` plans again in each phase, since the compute time changes.
+    averages at the end of the phase. `scheme="auto"` plans again in each phase, because the compute
+    time changes.
 
     Args:
       phases: Phases in their order, one or more.
       learning_rate: Rate for the batch size of the first phase: a number, or a function of the
         fractional epoch, such as `lambda epoch: 8.0 * (1 - epoch / 28) ** 2`. Optional if each
         phase has its own.
-      momentum_correction: True (default) to multiply the velocity by the change of the rate; see
-        `LearningRateSchedule`.
+      momentum_correction: True (default) to multiply the velocity by the ratio of new to old rate;
+        see `LearningRateSchedule`.
 
     Attributes:
       phases: The phases, with their first epochs.
 
     Raises:
-      ValueError: If there is no phase, if some phases have a scheme, momentum or weight decay and
-        the first has none, or if a phase has no rate. In `fit`, if it extends beyond the phase of
-        its epoch, if the optimizer lacks a setting, if the model has several optimizers, or if
-        `Checkpoint` precedes this callback.
+      ValueError: If there is no phase, if a later phase has a scheme, momentum or weight decay and
+        the first phase has none, or if a phase has no rate. In `fit`, if the `fit` extends beyond
+        its phase, if the optimizer was created without a setting of the phase, if the model has
+        several optimizers, or if `Checkpoint` precedes this callback.
 
     Source: Shi et al. 2021 (CommLib), section 5.6 and table 4.
 
@@ -154,7 +156,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
-        # Within an epoch only functions change the rate, which requires the epoch's length.
+        # Change the rate within epochs only for functions: this requires epochs of known length.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         self._callbacks: list[keras.callbacks.Callback] = [
             LearningRateSchedule(
@@ -253,10 +255,11 @@ class ProgressiveResize(keras.callbacks.Callback):
         phase = self.phase_at(epoch)
         if self.params["epochs"] > phase.end_epoch:
             raise ValueError(
-                f"A `fit` must end with the phase of its epochs. Received: epoch {epoch}, of the "
-                f"phase of {phase.size} pixels up to epoch {phase.end_epoch - 1}, in a fit up to "
-                f"epoch {self.params['epochs'] - 1}. Call `fit` for each phase that remaining() "
-                "returns. After a phase that stopped early, call remaining() again."
+                f"A `fit` must end with the phase of its epochs. Received: a fit up to epoch "
+                f"{self.params['epochs'] - 1} with epoch {epoch} in the phase of {phase.size} "
+                f"pixels, which ends with epoch {phase.end_epoch - 1}. Call `fit` for each phase "
+                "that remaining() returns. After a phase that stopped early, call remaining() "
+                "again."
             )
         if phase is not self._phase:
             self._begin(phase)
@@ -281,7 +284,7 @@ class ProgressiveResize(keras.callbacks.Callback):
             callback.on_epoch_end(epoch, logs)
 
     def _begin(self, phase: Phase) -> None:
-        """Sets the settings that a traced step contains, and releases the previous phase's step."""
+        """Sets the optimizer's settings, and releases the traced step of the previous phase."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
             value = self._setting(name, phase)
@@ -289,8 +292,7 @@ class ProgressiveResize(keras.callbacks.Callback):
                 for optimizer in optimizers(self.model):
                     _set(innermost(optimizer), name, value)
         self._session.retrace()
-        # Graphs contain reference cycles, so their memory is released only by the garbage
-        # collector.
+        # Graphs contain reference cycles, so only the garbage collector releases their memory.
         gc.collect()
         first, last = phase.first_epoch, phase.end_epoch - 1
         scheme = self._setting("scheme", phase)
@@ -309,7 +311,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         )
 
     def _setting(self, name: str, phase: Phase) -> Any:
-        """Returns a setting of a phase or, if it has none, of the closest earlier phase."""
+        """Returns a setting of a phase, or of the closest earlier phase that has this setting."""
         until = reversed(self.phases[: self.phases.index(phase) + 1])
         return next((value for p in until if (value := getattr(p, name)) is not None), None)
 
@@ -320,14 +322,16 @@ def _with_first_epochs(phases: Sequence[Phase]) -> tuple[Phase, ...]:
         first_epoch = found[-1].end_epoch if found else 0
         found.append(dataclasses.replace(phase, first_epoch=first_epoch))
     if not found:
-        raise ValueError("`phases` must have one phase or more. Received: none. Add a Phase(...).")
+        raise ValueError(
+            f"`phases` must have one phase or more. Received: phases={phases!r}. Add a Phase(...)."
+        )
     return tuple(found)
 
 
 def _check_settings(phases: Sequence[Phase], rate: Rate | None) -> None:
     if rate is None and (missing := [p.size for p in phases if p.learning_rate is None]):
         raise ValueError(
-            "Each phase must have a learning rate. Received: none for the phase of "
+            "Each phase must have a learning rate. Received: learning_rate=None for the phase of "
             f"{missing[0]} pixels. Pass learning_rate to ProgressiveResize, or to each Phase."
         )
     for name in ("scheme", "momentum", "weight_decay"):
@@ -341,7 +345,7 @@ def _check_settings(phases: Sequence[Phase], rate: Rate | None) -> None:
 
 
 def _set(optimizer: Any, name: str, value: float) -> None:
-    """Sets an attribute that the optimizer reads when a step is traced."""
+    """Sets an attribute that the optimizer reads while a step is traced."""
     before = getattr(optimizer, name, None)
     # Keras creates velocities when an optimizer is built, and only if it has momentum.
     is_possible = before is not None and (name != "momentum" or bool(before) == bool(value))

@@ -18,23 +18,24 @@ ACTIONS = ("stop", "repair", "report")
 
 
 class ReplicaCheck(keras.callbacks.Callback):
-    """Compares checksums of weights, optimizer state and other layer state over ranks.
+    """Compares checksums of weights, optimizer state and other layer state between ranks.
 
-    Exchanges produce the same bits on every rank. Replicas can still diverge through faulty
-    hardware, or a script that runs some code on some ranks only. All ranks take part in each check.
+    Exchanges produce the same bits on every rank. Replicas can still diverge because of faulty
+    hardware, or because a script runs some code only on some ranks. All ranks take part in each
+    check.
 
     Args:
       every_n_steps: Steps between checks, at least 1 (default 1000).
-      action: Response to a difference: `"stop"` (default) raises on all ranks; `"repair"` logs it
-        on rank 0 and broadcasts the values of rank 0; `"report"` only logs it, and turns errors of
-        `fit`'s own comparison of values into log lines.
+      action: Response to a difference: `"stop"` (default) raises an error on all ranks; `"repair"`
+        logs the difference on rank 0 and broadcasts the values of rank 0; `"report"` only logs it.
+        With `"report"`, comparisons by `fit` itself also log differences instead of raising errors.
 
     Raises:
       ValueError: If an argument is invalid.
       RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
         variable that differs and the ranks.
 
-    Cost: each check reads all weights and optimizer state once, and exchanges a checksum for each.
+    Cost: each check reads all of this state once, and exchanges a checksum for each variable.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.ReplicaCheck(every_n_steps=500, action="report")]
@@ -45,7 +46,8 @@ class ReplicaCheck(keras.callbacks.Callback):
         checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
         if action not in ACTIONS:
             raise ValueError(
-                f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}"
+                f"`action` must be one of {', '.join(ACTIONS)}. Received: action={action!r}. Leave "
+                'it out for "stop".'
             )
         self.every_n_steps = every_n_steps
         self.action = action
@@ -58,7 +60,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # One call covers `steps_per_execution` steps, so it may pass over a multiple.
+        # A call covers `steps_per_execution` steps, so a check may be due within a call.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self._steps // self.every_n_steps > before // self.every_n_steps:
             with session.of(self.model).global_weights(assign=True):

@@ -17,20 +17,21 @@ class SchemeSchedule(keras.callbacks.Callback):
     """Changes the communication scheme at the beginning of given epochs.
 
     For example, a job may start with a sparse scheme and continue with a dense one. No residual is
-    lost. When an epoch begins with a change, its first steps still use the old scheme, which sends
-    all of its residuals densely. After the first such step that counts (means are finite, and the
-    rate is not 0), the step is traced again with the new scheme.
+    lost: when an epoch begins with a change, its first steps still use the old scheme, which sends
+    all of its residuals densely. After the first of these steps with finite averaged gradients and
+    a learning rate other than 0, the step is traced again with the new scheme. Velocities of
+    momentum correction restart at zero.
 
-    Where the first rank with exhausted input ends the epoch for all, the last exchange of the
-    previous epoch sends the residuals. For that the length of the epoch must be known, from the
-    data or from the epoch before it; otherwise the change is deferred to the next epoch. Velocities
-    of momentum correction restart at zero.
+    If the first rank that exhausts its input ends the epoch for all ranks, the last exchange of the
+    previous epoch sends the residuals instead. This requires that the length of that epoch is
+    known, from the data or from the epoch before it; otherwise the change is deferred to the next
+    epoch.
 
     Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
     then continues with its saved scheme.
 
     Args:
-      schedule: Scheme by first epoch, including epoch 0; schemes as for `DistributedOptimizer`.
+      schedule: Schemes, as for `DistributedOptimizer`, by their first epochs, including epoch 0.
       verbose: True (default) to print a line for each epoch that changes the scheme.
 
     Raises:
@@ -58,14 +59,14 @@ class SchemeSchedule(keras.callbacks.Callback):
         corrects_momentum = {policy.corrects_momentum for policy in self.schedule.values()}
         if len(corrects_momentum) > 1:
             raise ValueError(
-                "All schemes of a schedule must correct momentum, or none of them. Received: a "
-                "schedule in which some schemes correct momentum and others do not. Omit momentum "
-                "from the schemes, and set it in the optimizer."
+                "All schemes of a schedule must correct momentum, or none of them. Received: "
+                f"schedule={self.schedule}. Omit momentum from the schemes, and set it in the "
+                "optimizer."
             )
         self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
         self._epoch = self._batches = self._batches_before = 0
-        # True once schemes flush before an epoch that changes them.
+        # This is True while residuals are sent before the epoch that changes the scheme.
         self._flushes_ahead = False
 
     @override
@@ -85,29 +86,29 @@ class SchemeSchedule(keras.callbacks.Callback):
             )
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
-        # Checked here, since the epoch of a change may be hours away.
+        # Check all schemes now, because the epoch of a change may be hours away.
         for optimizer in self._optimizers:
             for policy in self.schedule.values():
                 optimizer.check_change(policy)
         self._session.has_scheme_changes = True
-        # The epochs of this `fit` may differ in length from those of the previous one.
+        # Epochs of this `fit` may differ in length from epochs of the previous `fit`.
         self._batches = self.params.get("steps") or 0
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
-        # Where epochs may end early, ranks retain their exchange until the end of an epoch, even a
-        # resumed one.
+        # If epochs may end early, ranks retain their exchange until the end of an epoch, even of a
+        # resumed epoch.
         if self._session.watches_absence and self._session.is_skipping:
             return
-        # A change that was deferred in the previous epoch.
+        # Apply a change that was deferred in the previous epoch.
         self._change_if_flushed()
         wanted, was_flushed = self._wanted_at(epoch), self._flushes_ahead
         self._flushes_ahead = False
         if self._goes_by(wanted):
             if was_flushed:
-                # This `fit` differs from the expected one; without a change the schemes would
-                # remain dense.
+                # This `fit` does not make the expected change. Set the scheme again, because
+                # schemes that have sent their residuals remain dense.
                 self._session.change_scheme(wanted)
             return
         if self.verbose:
@@ -122,8 +123,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._batches = batch + 1
         if self._session.was_skipped:
             return
-        # Where epochs may end early, a rank that joins after its last batch knows only the traced
-        # exchange.
+        # If epochs may end early, do not change the scheme within an epoch: a rank that has
+        # exhausted its input can join only the exchange that it has traced.
         if not self._session.watches_absence:
             self._change_if_flushed()
         elif self._is_time_to_flush and not self._goes_by(self._wanted_at(self._epoch + 1)):
@@ -132,7 +133,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     @property
     def _is_time_to_flush(self) -> bool:
-        """True if one exchange is left in the epoch, by its expected length."""
+        """True if one exchange remains in an epoch of the expected length."""
         if self._flushes_ahead or self._next is not None:
             return False
         left = self._batches_before - self._batches

@@ -1,4 +1,4 @@
-"""Reports samples per second, bytes sent, and communication that computation does not hide."""
+"""Reports samples per second, bytes sent, and communication that does not overlap computation."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Throughput(ScalarCallback):
 
     All ranks exchange their measurements at the end of the epoch and report the same numbers:
 
-    - `samples_per_second`: samples of all ranks together, over the time of the slowest rank. It is
-      left out for models that override `metrics`, or do not update Keras's loss tracker.
-    - `exposed_communication`: share of the time, in [0, 1], in which a step waited for its exchange
-      after its last gradient; mean over ranks. 0 without a communicating optimizer. On GPUs, where
-      ops are queued, it is only an indication.
+    - `samples_per_second`: samples of all ranks together, divided by the time of the slowest rank.
+      It is omitted for models that override `metrics` or do not update Keras's loss tracker.
+    - `exposed_communication`: share of the time, in [0, 1], for which steps waited for their
+      exchange after the last gradient; mean over ranks. 0 without a communicating optimizer. On
+      GPUs, where ops are queued, it is only an indication.
     - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; with one exchange
       in several steps, the mean over these steps.
 
-    The first step of an epoch is excluded, because the very first one traces and compiles; so is
-    validation. An epoch of one step, for which no time remains, reports `megabytes_sent` only. An
-    epoch without a step reports nothing.
+    Times exclude validation, and the first step of each epoch, because the first step of training
+    traces and compiles. An epoch of one step reports only `megabytes_sent`, because no time
+    remains. An epoch without a step reports nothing.
 
     Args:
-      log_dir: Folder in which the first rank that trains writes the scalars
-        `throughput/samples_per_second` and so on; `None` (default) writes none.
+      log_dir: Folder in which the first rank that trains writes scalars such as
+        `throughput/samples_per_second`; `None` (default) to write no scalars.
 
     Cost: one exchange of about 100 bytes per rank and epoch, and up to five clock ops per step. The
     step of a model that was trained before without this callback is traced once more.
@@ -44,8 +44,8 @@ class Throughput(ScalarCallback):
 
     def __init__(self, log_dir: str | None = None) -> None:
         super().__init__(log_dir)
-        # Totals after the first step of the epoch, the time at which the last of the later steps
-        # ended, and the increase of totals in these.
+        # `_begin` has the totals after the first step of the epoch, `_last_s` is the time at which
+        # the last step ended, and `_increase` is the increase of the totals in between.
         self._begin: dict[str, float] | None = None
         self._last_s: float | None = None
         self._increase: dict[str, float] | None = None
@@ -70,7 +70,7 @@ class Throughput(ScalarCallback):
         if self._begin is None:
             self._begin = self._totals()
         else:
-            # At the end of the epoch, this rank may have waited for others that validate.
+            # Read the clock here, because at the end of the epoch ranks may wait for validation.
             self._last_s = time.perf_counter()
 
     @override
@@ -85,7 +85,7 @@ class Throughput(ScalarCallback):
         own = {"bytes_sent": bytes_sent, "has_trained": has_trained, "increase": self._increase}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.throughput")
         if not any(rank["has_trained"] for rank in ranks):
-            # A server of `ElasticAveraging`, or an epoch whose batches were all skipped.
+            # This is a server of `ElasticAveraging`, or all batches of the epoch were skipped.
             return
         timed = [rank["increase"] for rank in ranks if rank["increase"]]
         speed: dict[str, float] = {}
@@ -94,14 +94,14 @@ class Throughput(ScalarCallback):
         if timed:
             shares = [one["exposed_s"] / one["seconds"] for one in timed]
             speed["exposed_communication"] = sum(shares) / len(timed)
-        # Ranks on nodes of unequal sizes send unequal amounts; all ranks report that of rank 0.
+        # Report the bytes of rank 0, because ranks on nodes of unequal sizes send unequal bytes.
         speed["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
         if logs is not None:
             logs.update(speed)
         self._write("throughput", speed, epoch)
 
     def _end_training(self) -> None:
-        # Runs before validation, for which Keras resets its loss tracker, and only once per epoch.
+        # Read the totals before validation, for which Keras resets its loss tracker.
         if self._begin is not None and self._last_s is not None:
             end = {**self._totals(), "seconds": self._last_s}
             self._increase = {name: end[name] - begin for name, begin in self._begin.items()}
@@ -110,7 +110,7 @@ class Throughput(ScalarCallback):
     def _totals(self) -> dict[str, float]:
         # An optimizer that was found in its first step has no clocks.
         timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
-        # Read first, since on GPUs it waits for the step.
+        # Read this before the clock, because on GPUs it waits for the step.
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         samples = samples_seen(self.model) or 0.0
         return {"seconds": time.perf_counter(), "samples": samples, "exposed_s": exposed_s}

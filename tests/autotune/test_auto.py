@@ -141,7 +141,7 @@ def test_residuals_of_plans_that_are_computed_again(wire):
             train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
         others = [line for line in lines if "differs from the snapshot" in line]
         assert bool(others) == (epochs == 2 and wire.topology.rank == 0), lines
-        assert all("with residuals stay until steps are timed" in line for line in others)
+        assert all("with residuals are retained until steps are timed" in line for line in others)
         assert any(one.scheme.name != "allreduce" for one in optimizer.plan.buckets)
         same_on_all_ranks(model.get_weights(), wire)
 

@@ -143,8 +143,8 @@ PHASE = Phase(epochs=1, size=6, batch=4)
         (lambda: Phase(epochs=1, size=0, batch=4), "`size` must be an integer >= 1"),
         (lambda: Phase(epochs=1, size=6, batch=4, momentum=1.0), r"`momentum` must be .*\[0, 1\)"),
         (lambda: Phase(epochs=1, size=6, batch=4, scheme="gossip"), "`scheme` must be one of"),
-        (lambda: ProgressiveResize([], 0.1), "one phase or more. Received: none"),
-        (lambda: ProgressiveResize([PHASE]), "must have a learning rate. Received: none"),
+        (lambda: ProgressiveResize([], 0.1), r"one phase or more. Received: phases=\[\]"),
+        (lambda: ProgressiveResize([PHASE]), "have a learning rate. Received: learning_rate=None"),
         (lambda: ProgressiveResize([PHASE], -1.0), "`learning_rate` must be"),
         (
             lambda: ProgressiveResize(
@@ -168,7 +168,7 @@ def test_what_the_optimizer_lacks_is_refused():
 def test_a_fit_over_several_phases_is_refused(tmp_path):
     """Also where one before has stopped early: its snapshot is of another phase's images."""
     phases = [Phase(epochs=2, size=6, batch=4), Phase(epochs=1, size=8, batch=4)]
-    message = r"must end with the phase of its epochs. Received: epoch 1, of the phase of 6 pixels"
+    message = r"Received: a fit up to epoch 2 with epoch 1 in the phase of 6 pixels"
     resize, checkpoint = ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path)
     model, fit = compiled(), {"shuffle": False, "verbose": 0, "callbacks": [resize, checkpoint]}
     model.fit(data_of(phases[0]), epochs=1, **fit)

@@ -1,1 +1,1 @@
-"""Choice of plans by prediction and measurement: the policy `auto`, and predicted steps."""
+"""Chooses communication plans by predicted and measured training steps: the policy `auto`."""

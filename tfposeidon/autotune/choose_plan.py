@@ -1,6 +1,7 @@
-"""Choice of communication plans by the times of the first training steps.
+"""Chooses communication plans by the times of the first training steps.
 
-All ranks time a few steps, and then retrace the step if the predicted gain repays it.
+All ranks time a few steps. They then trace the step again with other plans, if this is predicted to
+save more time than the trace takes.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Updates before timing starts, of which the first is traced, and timed updates after them."""
+"""Number of updates before timing starts (the first one traces the step), and of timed updates."""
 LEAST_GAIN = 3.0
-"""Least time to save in the remaining steps, as a multiple of the time for tracing a step."""
+"""Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
 CLOCKS_S = 1e-4
-"""Approximate seconds of the clock ops per step; from the small model of `benchmarks.wrapper`."""
+"""Approximate seconds per step for the clock ops, with the small model of `benchmarks.wrapper`."""
 LEAST_TRACE_S = 0.5
-"""Lower bound of the seconds to trace a step; an earlier `fit` may have traced it already."""
+"""Minimum assumed seconds for tracing a step, because an earlier `fit` may have traced it."""
 
 Gradients = Sequence[Any]
-"""Gradients of one step, some by their structure, in the order of their variables."""
+"""Gradients of one step, dense or structured, in the order of their variables."""
 
 
 class Measured(NamedTuple):
-    """Mean times and sizes of some steps, for one list of variables.
+    """Mean times and gradient sizes of the timed steps, for one list of variables.
 
-    Times are seconds from the end of an exchange to the first gradient, the last gradient and the
-    end of the next exchange. `sizes` has the size of each gradient's structure on a rank, or 0.
+    The times are seconds from the end of an exchange to the first gradient, to the last gradient
+    and to the end of the next exchange. `sizes` has the size of each gradient's structure on a
+    rank, and 0 for dense gradients.
     """
 
     first_s: float
@@ -51,7 +53,7 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_all(cls, ranks: Sequence[Any]) -> Measured | None:
-        """Returns the maximum times and mean sizes of all ranks, if all of them have any."""
+        """Returns maximum times and mean sizes over ranks; `None` if a rank has timed no step."""
         if not all(ranks):
             return None
         first_s, compute_s, step_s, sizes = zip(*ranks, strict=True)
@@ -59,25 +61,24 @@ class Measured(NamedTuple):
 
     @property
     def timeline(self) -> Timeline:
-        """Times of the gradients of a step."""
-        # The clock may have been set back during a step.
+        # Limit the times, because the clock may have been set back during a step.
         first_s, compute_s = max(0.0, min(self.first_s, self.compute_s)), max(0.0, self.compute_s)
         return Timeline.even(variables=len(self.sizes), first_s=first_s, compute_s=compute_s)
 
     def sized(self, descriptions: Sequence[Description]) -> list[Description]:
-        """Returns descriptions whose structures have the measured sizes."""
+        """Returns the descriptions with the measured sizes of their structures."""
         pairs = zip(descriptions, self.sizes, strict=True)
         return [description.sized(size) if size else description for description, size in pairs]
 
 
 class StepTimes:
-    """Observer that sums this rank's times of steps, each from the end of the previous exchange."""
+    """Sums the times of this rank's steps, each from the end of the previous exchange."""
 
     def __init__(self, variables: int, reader: GradientReader | None = None) -> None:
         self._reader = reader
         with tf.init_scope():
             self._end_s = clock_variable([], "end_of_exchange")
-            # Sums of `first_s`, `compute_s`, `step_s`, steps and sizes.
+            # The elements sum `first_s`, `compute_s`, `step_s`, the number of steps, and sizes.
             self._sums = clock_variable([4 + variables], "step_times")
 
     def ready(
@@ -87,11 +88,11 @@ class StepTimes:
         sent: Gradients,
         replicated: Collection[Any],
     ) -> Done:
-        """Reads the clock after the first and the last gradient, and later after the last mean."""
+        """Reads the clock after the first and last gradient, and after all averaged gradients."""
         sizes = tf.zeros([len(gradients)])
         if self._reader is not None:
             sizes = self._reader.sizes(gradients, descriptions, replicated)
-        # The gradient of the last variable is the first to be ready.
+        # Backpropagation computes the gradient of the last variable first.
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
 
@@ -106,16 +107,15 @@ class StepTimes:
         return record
 
     def reset(self) -> None:
-        """Discards all steps so far."""
         self._sums.assign(tf.zeros_like(self._sums))
 
     def pause(self) -> None:
-        """Excludes the time until the end of the next step, such as an evaluation."""
+        """Excludes the time until the end of the next step, which may contain an evaluation."""
         self._end_s.assign(tf.zeros_like(self._end_s))
 
     @property
     def measured(self) -> Measured | None:
-        """Means over the steps since `reset`; `None` if there were none."""
+        """Mean times and sizes of the steps since `reset`; `None` if there were no steps."""
         sums = self._sums.numpy()
         if not sums[3]:
             return None
@@ -124,19 +124,20 @@ class StepTimes:
 
 
 class ChoosePlan(keras.callbacks.Callback):
-    """Keras callback that decides tunable plans once, from measured forward and backward times.
+    """Chooses tunable plans once, from measured times of the forward and backward pass.
 
-    All ranks decide at the same batch. A step before the change sends residuals. If epochs may end
-    early, plans change between them, and the last step of an epoch as long as the previous one
-    sends residuals. On GPUs, ops are queued and cannot be timed, so the first plan stays.
+    All ranks choose after the same batch. Before a plan changes, one step sends the residuals. If
+    epochs may end early, plans change only between epochs, and the expected last step of an epoch,
+    by the length of the previous one, sends the residuals. On GPUs, ops are queued and cannot be
+    timed, so the first plan is retained.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_changing = self._has_compared = False
         self._epoch = self._batches = self._batches_before = 0
-        # Steps since timing began, the number of steps after which timing ends (0 while steps are
-        # not timed), and steps per exchange.
+        # `_steps` counts steps since timing began, and timing ends after `_end` steps (0 if steps
+        # are not timed). `_calls` is the number of steps per exchange.
         self._steps, self._end, self._calls = 0, 0, 1
         self._trace_s = LEAST_TRACE_S
         self._optimizers: list[Any] = []
@@ -147,8 +148,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _plans(self) -> list[Any]:
-        """Plans that are tunable."""
-        # A schedule may have changed the planner of an optimizer.
+        # Check at every call, because a schedule may have changed the planner of an optimizer.
         plans = [optimizer.exchange.plans for optimizer in self._optimizers]
         return [one for one in plans if getattr(one.planner, "is_tunable", False)]
 
@@ -174,7 +174,7 @@ class ChoosePlan(keras.callbacks.Callback):
             self._continue()
 
     def _compare_plans(self) -> None:
-        # Fixed schemes have nothing to choose, and only some ranks may have this callback for them.
+        # Do not communicate for fixed schemes: only some of the ranks may have this callback.
         chooses = any(not one.exchange.plans.policy.is_fixed for one in self._optimizers)
         if self._has_compared or not chooses:
             return
@@ -206,30 +206,30 @@ class ChoosePlan(keras.callbacks.Callback):
             self._continue()
 
     def _watch(self) -> None:
-        """Starts to time steps if any plan is undecided."""
+        """Starts timing steps if any plan is undecided."""
         undecided = self._undecided
-        # If epochs may end early, plans are decided between them. A single epoch keeps its first
-        # plan, for which exchanges are timed.
+        # If epochs may end early, plans change only between epochs, so timing the last epoch is
+        # useless. For a single epoch, a timed trial of exchanges chooses the plan instead.
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
         if not undecided or is_last:
             return
         own = [bool(tf.config.list_physical_devices("GPU")), runtime.links() is None]
         ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
         on_gpu, measures = zip(*ranks, strict=True)
-        # All ranks must take the same branch, even if one of them lacks its GPU.
+        # All ranks must take the same branch, even if some of them have no GPU.
         if any(on_gpu):
             self._apply()
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                # Measure before the first step, whose duration counts as that of tracing. If only
-                # some ranks have a profile, the first step raises an error.
+                # Measure before the first step, because its duration counts as tracing time. If
+                # only some ranks have a profile, the first step raises an error.
                 if all(measures):
                     plans.planner.measure_network()
                 plans.planner.is_watching = True
-            # Adds the clock ops. In a first `fit`, the step has not been traced yet.
+            # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
             self._session.retrace()
-        # With gradient accumulation, there is one exchange in several steps.
+        # With gradient accumulation, ranks exchange gradients once in several steps.
         self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
         self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
@@ -238,15 +238,15 @@ class ChoosePlan(keras.callbacks.Callback):
         return [e.observer for e in exchangers if isinstance(e.observer, StepTimes)]
 
     def _continue(self) -> None:
-        """Decides once steps are timed, and applies the plans once schemes have no residuals."""
+        """Chooses plans if steps were timed, and applies them if all residuals have been sent."""
         if self._end:
             self._decide()
         if not self._is_changing:
             return
         watches, unsent = self._session.watches_absence, self._unsent
         left = self._batches_before - self._batches
-        # If epochs may end early, plans cannot change within them: a rank that joins after its last
-        # batch knows only the traced exchange.
+        # If epochs may end early, plans cannot change within them: a rank that has exhausted its
+        # input can join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
             self._apply()
             self._session.retrace()
@@ -257,7 +257,7 @@ class ChoosePlan(keras.callbacks.Callback):
     def _decide(self) -> None:
         undecided = [one for one in self._undecided if one.planner.is_watching]
         if not undecided:
-            # A schedule has changed the policy in the meantime.
+            # A schedule has changed the policy since timing began.
             self._end = 0
             return
         own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
@@ -269,7 +269,7 @@ class ChoosePlan(keras.callbacks.Callback):
             # A rank has timed too few steps; the next epoch may have more.
             return
         self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
-        # Even the difference of close plans must repay a trace.
+        # Time close plans only if their difference may save more time than a trace takes.
         shortest_s = least_s / CLOSE_WITHIN / max(1.0, min(lefts))
         for plans, *found in zip(undecided, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
@@ -294,13 +294,13 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @property
     def _unsent(self) -> list[SchemeStates]:
-        """States of schemes whose plans change, and which have not sent their residuals."""
+        """Scheme states of changing plans that contain unsent residuals."""
         changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
         return [one.states for one in changing if not one.states.has_flushed]
 
     def _updates_left(self) -> list[float]:
-        """Returns the remaining updates, and those after an epoch as long as the previous one."""
-        # An epoch of unknown length counts as long as the previous one.
+        """Returns how many updates remain now, and after an epoch as long as the previous one."""
+        # Assume that an epoch of unknown length is as long as the previous one.
         steps = self.params.get("steps") or self._batches_before
         left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
         return [max(0, left - later) / self._calls for later in (0, self._batches_before)]

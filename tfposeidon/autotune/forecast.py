@@ -1,4 +1,4 @@
-"""Predicted step times: of the chosen plan, and of the plans that it was compared with."""
+"""Describes the predicted step of the chosen plan, and the predicted steps of its alternatives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tfposeidon.exchange.plan import Plan
 from tfposeidon.text import readable_size
 
 MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
-"""Numbers of ranks, and of a node's ranks per core, up to which predictions have been compared with
-measured steps."""
+"""Maximum number of ranks, and of a node's ranks per core, for which predictions have been compared
+with measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,8 @@ class Prediction:
       bucket_bytes: Size in bytes up to which the plan fuses gradients.
       simulated: Predicted step.
       is_default: True for the plan that is used unless another is predicted to be faster.
-      slowdown: Time of its exchanges in a timed trial, as a multiple of the predicted time; 1
-        without a trial.
+      slowdown: Time of the plan's exchanges in a timed trial, as a multiple of the predicted time;
+        1 without a trial.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Forecast:
     Attributes:
       chosen: Prediction for the plan.
       others: Predictions for the other plans, fastest first.
-      links: Network profile that the predictions are for.
+      links: Network profile on which the predictions are based.
       ranks: Number of ranks.
-      measured_s: Mean seconds of the steps that used the plan; `None` if none was measured.
+      measured_s: Mean time in seconds of the steps that used the plan; `None` if no step was timed.
       knows_computation: True if the times of the forward and backward pass are known. Otherwise the
         predictions are for a step without computation.
       is_kept: True if the plan is retained although another is predicted to be faster, because
-        retracing a step costs more than the remaining steps would save.
+        tracing a step again takes longer than the remaining steps would save.
     """
 
     chosen: Prediction
@@ -69,19 +69,19 @@ class Forecast:
     is_kept: bool = False
 
     def of_plan(self, plan: Plan) -> Prediction:
-        """Returns the prediction for a plan of the same candidates; the default if it has none."""
+        """Returns the prediction for a plan, or the default prediction if there is none."""
         names = [str(one.chosen) for one in forecasts_of(plan)]
         every = sorted((self.chosen, *self.others), key=lambda one: not one.is_default)
         return next((one for one in every if str(one) in names), every[0])
 
     def kept(self, chosen: Prediction) -> Forecast:
-        """Returns this forecast with another choice: the prediction of the plan in use."""
+        """Returns this forecast with the prediction of the plan in use as `chosen`."""
         every = sorted((self.chosen, *self.others), key=lambda one: one.step_s)
         others = tuple(one for one in every if one != chosen)
         return replace(self, chosen=chosen, others=others, is_kept=every[0].step_s < chosen.step_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns predictions and network profile as a dictionary for JSON."""
+        """Returns the predictions and the network profile as a dictionary for JSON."""
         pairs = [(one, one.simulated) for one in (self.chosen, *self.others)]
         return {
             "links": asdict(self.links),
@@ -94,7 +94,7 @@ class Forecast:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Forecast:
-        """Restores a forecast from all of its fields, of which `links` is JSON text."""
+        """Restores a forecast from its fields; `links` is JSON text."""
         chosen, *others = (
             Prediction(**one | {"simulated": Simulated(**one["simulated"])})
             for one in (fields["chosen"], *fields["others"])

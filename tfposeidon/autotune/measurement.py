@@ -1,8 +1,8 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
-Rounds of collectives and of local work run until a time budget is spent. Short probes determine
-latencies by least squares. Long probes, less these latencies, determine bandwidths and the speed of
-float16 sums.
+Rounds of collectives and of local work run until a time budget is spent. The times of short probes
+determine latencies by least squares. The times of long probes, minus these latencies, determine
+bandwidths and the speed of float16 sums.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
-"""Maximum number of rounds, number of rounds that may enlarge vectors, and number of timings of a
-probe from which its variation is known."""
+"""Maximum number of rounds, number of rounds that may enlarge vectors, and minimum number of times
+from which the variation of a probe is estimated."""
 BUDGET_S, LATEST_S = 1.2, 3.0
-"""Seconds after the first round after which no round starts; the second limit is for slow machines,
-on which the variation of a probe is still unknown after the first limit."""
+"""Seconds after the first round until which further rounds start. The second limit applies while
+the variation of a probe is unknown, as on slow machines."""
 SHORT_ROUNDS = 4
-"""Repetitions of short messages per round: their times vary more, and are shorter."""
+"""Number of times that a round repeats short probes, whose times are shorter and vary more."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
-"""Length of vectors for latencies; initial and maximum length of vectors for bandwidths."""
+"""Elements of vectors that determine latencies; initial and maximum elements for bandwidths."""
 LONG_ENOUGH_S = 0.03
-"""Seconds above which the time of a vector determines a bandwidth."""
+"""Minimum duration in seconds of a transfer that determines a bandwidth."""
 ELEMENTS, PAIRS, SIDE, ROWS = 2**20, (2**13, 2**17), 2048, 128
-"""Timed local work: elements, pairs of two selections, side of a product, rows of its factors."""
+"""Sizes of the timed local work: elements of the vector, pairs in each of the two selections, side
+of the square product, and rows of its factors."""
 QUANTILE = 25
-"""Percentile that represents a probe: load of other processes only prolongs a round, but a single
-fast round may be a burst."""
+"""Percentile of the times of a probe that represents the probe. Load from other processes only
+prolongs rounds, but a single fast round may be a burst."""
 LEAST_S = 1e-7
-"""Minimum of an estimate in seconds, for differences that noise makes negative."""
+"""Minimum of an estimate in seconds, because noise can make differences negative."""
 FLOW_MARGIN = 0.8
 """Share of the network's bandwidth above which a single connection counts as equally fast."""
 
@@ -56,9 +57,9 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Collective to time, of `length` elements per rank; names of long ones start with "rate.".
+    """Collective to time, with `length` elements per rank.
 
-    `groups` has the group of each rank that takes part.
+    The names of long probes start with "rate.". `groups` has the group of each participating rank.
     """
 
     name: str
@@ -69,12 +70,11 @@ class Probe:
 
     @property
     def tells_rate(self) -> bool:
-        """True if its time determines a bandwidth or throughput instead of latencies."""
+        """True if the probe determines a bandwidth or throughput instead of a latency."""
         return self.name.startswith("rate.")
 
     @property
     def transfers(self) -> dict[int, Transfer]:
-        """Transfer of each rank."""
         size, length = tf.as_dtype(self.dtype).size, self.length
         return {
             rank: Transfer.of_vector(self.operation, group, length, itemsize=size)
@@ -87,13 +87,16 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns the bytes on the busiest node (else rank), and whether all stay within nodes."""
+        """Returns the number of bytes at the busiest node, and whether no byte leaves its node.
+
+        If no byte leaves its node, it returns the number of bytes at the busiest rank instead.
+        """
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
 def small_probes(topology: Topology) -> list[Probe]:
-    """Returns probes for latencies, more of them than there are unknowns."""
+    """Returns probes for latencies; there are more probes than unknown latencies."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
     if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
@@ -108,7 +111,7 @@ def large_probes(topology: Topology) -> list[Probe]:
     if max(map(len, topology.nodes)) > 1:
         found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
     if len(topology.nodes) > 1:
-        # An all-to-all uses all connections; a ring over one position per node uses one.
+        # An all-to-all uses all connections between nodes; a ring of one rank per node uses one.
         found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
         if topology.size > 2:
             ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
@@ -118,7 +121,7 @@ def large_probes(topology: Topology) -> list[Probe]:
 
 
 def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
-    """Returns a probe in which each rank uses its own group of a kind, if it has one."""
+    """Returns a probe in which each rank uses its own group of the given kind, if any."""
     groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
     present = {rank: group for rank, group in groups.items() if group is not None}
     return Probe(name=name, operation=operation, groups=present, length=length)
@@ -126,7 +129,7 @@ def _probe(name: str, operation: Operation, kind: str, topology: Topology, lengt
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Disables Python's garbage collector: a collection on one rank would count as network time.
+    """Disables the garbage collector, because a collection would count as network time.
 
     >>> with without_collections():
     ...     gc.isenabled()
@@ -152,7 +155,7 @@ def measure(wire: Wire) -> NetworkProfile:
     long = _Round(wire, large_probes(topology), WORK, "long")
     samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round traces and connects. It may enlarge vectors, but its times do not count.
+        # The first round traces graphs and connects ranks. Its times only serve to enlarge vectors.
         if number < 2:
             begin_s = time.perf_counter()
         often = [short() for _ in range(SHORT_ROUNDS if number else 1)]
@@ -164,13 +167,13 @@ def measure(wire: Wire) -> NetworkProfile:
             for times in quick:
                 short.note(times, samples)
             long.note(slowest, samples)
-            # The variation of times is unknown after one round of a length.
+            # The variation of a probe is unknown after one round with its current length.
             is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
             # Use rank 0's clock, so that all ranks stop at the same round.
             if everybody[0][0] > (BUDGET_S if is_known else LATEST_S):
                 break
         if number < GROWING_ROUNDS:
-            # The latency of an operation is that of its first short probe.
+            # The first short probe of each operation determines its latency.
             operations = [probe.operation for probe in reversed(short.probes)]
             latencies = dict(zip(operations, reversed(quick.min(axis=0)), strict=True))
             long.enlarge(slowest, latencies, samples)
@@ -180,31 +183,31 @@ def measure(wire: Wire) -> NetworkProfile:
     share = rounded(topology.node.size / len(os.sched_getaffinity(0)))
     ranks_per_core = max(exchange_objects(share, wire, "tp.links.ranks_per_core"))
     links = replace(links, hosts=hosts_of(wire), ranks_per_core=ranks_per_core)
-    # All ranks need bit-equal figures to make equal plans, also if their processors differ.
+    # All ranks need bit-equal profiles to make equal plans, even if their processors differ.
     agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
     return NetworkProfile.from_json(agreed, "rank 0")
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
-    """Returns the name of each node; all ranks call it together."""
+    """Returns the host name of each node; all ranks call it together."""
     names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
     return tuple(names[node[0]] for node in wire.topology.nodes)
 
 
 class _Round:
-    """One round in one graph: eager calls would take longer than the messages to measure."""
+    """Runs a round as one graph, because eager calls would take longer than the messages."""
 
     def __init__(
         self, wire: Wire, probes: list[Probe], work: Mapping[str, Work], name: str
     ) -> None:
         self.probes = probes
         self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
-        # Disable AutoGraph, because its conversion takes longer than the rest.
+        # Disable AutoGraph, because its conversion would take longer than the rest of the round.
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
 
     def __call__(self) -> list[float]:
-        """Returns this rank's seconds of each probe and kind of work; ranks start together."""
+        """Returns this rank's seconds for each probe and kind of work; ranks start together."""
         lengths = tf.constant([probe.length for probe in self.probes], tf.int32)
         times, _ = self._function(lengths, self._vector)
         return [float(seconds) for seconds in times.numpy()]
@@ -218,11 +221,11 @@ class _Round:
     def enlarge(
         self, times: Sequence[float], latencies: Mapping[Operation, float], samples: Samples
     ) -> None:
-        """Enlarges probes that take too short a time, and drops their samples so far."""
+        """Enlarges the vectors of probes that are too fast, and discards their earlier samples."""
         for index, probe in enumerate(self.probes):
             bytes_s = max(LEAST_S, times[index] - latencies[probe.operation])
             if bytes_s < LONG_ENOUGH_S and probe.length < MOST_ELEMENTS:
-                # By a limited factor: the time of short messages may be that of a burst.
+                # Limit the factor, because a burst may have made short messages too fast.
                 factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
                 length = min(MOST_ELEMENTS, round(factor * probe.length))
                 self.probes[index] = replace(probe, length=length)
@@ -238,7 +241,7 @@ class _Round:
         ]
         end_s = tf.timestamp()
         for number, run in enumerate(runs):
-            # All ranks start together, after a sum. TensorFlow could fold the sum of a constant.
+            # All ranks start together after an all-reduce, whose input must not be a constant.
             here, world = tf.reshape(tf.cast(end_s, tf.float32), [1]), self._wire.topology.world
             used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
             begin_s = _time_after(used[-1])
@@ -278,7 +281,7 @@ def _selected(pairs: int, vector: tf.Tensor) -> tf.Tensor:
 
 
 WORK: dict[str, Work] = {
-    # Four vectors, as in the sum of a shard owner.
+    # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
     "select": functools.partial(_selected, PAIRS[0]),
@@ -294,7 +297,7 @@ def estimate_links(
     topology: Topology,
     rates: Rates,
 ) -> NetworkProfile:
-    """Fits a network profile to the seconds of the slowest rank in each round, by probe name."""
+    """Fits a network profile to `samples`: seconds of the slowest rank in each round, by probe."""
     times = {probe.name: quantile(samples[probe.name]) for probe in probes}
     large = {probe.name: probe for probe in probes if probe.tells_rate}
     small = [probe for probe in probes if not probe.tells_rate]
@@ -304,11 +307,11 @@ def estimate_links(
     for name, probe in large.items():
         sent_bytes, stays = probe.bytes_on(topology)
         without_latency_s = times[name] - collective_s - probe.steps * latency_s[stays]
-        # If latency dominates, leave at least a tenth for the bytes.
+        # If latency dominates, attribute at least a tenth of the time to the bytes.
         bytes_s[name] = max(without_latency_s, times[name] / 10)
         found[name] = rounded(sent_bytes / bytes_s[name])
     across = node = None
-    # Times within nodes vary more, but hardly matter compared with those of the network.
+    # Prefer probes across nodes: times within nodes vary more, but are short in comparison.
     uncertain = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
     if "rate.node" in found:
         node = Link(latency_s=latency_s[True], bytes_per_s=found["rate.node"])
@@ -339,14 +342,14 @@ def estimate_links(
 def _latencies(
     probes: Sequence[Probe], times: Mapping[str, float], topology: Topology
 ) -> tuple[float, dict[bool, float]]:
-    """Returns the seconds of a cycle, and of a message within nodes (`True`) and across them."""
+    """Returns seconds per Horovod cycle, and per message within (`True`) and across nodes."""
     stays = [probe.bytes_on(topology)[1] for probe in probes]
     kinds = sorted(set(stays))
     rows = [
         [1.0, *(probe.steps if kind == stay else 0.0 for kind in kinds)]
         for probe, stay in zip(probes, stays, strict=True)
     ]
-    # Minimizes the squares of relative errors.
+    # Divide by the times to minimize the squares of relative errors.
     seconds = np.array([times[probe.name] for probe in probes])
     found, *_ = np.linalg.lstsq(np.array(rows) / seconds[:, None], np.ones(len(probes)), rcond=None)
     collective_s, *latencies = (rounded(max(float(value), LEAST_S)) for value in found)
@@ -356,7 +359,7 @@ def _latencies(
 def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
     """Returns the seconds per element of Horovod's float16 sums, which run in software."""
     link_s = probe.bytes_on(topology)[0] / bytes_per_s
-    # Transfers and local sums overlap: a fraction `EXPOSED` of the shorter one adds to the total.
+    # Transfers and local sums overlap: a share `EXPOSED` of the shorter time adds to the longer.
     sums_s = seconds - EXPOSED * link_s
     if sums_s < link_s:
         sums_s = max(0.0, seconds - link_s) / EXPOSED
@@ -366,7 +369,7 @@ def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Top
 def rates_of(
     times: Mapping[str, float], elements: int, pairs: tuple[int, int], product: tuple[int, int]
 ) -> Rates:
-    """Returns a rank's compute throughput from the seconds of each kind of local work."""
+    """Returns the throughput of a rank from the seconds of each kind of local work."""
     (few, many), (rows, columns) = pairs, product
     encode_s = times["encode"] / elements
     pair_s = max(times["select_many"] - times["select"], 0.0) / (many - few)
@@ -383,15 +386,14 @@ def rates_of(
 
 
 def quantile(values: Sequence[float]) -> float:
-    """Returns the quantile of a probe's seconds that represents the probe."""
     return float(np.percentile(values, QUANTILE))
 
 
 def _uncertainty(values: Sequence[float]) -> float:
-    """Returns the approximate standard error of the quartile over the median; 1 if unknown."""
+    """Returns the approximate relative standard error of the quartile; 1 if it is unknown."""
     if len(values) < FEWEST_ROUNDS:
         return 1.0
-    # The slower half may include a lost packet, which TCP sends again after a fifth of a second.
+    # Ignore the slower half, which may include lost packets: TCP sends them again after 0.2 s.
     low, middle = np.percentile(values, [QUANTILE, 50])
     return float(2.0 * (middle - low) / middle / len(values) ** 0.5)
 

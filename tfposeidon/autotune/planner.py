@@ -1,8 +1,8 @@
-"""The policy `auto`, and the planner that predicts and measures its steps.
+"""Implements the policy `auto`, and its planner, which predicts and measures training steps.
 
-The planner predicts the steps of any policy whose costs are known, on a known network. The first
-plan of `auto` depends on the network profile alone, which is measured, passed by the user, or from
-a snapshot. Once steps have been timed, the planner decides by their computation times.
+The planner predicts steps of any policy if its costs and the network profile are known. The profile
+is measured, passed by the user or read from a snapshot. The first plan of `auto` depends only on
+the profile. Once steps have been timed, plans also depend on their computation times.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from tfposeidon.policies.rules import POLICIES
 from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
 
 WRONG_BY = 0.25
-"""Relative error above which a predicted step is logged: the 90th percentile of the errors of
-predicted exchanges is 24 % (docs/results/planning.md)."""
+"""Relative error of a predicted step above which the planner logs it: the 90th percentile of the
+errors of predicted exchanges is 24 % (docs/results/planning.md)."""
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
 Paths = frozenset[str]
-"""Paths of a list of variables, which identify it in snapshots."""
+"""Paths of a list of variables; they identify the list in snapshots."""
 
 
 @dataclass(frozen=True)
 class Decision(Policy):
-    """Scheme of each variable of a plan, by path, with the predictions; snapshots store it."""
+    """Assigns a decided scheme to each variable by path; snapshots contain decisions."""
 
     choices: Mapping[str, Choice]
     bucket_bytes: int | None
@@ -57,7 +57,7 @@ class Decision(Policy):
 
     @classmethod
     def of(cls, plan: Plan, bucket_bytes: int | None) -> Decision:
-        """Returns the decision of a plan; `bucket_bytes` is used if the plan has no forecast."""
+        """Returns the decision of a plan; `bucket_bytes` applies if the plan has no forecast."""
         choices = {
             description.path: choice
             for bucket in plan.buckets
@@ -85,7 +85,6 @@ class Decision(Policy):
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Decision:
-        """Restores a decision from the dictionary of `to_dict`."""
         deserialize = keras.saving.deserialize_keras_object
         choices = {p: Choice(deserialize(one), why) for p, (one, why) in saved["choices"].items()}
         forecasts = tuple(map(Forecast.from_fields, saved["forecasts"]))
@@ -93,11 +92,11 @@ class Decision(Policy):
 
 
 class AutoPlanner(Planner):
-    """Makes the plans of one optimizer by predicted steps.
+    """Chooses the plans of one optimizer by predicted steps.
 
-    While `is_watching` is true, traced steps record the times that plans depend on. `has_decided`
-    is true once plans were chosen by these times, or retained. `proposed` has decisions that apply
-    once the schemes in use have sent their residuals.
+    While `is_watching` is true, newly traced steps record their times. `has_decided` is true once
+    the planner has chosen plans by these times. `proposed` has decisions that apply once the
+    schemes in use have sent their residuals.
     """
 
     callback = ChoosePlan
@@ -112,8 +111,8 @@ class AutoPlanner(Planner):
 
     @property
     def is_tunable(self) -> bool:
-        """True if predictions choose plans, and may choose others once steps have run."""
-        # A plan that depends on measured times would differ in the next run.
+        """True if predictions choose plans, and measured times may change them."""
+        # With deterministic ops, plans must not depend on measured times, which vary between runs.
         knows_links = runtime.links() is not None or runtime.measures_links()
         return not self.policy.is_fixed and knows_links and not is_deterministic()
 
@@ -144,7 +143,7 @@ class AutoPlanner(Planner):
         self.measure_network()
         if paths_of(descriptions) in self._decisions:
             return self.plan(descriptions)
-        # While steps are timed, they decide whether exchanges are timed too.
+        # While steps are timed, `propose` decides later whether exchanges are timed, too.
         return self._choose(descriptions, timed=self.is_tunable and not self.is_watching)
 
     def _choose(
@@ -185,10 +184,10 @@ class AutoPlanner(Planner):
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Decides by the measured steps of each exchanger; all ranks call it together, and alike.
+        """Proposes plans by the measured steps of each exchanger; returns seconds saved per step.
 
-        Close plans are timed if steps take longer than `shortest_s`. Returns the predicted seconds
-        that `proposed` saves per step.
+        All ranks call it together with equal arguments. If steps take longer than `shortest_s`
+        seconds, the exchanges of close plans are timed.
         """
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
@@ -203,20 +202,20 @@ class AutoPlanner(Planner):
                 if best.buckets == plan.buckets:
                     exchanger.plan = best
                     continue
-                # Until the proposal applies, if it does.
+                # The plan remains in use until the proposal is applied or discarded.
                 exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
-                # The default is chosen within the margin, although the plan in use may be faster.
+                # Within the margin the default is chosen, although the plan in use may be faster.
                 if forecast.chosen.step_s <= before.step_s:
                     self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
                     saved_s += before.step_s - forecast.chosen.step_s
         return saved_s
 
     def changing(self, plans: AgreedPlans) -> list[Exchanger]:
-        """Returns the exchangers whose plans change."""
+        """Returns the exchangers for which another plan is proposed."""
         return [e for e in plans.agreed_exchangers if frozenset(e.plan.paths) in self.proposed]
 
     def apply(self, plans: AgreedPlans) -> None:
-        """Applies the proposed plans. The others stay, with the state of their schemes."""
+        """Applies the proposed plans; other plans and the state of their schemes are unchanged."""
         self._decisions |= self.proposed
         changing = self.changing(plans)
         self.proposed.clear()
@@ -245,8 +244,8 @@ class AutoPlanner(Planner):
 
     @override
     def resume(self, saved: dict[str, Any]) -> bool:
-        # If both runs measure the network on the same hosts, the earlier profile is used.
-        # Otherwise, plans are recomputed if nodes, profile or policy differ.
+        # If both runs measure the network on the same hosts, use the earlier profile. Otherwise,
+        # compute plans again if nodes, profile or policy differ.
         if not self.is_tunable or saved["links"] is None:
             return False
         wire = self._wire()
@@ -264,11 +263,13 @@ class AutoPlanner(Planner):
             for key in ("plans", "proposed")
         )
         if differs:
-            # Saved residuals are sent by the earlier schemes, which are used until steps decide.
+            # Retain schemes with saved residuals, which only these schemes can send.
             decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
             proposed = {}
             what = (
-                "with residuals stay until steps are timed" if decisions else "are computed again"
+                "with residuals are retained until steps are timed"
+                if decisions
+                else "are computed again"
             )
             runtime.say("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
         self._decisions, self.proposed = decisions, proposed
@@ -282,7 +283,6 @@ def is_deterministic() -> bool:
 
 
 def paths_of(descriptions: Sequence[Description]) -> Paths:
-    """Returns the paths of the described variables."""
     return frozenset(description.path for description in descriptions)
 
 
@@ -294,20 +294,20 @@ class Auto(Tunable):
     """Chooses the scheme and the bucket size with the shortest predicted step.
 
     It needs the network profile of the job, which is measured at the first step unless it is passed
-    to `tfposeidon.init(network=...)`. On GPUs it is measured only on request; without it every
-    variable uses all-reduce. By default, only schemes whose means are exact up to rounding are
-    considered.
+    to `tfposeidon.init(network=...)`. On GPUs, the profile is measured only on request. Without a
+    profile, every variable uses all-reduce. By default, only schemes are considered whose averaged
+    gradients are exact up to rounding.
 
     Args:
-      compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits,
-        `"topk"` for sparse schemes. None by default, so all schemes are lossless.
+      compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits per
+        element, `"topk"` for sparse schemes. By default none, so that all schemes are lossless.
       density: Share of elements that sparse schemes send, in (0, 1] (default 0.01).
-      margin: Share by which a predicted step must be shorter than with all-reduce, in [0, 1)
-        (default 0.02).
+      margin: Share by which the predicted step of another scheme must be shorter than the step
+        with all-reduce, in [0, 1) (default 0.02).
       race: True (default) to time the exchanges of the best candidates if their predicted steps
         differ by less than 10 %, or by less than the uncertainty of the network profile. Without
-        timed trials, the first plan is a pure function of network profile, model and ranks. In
-        `fit`, measured step times decide later.
+        timed trials, the first plan depends only on network profile, model and ranks. In `fit`,
+        measured step times may change the plan later.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is
@@ -341,7 +341,7 @@ class Auto(Tunable):
                 f"`density` applies only to sparse schemes. Received: density={self.density}, "
                 f'compression={given!r}. Add "topk" to `compression`.'
             )
-        # A tuple in a fixed order, so that ranks and runs can be compared.
+        # Store a tuple in a fixed order, so that settings of ranks and runs can be compared.
         ordered = tuple(kind for kind in COMPRESSION if kind in kinds)
         object.__setattr__(self, "compression", ordered)
 
@@ -352,7 +352,7 @@ class Auto(Tunable):
 
     @override
     def candidates(self, topology: Topology) -> dict[str, Policy]:
-        # On one node, or with nodes of one rank, the torus equals `AllToAll`.
+        # On one node, or with nodes of one rank, `Torus2D` equals `AllToAll`.
         has_levels = len(topology.nodes) > 1 and topology.positions > 1
         schemes: list[Scheme] = [AllReduce(), AllToAll(), *([Torus2D()] if has_levels else [])]
         wire_dtype = "float16" if "fp16" in self.compression else None
@@ -382,7 +382,7 @@ class Auto(Tunable):
 
 
 def _by_rows() -> Policy | None:
-    """Returns the policy that sends sufficient factors where they are fewer bytes, if installed."""
+    """Returns the policy that sends factors where they are smaller; `None` if unavailable."""
     return POLICIES["hybcomm"]() if "hybcomm" in POLICIES else None
 
 
@@ -390,7 +390,7 @@ def _by_rows() -> Policy | None:
 class Considered(Policy):
     """Candidate of `Auto`: one scheme, or sufficient factors for gradients of few batch rows.
 
-    `structured` chooses a scheme by the batch rows of each step.
+    `structured` chooses between factors and the scheme by the batch rows of each step.
     """
 
     scheme: Scheme
@@ -404,7 +404,8 @@ class Considered(Policy):
         scheme = self.scheme
         if self.structured is not None and description.structure is not None:
             by_rows: Any = self.structured.choose(description.sized(None), topology).scheme
-            # A scheme that chooses by rows has no state, so it cannot contain one with state.
+            # A scheme that chooses by batch rows has no state, so it cannot contain a scheme with
+            # state.
             dense = AllReduce() if scheme.slots(description.length, topology) else scheme
             scheme = replace(by_rows, many=dense).fitted(description.structure, topology)
         return Choice(scheme, "auto: shortest predicted step")

@@ -1,7 +1,7 @@
 """Searches for the plan with the shortest predicted step.
 
-The search tries each candidate of a policy with several bucket sizes. If predictions are close, it
-times the exchanges of the best candidates alone, on artificial gradients, in a timed trial.
+The search tries each candidate of a policy with several bucket sizes. If predictions are close, a
+timed trial runs the exchanges of the best candidates on artificial gradients, without computation.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tfposeidon.policies import Policy, Rules
 BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
 """Bucket sizes to try, as multiples of the default; the first of equally good sizes is used."""
 CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
-"""Relative difference of predicted steps within which plans are timed, larger if the uncertainty of
-the network profile is, and maximum number of such plans. Predicted exchanges have a median error of
-7 % (docs/results/planning.md)."""
+"""Relative difference of predicted steps within which plans are timed, unless the network profile
+is more uncertain, and maximum number of these plans. Predicted exchanges have a median error of 7 %
+(docs/results/planning.md)."""
 LONGEST_TRIAL_S = 6.0
-"""Predicted seconds of three exchanges of each plan above which there is no trial."""
+"""Maximum predicted seconds of a trial with three exchanges of each plan."""
 ROUNDS, BUDGET_S = 7, 2.0
-"""Timed rounds after the first, and seconds after which no round starts."""
+"""Maximum number of timed rounds, and seconds until which further rounds start."""
 
 Trial = Callable[[Sequence[Plan]], Sequence[float]]
-"""Times the exchanges of plans. Returns the seconds of each, the same on every rank."""
+"""Function that times the exchanges of plans. It returns the same seconds on every rank."""
 
 _numbers = itertools.count()
 
@@ -54,8 +54,8 @@ _numbers = itertools.count()
 class Tunable(Policy):
     """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
 
-    A step must be faster than with the first candidate by the share `margin`. With `race`, the best
-    candidates are timed if their predictions are close.
+    The first candidate is chosen unless the step of another one is shorter by the share `margin`.
+    With `race`, the best candidates are timed if their predictions are close.
     """
 
     margin: float = 0.0
@@ -67,7 +67,7 @@ class Tunable(Policy):
 
 
 def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
-    """Returns the candidates of a policy or of rules that contain one; none if it is fixed."""
+    """Returns the candidates of a tunable policy, or of rules that contain one; else none."""
     if isinstance(policy, Tunable):
         return policy.candidates(topology)
     if not isinstance(policy, Rules):
@@ -77,7 +77,7 @@ def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
 
     def rules(name: str) -> Rules:
         pairs = zip(policy.rules, found, strict=True)
-        # A part without this candidate uses its first one.
+        # A part without this candidate uses its first candidate.
         return Rules([(p, own.get(name, [*own.values(), part][0])) for (p, part), own in pairs])
 
     return {name: rules(name) for name in names}
@@ -102,8 +102,9 @@ def choose_plan(
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known; without a timeline,
-    exchanges are compared alone. The result is the same on every rank but for `topology.rank`.
+    Several bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known. Without a
+    timeline, exchanges are compared without computation. The result is the same on every rank
+    except for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
@@ -123,7 +124,7 @@ def choose_plan(
     if trial is not None and any(part.race for part in parts):
         attempts = search.corrected(attempts, trial)
     forecast, chosen = search.decided(attempts, max((part.margin for part in parts), default=0.0))
-    # Each step chooses by its actual sizes, so the plan has none.
+    # Remove sizes from the plan, because each step chooses by its actual sizes.
     unsized = [d.sized(None) for d in descriptions]
     plan = make_plan(unsized, chosen, topology, forecast.chosen.bucket_bytes, notes)
     return replace(plan, forecasts=(forecast,))
@@ -142,7 +143,7 @@ def _step_s(attempt: _Attempt) -> float:
 
 @dataclass(frozen=True)
 class _Search:
-    """Inputs that all plans of a search have in common."""
+    """Predicts and compares plans for the same variables, ranks, network and computation times."""
 
     descriptions: Sequence[Description]
     topology: Topology
@@ -150,13 +151,13 @@ class _Search:
     timeline: Timeline | None
 
     def known(self, candidates: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates with known costs: those of structures require their size."""
+        """Returns the candidates with known costs; the cost of a structure depends on its size."""
         unsized = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
         rows = {
             name: [policy.choose(d, self.topology).scheme for d in unsized]
             for name, policy in candidates.items()
         }
-        # Structures of unknown size that all candidates send alike do not matter.
+        # Ignore structures of unknown size that all candidates send with the same scheme.
         differ = [
             len(rows) == 1 or len({*column}) > 1 for column in zip(*rows.values(), strict=True)
         ]
@@ -167,7 +168,7 @@ class _Search:
         }
 
     def attempts(self, candidates: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
-        """Returns an attempt for each distinct plan."""
+        """Returns one attempt for each distinct plan."""
         found: dict[Any, _Attempt] = {}
         for size, (name, policy) in itertools.product(sizes, candidates.items()):
             plan = make_plan(self.descriptions, policy, self.topology, size)
@@ -179,7 +180,7 @@ class _Search:
         return list(found.values())
 
     def corrected(self, attempts: list[_Attempt], trial: Trial) -> list[_Attempt]:
-        """Returns attempts corrected by timed trials of the best schemes, if some are close."""
+        """Returns the attempts, corrected by a timed trial if the best predictions are close."""
         best: dict[str, _Attempt] = {}
         for attempt in sorted(attempts, key=_step_s):
             best.setdefault(attempt.prediction.name, attempt)
@@ -187,7 +188,7 @@ class _Search:
         close = [name for name, one in best.items() if _step_s(one) <= limit_s][:MOST_CLOSE]
         timed = {name: best[name].plan for name in (*close, attempts[0].prediction.name)}
         alone = [predict(plan, self.links).step_s for plan in timed.values()]
-        # Long exchanges are bandwidth-bound, where predictions are accurate.
+        # Skip trials of long exchanges, which are bandwidth-bound and accurately predicted.
         if len(close) == 1 or 3 * sum(alone) > LONGEST_TRIAL_S:
             return attempts
         pairs = zip(trial([*timed.values()]), alone, strict=True)
@@ -205,8 +206,8 @@ class _Search:
         return corrected
 
     def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:
-        """Returns the predictions of all attempts, and the policy of the chosen one."""
-        # The first candidate, in its best bucket size, is used unless another gains the margin.
+        """Returns the forecast of all attempts, and the policy of the chosen attempt."""
+        # Use the first candidate, with its best bucket size, unless another wins by the margin.
         name = attempts[0].prediction.name
         default = min((one for one in attempts if one.prediction.name == name), key=_step_s)
         best = min(attempts, key=_step_s)
@@ -242,9 +243,10 @@ def predict(
 
 @without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times the exchanges of plans for the same variables alone; all ranks call it together.
+    """Times the exchanges of plans for the same variables, without computation.
 
-    Returns the median over rounds of the slowest rank's seconds, the same on every rank.
+    All ranks call it together. It returns for each plan the median over rounds of the slowest
+    rank's seconds, the same on every rank.
     """
     with tf.init_scope():
         prefix, zeros = f"tp.trial_{next(_numbers)}", Zeros()
@@ -252,12 +254,12 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
         values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
         rounds = []
         for turn in range(1 + ROUNDS):
-            # The first round traces.
+            # The first round traces the exchanges, so its time does not count.
             if turn < 2:
                 begin_s = time.perf_counter()
             mine = []
             for index, run in enumerate(runs):
-                # Start together, because waiting for the last rank must not be timed.
+                # All ranks must start together, because waiting times must not be measured.
                 exchange_objects(turn, wire, f"{prefix}.{index}.{turn}")
                 run_begin_s = time.perf_counter()
                 for tensor in run(values):
@@ -275,7 +277,7 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
 def _exchange_of(
     plan: Plan, wire: Wire, zeros: Zeros, prefix: str
 ) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-    """Returns a traced function that exchanges gradients made of a vector of values."""
+    """Returns a graph function that exchanges artificial gradients made of a vector of values."""
     exchanger, reader = Exchanger(plan, wire, zeros), plan.reader
     exchanger.prefix = prefix
 
@@ -287,7 +289,7 @@ def _exchange_of(
             for member, d in enumerate(plan.descriptions)
         ]
         means, states = exchanger.exchange(gradients, None)
-        # Fetch a value of each, because TensorFlow prunes unused tensors.
+        # Return an element of each tensor, because TensorFlow prunes unused tensors.
         kept = [*means, *itertools.chain(*states)]
         return [tf.reshape(tensor, [-1])[:1] for tensor in kept if tensor.shape.num_elements()]
 

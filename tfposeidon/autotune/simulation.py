@@ -1,4 +1,4 @@
-"""Predicts one training step: the time of each stage of its exchanges, and how they overlap.
+"""Predicts the time of one training step from the stages of its exchanges and their overlap.
 
 Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
 processor. Each bucket passes through its stages, which are collectives or local work. The thread
@@ -26,22 +26,23 @@ from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
-"""Horovod's variable for the size up to which it fuses all-reduces of a cycle, and its default."""
+"""Environment variable with the maximum bytes of Horovod's fused all-reduces, and its default."""
 EXPOSED = 0.24
-"""Share of the shorter of two times that adds to the longer: transfer of bytes, and work of the CPU
-on them. Fitted to 94 exchanges; `benchmarks.predict --constants` evaluates both constants."""
+"""Share of the shorter of two overlapping times that adds to the longer: transfer of bytes, and CPU
+work on these bytes. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges; `benchmarks.predict --constants`
+evaluates both constants."""
 SUMS_PER_PAIR = 2.0
-"""Elements of a vector that are summed in the time of one pair of index and value, sorted by
-index."""
+"""Number of vector elements that a rank sums in the time for summing one pair of index and value,
+where pairs are sorted by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
     """Time of one stage of an exchange, on the slowest rank or connection.
 
-    `operation` is `None` for local work. Horovod fuses collectives with equal `fuses_with`, unless
-    it is `None`, up to a sum of `size_bytes`, the payload on one rank. A fused collective has the
-    latency of one collective, and the sum of the loads.
+    `operation` is `None` for local work. `size_bytes` is the payload on one rank. Horovod fuses
+    collectives with equal `fuses_with`, unless it is `None`, up to a total size. Fused collectives
+    take the latency of one collective and the sum of the loads.
     """
 
     operation: Operation | None
@@ -52,12 +53,15 @@ class StageTime:
     crosses_nodes: bool = False
 
     def slowed(self, factor: float) -> StageTime:
-        """Returns the stage with its times multiplied by a factor."""
         return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
 
 
 class Load(NamedTuple):
-    """Payload bytes of the busiest node to or from others, connection across nodes, and rank."""
+    """Payload bytes of a collective where they are largest, in one direction.
+
+    `cross_bytes` enter or leave a node, `flow_bytes` use a connection across nodes, and
+    `node_bytes` enter or leave a rank within its node.
+    """
 
     cross_bytes: float
     flow_bytes: float
@@ -75,14 +79,14 @@ def stage_times(
 ) -> tuple[StageTime, ...]:
     """Predicts the time of each stage of an exchange, the same on all ranks.
 
-    Source: latency and bytes (Hockney 1994), with concurrent CPU work of all ranks at once.
+    Source: Hockney 1994 (latency and bandwidth). Differs: adds the CPU work of concurrent ranks.
     """
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
         for rank in _representative_ranks(scheme, topology)
     }
     times = []
-    # Ranks that skip some stages have fewer, in the order of the complete list.
+    # Some ranks skip stages, but all ranks have the same order, so the longest list is complete.
     for name in (stage.name for stage in max(by_rank.values(), key=len)):
         found = {
             rank: stage for rank, own in by_rank.items() for stage in own if stage.name == name
@@ -106,7 +110,7 @@ def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
-    """Returns the load of a collective, in which the groups of ranks share their nodes' network."""
+    """Returns the load of a collective whose groups share the network of their nodes."""
     node_of = _node_by_rank(topology.nodes)
     across: dict[Any, float] = defaultdict(float)
     within: dict[Any, float] = defaultdict(float)
@@ -132,7 +136,7 @@ def _transfer_time(
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
-    # Compare ranks and not bytes, which are 0 for structures without a size.
+    # Compare ranks instead of bytes, because structures of unknown size have 0 bytes.
     node_of = _node_by_rank(topology.nodes)
     groups = [transfer.group.ranks for transfer in transfers.values()]
     crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
@@ -153,7 +157,7 @@ def _transfer_time(
 
 
 def float16_sums(transfer: Transfer) -> float:
-    """Returns the elements that a rank adds in float16, which only Horovod's all-reduce does."""
+    """Returns how many elements a rank sums in float16, which only Horovod's all-reduce does."""
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size
@@ -161,7 +165,7 @@ def float16_sums(transfer: Transfer) -> float:
 
 
 def work_seconds(work: Work, rates: Rates) -> float:
-    """Returns the seconds of local work on one rank, while all ranks of its node work."""
+    """Returns the seconds of local work on one rank while all ranks of its node work."""
     # Writing zeros or the elements of a product takes as long as converting values.
     per_element_s = {"sum": rates.sum_s, "select": rates.select_s}.get(work.kind, rates.encode_s)
     per_pair_s = rates.pair_s if work.kind == "select" else SUMS_PER_PAIR * rates.sum_s
@@ -171,7 +175,7 @@ def work_seconds(work: Work, rates: Rates) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Seconds from the start of a step to each variable's gradient, and to the end of computation.
+    """Seconds from the start of a step to each variable's gradient and to the end of computation.
 
     >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
     (3.0, 2.0, 1.0)
@@ -182,7 +186,7 @@ class Timeline:
 
     @classmethod
     def even(cls, *, variables: int, first_s: float, compute_s: float) -> Timeline:
-        """Returns evenly spaced times of gradients, the last variable's first."""
+        """Returns a timeline with evenly spaced gradients, the last variable's gradient first."""
         between_s = (compute_s - first_s) / max(1, variables - 1)
         ready_s = [first_s + between_s * index for index in reversed(range(variables))]
         # Rounding must not move a gradient past the end of the computation.
@@ -195,8 +199,8 @@ class Simulated:
 
     Attributes:
       step_s: Seconds of the step.
-      compute_s: Seconds of its forward and backward pass.
-      busy_s: Seconds in which Horovod's thread executes collectives.
+      compute_s: Seconds of the forward and backward pass.
+      busy_s: Seconds during which Horovod's thread executes collectives.
     """
 
     step_s: float
@@ -215,15 +219,19 @@ class Simulated:
 
 
 def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
-    """Returns the size up to which Horovod fuses the all-reduces of one cycle, in bytes."""
+    """Returns the size in bytes up to which Horovod fuses the all-reduces of one cycle."""
     text = environment.get(FUSION_THRESHOLD) or str(FUSION_BYTES)
     if not text.isdecimal():
-        raise ValueError(f"{FUSION_THRESHOLD} must be a number of bytes. Received: {text!r}")
+        raise ValueError(
+            f"{FUSION_THRESHOLD} must be a number of bytes. Received: {text!r}. Unset it for the "
+            f"default of {FUSION_BYTES}."
+        )
     return int(text)
 
 
 _Event = tuple[float, int, Sequence[StageTime]]
-"""Seconds at which a bucket reaches the first of its remaining stages; a number breaks ties."""
+"""Seconds at which a bucket reaches its next stage, a number that breaks ties, and its remaining
+stages."""
 
 
 def simulate(
@@ -233,9 +241,10 @@ def simulate(
     collective_s: float,
     fusion_bytes: int = FUSION_BYTES,
 ) -> Simulated:
-    """Predicts one step from the stages of its buckets, which are ready after `ready_s`."""
+    """Predicts one step from the stages of its buckets, whose gradients are ready at `ready_s`."""
     numbers = itertools.count()
-    events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))  # A valid heap.
+    # A sorted list is a valid heap.
+    events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))
     waiting: list[_Event] = []
     finish_s = busy_s = thread_s = processor_s = 0.0
     while events or waiting:
@@ -259,7 +268,7 @@ def simulate(
 
 
 def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:
-    """Yields the seconds of each execution in a cycle, and the collectives that it fuses."""
+    """Yields the seconds and the fused collectives of each execution in a cycle."""
     while ready:
         leading = ready[0][2][0]
         fused, others, size_bytes = [ready[0]], [], leading.size_bytes

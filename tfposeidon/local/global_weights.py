@@ -1,7 +1,7 @@
-"""Global weights: equal on all ranks, and stored in addition to each rank's local weights.
+"""Stores the global weights, equal on all ranks, in addition to each rank's local weights.
 
-Think of two sets of values for the same variables. One set is in the variables, the other one in
-copies, and `show` and `hide` swap the two.
+Think of two sets of values for the same variables. One set is in the variables, and the other set
+is in copies. `show` and `hide` swap the two sets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class GlobalWeights:
     """Copies of variables, which hold the global weights while a rank trains its local weights.
 
     While the global weights are shown, the copies hold this rank's local weights. Before the first
-    step, the variables hold the global weights, and the copies are not valid. `variables` are the
-    trained variables, then averaged state of layers, and `trained` counts the former.
+    step, the variables hold the global weights, and the copies are not valid. `variables` has
+    `trained` trained variables, and then the averaged state of layers.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -50,12 +50,12 @@ class GlobalWeights:
                 )
                 self.variables.append(variable)
                 self.copies.append(copy)
-        # A partial: TensorFlow counts traces of a method over all objects, and would warn.
+        # Use a partial: TensorFlow counts the traces of a method over all objects, and would warn.
         swap = functools.partial(self._swap_values)
         self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
     def add_statistics(self, statistics: Sequence[Any]) -> None:
-        """Adds averaged state of layers; skips known variables."""
+        """Adds averaged state of layers, except for known variables."""
         known = {id(variable) for variable in self.variables}
         if new := [variable for variable in statistics if id(variable) not in known]:
             self._add(new)
@@ -69,7 +69,7 @@ class GlobalWeights:
         self.hide()
 
     def show(self) -> bool:
-        """Assigns the global weights to the variables; returns True if they did not hold them."""
+        """Assigns the global weights to the variables; returns False if they already hold them."""
         if self.is_shown or not self.has_begun:
             return False
         self._may_be_shown = True
@@ -78,7 +78,7 @@ class GlobalWeights:
         return True
 
     def hide(self) -> None:
-        """Assigns this rank's local weights again, if `show` was called."""
+        """Assigns this rank's local weights to the variables if the global weights are shown."""
         if self.is_shown:
             self._shown = []
             self._swap()
@@ -86,7 +86,7 @@ class GlobalWeights:
 
     @contextlib.contextmanager
     def shown(self, assign: bool) -> Iterator[None]:
-        """Shows the global weights within this context; with `assign`, they may be assigned."""
+        """Shows the global weights within this context; with `assign`, users may assign others."""
         was_hidden = self.show()
         try:
             yield
@@ -95,9 +95,9 @@ class GlobalWeights:
             elif was_hidden and self.was_assigned:
                 raise RuntimeError(
                     "Weights must not be assigned within global_weights(), because they would be "
-                    "lost. Received: other weights at the end of global_weights(). Assign them "
-                    "outside, and call LocalUpdates.restart_from_weights() afterwards, on all "
-                    "ranks."
+                    "lost. Received: assigned weights with assign=False. Pass assign=True, or "
+                    "assign the weights outside of the context and then call "
+                    "LocalUpdates.restart_from_weights(), on all ranks."
                 )
         finally:
             if was_hidden:
@@ -106,7 +106,7 @@ class GlobalWeights:
     @property
     def is_shown(self) -> bool:
         """True while the variables hold the global weights, and the copies the local weights."""
-        # The Python flag, which is mostly False, avoids reading the variable in each step.
+        # Check the Python flag first, because reading the variable in each step would take time.
         return self._may_be_shown and bool(self._is_shown.numpy())
 
     @property
@@ -115,23 +115,22 @@ class GlobalWeights:
         return self.has_begun and not self.is_shown
 
     def check_may_be_saved(self) -> None:
-        """Refuses to save local weights."""
         if self.is_apart:
             raise RuntimeError(
                 "A model must be saved with its global weights. Received: a model whose "
-                "variables hold the weights of this rank. Save it within `with "
+                "variables hold the local weights of this rank. Save it within `with "
                 "optimizer.global_weights():`."
             )
 
     @property
     def was_assigned(self) -> bool:
-        """True if other weights were assigned since the global weights are shown."""
+        """True if weights were assigned while the global weights were shown."""
         if not self.is_shown:
             return False
         now = self._values()
         if all(_share_memory(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
-        # Values were moved in host memory, or are on a GPU, where addresses are not available.
+        # Compare checksums of values that were moved in host memory, or that are on a GPU.
         one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
         return one != other
 
@@ -143,7 +142,7 @@ class GlobalWeights:
 
     def note_assigned(self) -> None:
         """Accepts the current values as the shown global weights, including assigned values."""
-        # References suffice: TensorFlow does not reuse a buffer that has another reference.
+        # Store references instead of copies: TensorFlow never reuses a buffer with two references.
         self._shown = self._values()
 
     def restart(self) -> None:
@@ -155,9 +154,9 @@ class GlobalWeights:
     def check_hidden(self) -> Any:
         """Returns an op that fails if the global weights are shown when the step runs."""
         rule = (
-            "A step must train this rank's own weights. Received: a step while the variables "
+            "A step must train this rank's local weights. Received: a step while the variables "
             "hold the global weights, as after fit. Call LocalUpdates.restart_from_weights() on "
-            "all ranks before a loop that continues from them."
+            "all ranks before a loop that continues from the global weights."
         )
         with tf.device("/CPU:0"):
             # Use the raw op, because `tf.debugging.Assert` adds a branch to each step.
@@ -184,7 +183,7 @@ class GlobalWeights:
             own, other = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             variable.assign(other)
             copy.assign(own)
-        # In the same graph, so that an interruption preserves all or none of the changes.
+        # Change the flag in the same graph, so that an interruption preserves all changes or none.
         self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
@@ -195,7 +194,7 @@ class GlobalWeights:
 
     @property
     def own_statistics(self) -> list[tf.Tensor]:
-        """This rank's averaged state of layers; global values for variables that are not finite."""
+        """Averaged state of this rank's layers; the global value if a variable is not finite."""
         pairs = zip(self.variables[self.trained :], self.copies[self.trained :], strict=True)
         return [
             either(is_finite(variable), tf.convert_to_tensor(variable), tf.convert_to_tensor(copy))
@@ -204,7 +203,7 @@ class GlobalWeights:
 
 
 def check_equal(variables: Sequence[Any]) -> None:
-    """Raises on all ranks if these variables differ between them."""
+    """Raises an error on all ranks if the values of these variables differ between ranks."""
     require_equal(
         exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start"),
         "All ranks must begin with the same weights",
@@ -224,5 +223,5 @@ def is_finite(values: Any) -> tf.Tensor:
 
 
 def either(condition: tf.Tensor, yes: tf.Tensor, no: tf.Tensor) -> tf.Tensor:
-    """Returns one of two tensors, without the pass over memory of `tf.where`."""
+    """Returns `yes` or `no`, without the pass over memory that `tf.where` takes."""
     return tf.raw_ops.Select(condition=condition, x=yes, y=no)

@@ -1,7 +1,7 @@
-"""`LocalUpdates`: ranks train local weights, and synchronize them once in several steps.
+"""Trains local weights on each rank, and synchronizes them once in several steps.
 
-Think of a Keras optimizer around an inner optimizer: each step updates this rank's weights, and
-each synchronization passes the mean difference from the global weights to an outer optimizer.
+Think of `LocalUpdates` as a Keras optimizer around an inner optimizer: each step updates this
+rank's weights, and each synchronization passes averaged pseudo-gradients to an outer optimizer.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from tfposeidon.training.hooks import FitHooks
 class LocalUpdates(CommunicatingOptimizer):
     """Optimizer that trains local weights on each rank and synchronizes them once in several steps.
 
-    Ranks exchange differences from the global weights, which are equal on all ranks, and an outer
-    optimizer updates the global weights. Communication decreases by the factor `sync_every`, at
-    some cost in accuracy, as the local weights of replicas differ. `evaluate`, `predict`, `save`
-    and callbacks at the end of an epoch use the global weights; training continues from each rank's
-    local weights. On one rank it behaves like the inner optimizer.
+    Ranks exchange pseudo-gradients, which are the differences between their local weights and the
+    global weights. An outer optimizer then updates the global weights, which are equal on all
+    ranks. Communication decreases by the factor `sync_every`, at some cost in accuracy, because the
+    local weights of replicas differ. `evaluate`, `predict`, `save` and callbacks at the end of an
+    epoch use the global weights; training continues from each rank's local weights. On one rank,
+    `LocalUpdates` behaves like the inner optimizer.
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped. It updates this rank's weights at
         every step, and its state is local to the rank.
       sync_every: Steps between synchronizations, at least 1 (default 32).
-      outer_optimizer: Update of the global weights: `"average"` (default), `"elastic"`, `"outer"`,
-        `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, which stands for
-        `tfposeidon.local.Outer` with it.
-      scheme: Scheme that exchanges the differences (default `"torus2d"`), as for
+      outer_optimizer: Optimizer of the global weights: `"average"` (default), `"elastic"`,
+        `"outer"`, `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, from
+        which `LocalUpdates` creates `tfposeidon.local.Outer(optimizer)`.
+      scheme: Scheme that exchanges the pseudo-gradients (default `"torus2d"`), as for
         `DistributedOptimizer`, except for `"auto"` and for schemes that need factors or momentum
         correction.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
@@ -60,17 +61,18 @@ class LocalUpdates(CommunicatingOptimizer):
       overlap_steps: Steps between an exchange and the use of its result, below `sync_every`. The
         exchange runs in the background, and all ranks apply its result after the same step (default
         0: the step waits for it).
-      warmup_steps: Initial steps with a synchronization each, for post-local training (default 0).
-      bucket_bytes: Bytes up to which small differences are fused (default `None`: 4 MiB).
-      sample_count: Function by which `fit` weights this rank; see `DistributedOptimizer`.
+      warmup_steps: Initial steps that are each followed by a synchronization (default 0), for
+        post-local SGD.
+      bucket_bytes: Bytes up to which small pseudo-gradients are fused (default `None`: 4 MiB).
+      sample_count: Function that returns this rank's weight in `fit`; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
-      **others: Any other arguments, which are all refused.
+      **others: Other arguments, all of which are refused.
 
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is not a function.
-      ValueError: If an argument is out of its range, if the scheme does not support differences, if
-        the inner optimizer averages weights (`use_ema`), under `tf.distribute`, or with another
-        Keras backend than TensorFlow.
+      ValueError: If an argument is out of its range, if the scheme does not support
+        pseudo-gradients, if the inner optimizer averages weights (`use_ema`), under
+        `tf.distribute`, or with another Keras backend than TensorFlow.
 
     Memory: a copy of the weights for the global weights, the outer optimizer's state, and with
     `overlap_steps` two more copies during an exchange.
@@ -121,7 +123,7 @@ class LocalUpdates(CommunicatingOptimizer):
         communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
-        # Read now: an outer optimizer cannot evaluate its learning rate while a step is traced.
+        # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
         self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
         self._node: Step | None = None
@@ -147,13 +149,13 @@ class LocalUpdates(CommunicatingOptimizer):
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # On the CPU, since Python branches depend on it.
+        # Place the counter on the CPU, because Python branches depend on it.
         with tf.device("/CPU:0"):
             self._number = self.add_variable((), dtype="int64", name="rounds")
         if runtime.size() > 1:
             self._build_synchronization(variables)
         else:
-            # Copies, as on several ranks, because Keras names the state after its variables.
+            # Use copies, as on several ranks, because Keras names state after its variables.
             self._outer.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.build()
@@ -180,7 +182,7 @@ class LocalUpdates(CommunicatingOptimizer):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, apart from the global weights.
 
-        One rank has them, too, so that several ranks can resume from its checkpoint.
+        One rank has them, too, so that a job of several ranks can resume from its checkpoint.
         """
         return [self._number, *self._outer.variables] if self.built else []
 
@@ -240,7 +242,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        """Saves the outer optimizer's state; Keras saves the inner one. Refuses local weights."""
+        """Saves the outer optimizer's state (Keras saves the inner), and refuses local weights."""
         super().save_own_variables(store)
         if self._synchronization is not None:
             self._synchronization.weights.check_may_be_saved()
@@ -251,7 +253,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def load_own_variables(self, store: Any) -> None:
-        """Loads the outer optimizer's state, if it was saved on several ranks."""
+        """Loads the outer optimizer's state if the file contains it."""
         for index, variable in enumerate(self._outer.variables):
             if str(index) in store:
                 variable.assign(store[str(index)])
@@ -281,7 +283,7 @@ class LocalUpdates(CommunicatingOptimizer):
             self._update(grads, variables, count)
             return
         self._prepare(variables)
-        # Ranks agree on the exchange when a step is traced; it runs between executions.
+        # Ranks agree on the exchange when a step is traced. The exchange itself runs between steps.
         with self._exchange.call(variables, variables, count):
             synchronization.weights.check_start()
         if not synchronization.weights.has_begun:
@@ -323,7 +325,7 @@ class LocalUpdates(CommunicatingOptimizer):
             self._synchronization.end_step(steps)
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
-        """Updates this rank's weights; returns the number of samples that count."""
+        """Updates this rank's weights; returns its number of samples, or `None` if unknown."""
         if self._node is not None:
             self._node.is_timed = self._exchange.is_timed
             return exchanges.update_in_node(self._node, self.updater, grads, variables, count)
@@ -331,7 +333,7 @@ class LocalUpdates(CommunicatingOptimizer):
         return count
 
     def agreed_settings(self) -> dict[str, Any]:
-        """Returns the settings that must be equal on all ranks, for both exchanges."""
+        """Returns the settings of both exchanges that must be equal on all ranks."""
         return {
             **settings(self.inner_optimizer, "inner optimizer"),
             **dataclasses.asdict(self._schedule),
@@ -354,8 +356,8 @@ class LocalUpdates(CommunicatingOptimizer):
           scheme: Any value that the constructor accepts; the same on all ranks, at the same step.
 
         Raises:
-          ValueError: If the scheme does not support differences, or with `overlap_steps`, where an
-            exchange with the old scheme may be pending.
+          ValueError: If the scheme does not support pseudo-gradients, or if `overlap_steps` is not
+            0, because an exchange with the old scheme may be pending.
         """
         # An equal scheme retains its error-feedback state.
         if policies.parse(scheme) != self.policy:
@@ -379,16 +381,16 @@ class LocalUpdates(CommunicatingOptimizer):
     def global_weights(self, assign: bool = False) -> Iterator[None]:
         """Assigns the global weights to the variables within this context.
 
-        Custom loops evaluate and save models in it. `fit` and `train_on_batch` leave the global
-        weights in the variables, so other scripts do not need it.
+        Custom loops must evaluate and save models within it. Other scripts do not need it, because
+        `fit` and `train_on_batch` leave the global weights in the variables.
 
         Args:
           assign: True if weights assigned within the context become the new global weights; each
             rank continues from its local weights (default False).
 
         Raises:
-          RuntimeError: If steps were executed and `end_step` counted none; at the end, if weights
-            were assigned without `assign`.
+          RuntimeError: If steps were executed without a call of `end_step`, or, at the end of the
+            context, if weights were assigned without `assign=True`.
 
         Example:
           >>> import keras, tfposeidon as tp
@@ -422,10 +424,10 @@ class LocalUpdates(CommunicatingOptimizer):
     def restart_from_weights(self) -> None:
         """Makes all ranks continue from the current variables as the new global weights.
 
-        `fit` calls it after weights were assigned before it or between epochs. A custom loop calls
-        it after `load_weights`, on all ranks, with the same weights. It discards a rank's training
-        since the last synchronization and the state of the schemes. The state of inner and outer
-        optimizers is retained.
+        `fit` calls it if weights were assigned before `fit` or between epochs. A custom loop must
+        call it after `load_weights`, on all ranks and with the same weights. It discards the
+        training since the last synchronization and the state of the schemes, and retains the state
+        of inner and outer optimizers.
 
         Raises:
           RuntimeError: On all ranks, if their weights differ.
@@ -433,7 +435,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # A step that is already traced does not call it.
+            # Call it here, because a traced step does not execute this Python code.
             self._synchronization.begin_step()
 
     def _join_hooks(self) -> list[JoinHook]:
@@ -441,5 +443,5 @@ class LocalUpdates(CommunicatingOptimizer):
             return []
         synchronization = self._synchronization
         in_node = [] if self._node is None else self._node.join_hooks()
-        # It runs as a graph in eager steps, too, and its collectives match by name.
+        # A synchronization runs as a graph in eager steps, too, and its collectives match by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

@@ -1,7 +1,7 @@
-"""Outer optimizers: how a synchronization updates the global weights and the ranks' own weights.
+"""Updates the global weights, and the local weights of each rank, in a synchronization.
 
-Think of an outer optimizer as an optimizer of the global weights, whose gradient is the negative
-mean difference of the ranks' weights. `parse` makes `Rule` objects of names and Keras optimizers.
+Think of an outer optimizer as an optimizer of the global weights. Its gradient is the
+pseudo-gradient: the global weights minus the mean of the ranks' local weights.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tfposeidon.optimizers.wrapper import leave_out_replica_sum, leaves
 
 
 class Rule(ABC):
-    """Base class of outer optimizers, which apply the mean difference from the global weights.
+    """Base class of outer optimizers, which update the global weights in each synchronization.
 
-    Between synchronizations each rank trains local weights. A synchronization exchanges their
-    differences from the global weights, which are equal on all ranks. An outer optimizer updates
-    the global weights and determines the weights from which each rank continues. Like a Keras
-    optimizer, it belongs to one `LocalUpdates` once it is built.
+    Between synchronizations, each rank trains local weights. A synchronization averages the
+    differences between local and global weights over the ranks. The outer optimizer updates the
+    global weights with the average, and determines the weights from which each rank continues. Like
+    a Keras optimizer, it belongs to one `LocalUpdates` once it is built.
     """
 
     weighs_samples: bool = True
@@ -51,19 +51,20 @@ class Rule(ABC):
         """Updates the global weights.
 
         Args:
-          global_weights: Keras variables that hold the global weights, which are assigned.
-          means: Mean over ranks of the differences from the global weights, one tensor per variable
-            with its shape and dtype.
+          global_weights: Keras variables that hold the global weights, and that `move` assigns.
+          means: Mean over the ranks of local minus global weights: one tensor per variable, with
+            the variable's shape and dtype.
         """
 
     def pull(self, replicas: int) -> float:
-        """Returns the share of its difference that a rank gives up; 1 assigns the global weights.
+        """Returns the share of its difference that each rank subtracts from its local weights.
 
         Args:
           replicas: Number of replicas with local weights: ranks, or nodes.
 
         Returns:
-          Share in (0, 1]. Below 1, replicas keep different weights.
+          Share in (0, 1]. With 1, ranks continue from the global weights; below 1, replicas keep
+          different weights.
         """
         return 1.0
 
@@ -105,14 +106,15 @@ class Average(Rule):
 class Elastic(Rule):
     """Moves local and global weights toward each other (EASGD; EAMSGD with Nesterov momentum).
 
-    In a synchronization, each replica (a rank, or a node with `hierarchical=True`) subtracts `alpha
-    = beta / replicas` of its difference from the global weights, and the global weights add the
-    same amounts. Replicas keep different weights. For EAMSGD, the inner optimizer uses Nesterov
-    momentum.
+    In a synchronization, each replica (a rank, or a node with `hierarchical=True`) multiplies its
+    difference from the global weights by `alpha = beta / replicas`. The product is subtracted from
+    the replica's weights and added to the global weights. Replicas keep different weights. For
+    EAMSGD, the inner optimizer uses Nesterov momentum.
 
     Args:
-      beta: Share of the mean difference that the global weights add, above 0 and at most 1. Larger
-        values mean `replicas x alpha > 1`, for which synchronous elastic averaging diverges.
+      beta: Share of the mean difference that is added to the global weights, in (0, 1] (default
+        0.9). Larger values mean `replicas x alpha > 1`, for which synchronous elastic averaging
+        diverges.
 
     Raises:
       ValueError: If `beta` is out of its range.
@@ -151,23 +153,24 @@ class Elastic(Rule):
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class Outer(Rule):
-    """Updates the global weights with an optimizer, from the mean difference as gradient (DiLoCo).
+    """Updates the global weights with a Keras optimizer and the pseudo-gradient (DiLoCo).
 
-    All ranks continue from the global weights. The method needs many synchronizations, or an inner
-    optimizer with little momentum: with few steps per synchronization, inner and outer momentum add
-    up.
+    All ranks continue from the global weights. The method requires many synchronizations. With few
+    steps per synchronization, inner and outer momentum add up: use an inner optimizer with little
+    momentum.
 
     Args:
-      optimizer: A Keras optimizer for the global weights. Its gradient (the pseudo-gradient) is
-        global minus mean weights. Default `SGD(0.7, momentum=0.9, nesterov=True)`, as in the
-        source.
+      optimizer: A Keras optimizer for the global weights. Its gradient is the pseudo-gradient: the
+        global weights minus the mean of the local weights. Default `SGD(0.7, momentum=0.9,
+        nesterov=True)`, as in the source.
 
     Raises:
-      ValueError: If `optimizer` is not a Keras optimizer.
+      ValueError: If `optimizer` is not a Keras optimizer, or is wrapped in another.
 
     Memory: the optimizer's state; one copy of the weights for momentum.
 
-    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: samples weight the ranks.
+    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: the mean weights each
+    rank by its number of samples.
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.AdamW(4e-4)
@@ -223,17 +226,18 @@ class SlowMomentum(Outer):
     """Updates the global weights with momentum (SlowMo).
 
     Args:
-      momentum: Momentum of the global weights, in [0, 1).
-      rate: Factor on its velocity, above 0; 1 in the source.
+      momentum: Momentum of the global weights, in [0, 1) (default 0.7).
+      rate: Learning rate of the global weights, above 0 (default 1, as in the source).
 
     Raises:
       ValueError: If an argument is out of its range.
 
-    Memory: one copy of the weights for velocity.
+    Memory: one copy of the weights for the velocity.
 
-    Source: Wang et al. 2020, ICLR (SlowMo), algorithm 1. Differs: velocity is in units of weights,
-    not of gradients, so that it is equal on all ranks for any learning rates; with a constant rate
-    this makes no difference. The inner optimizer's state is unchanged.
+    Source: Wang et al. 2020, ICLR (SlowMo), algorithm 1. Differs: the velocity is in units of
+    weights, not of gradients, so that it is equal on all ranks for any learning rates; with a
+    constant learning rate, this does not change the result. The inner optimizer's state is
+    unchanged.
 
     >>> import keras, tfposeidon as tp
     >>> optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), sync_every=12,
@@ -262,7 +266,7 @@ NAMES = {
     "outer": Outer,
     "slow_momentum": SlowMomentum,
 }
-"""Outer optimizers by the names that users may pass."""
+"""Outer optimizers by the names that `LocalUpdates` accepts."""
 
 
 def check_nothing_counts_twice(outer: Rule, policy: Any, has_state: bool) -> None:
@@ -289,7 +293,7 @@ def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
 
 
 def parse(outer: Any) -> Rule:
-    """Returns the outer optimizer of an object, a name, or a Keras optimizer."""
+    """Returns an outer optimizer: the argument, or one made from a name or Keras optimizer."""
     if isinstance(outer, Rule):
         return outer
     if isinstance(outer, keras.optimizers.Optimizer):
@@ -298,7 +302,8 @@ def parse(outer: Any) -> Rule:
         return NAMES[outer]()
     raise ValueError(
         f"`outer_optimizer` must be one of {', '.join(NAMES)}, an outer optimizer of "
-        f"tfposeidon.local, or a Keras optimizer. Received: outer_optimizer={outer!r}"
+        f"tfposeidon.local, or a Keras optimizer. Received: outer_optimizer={outer!r}. Leave it "
+        'out for "average".'
     )
 
 

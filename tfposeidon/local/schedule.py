@@ -1,4 +1,4 @@
-"""Steps at which ranks with local weights synchronize, and exchanges that overlap these steps."""
+"""Determines the steps at which ranks synchronize, and runs exchanges in the background."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ class Schedule:
                 raise ValueError(
                     f"`{name}` must be a multiple of steps_per_execution, because ranks "
                     f"synchronize between executions. Received: {name}={value}, "
-                    f"steps_per_execution={steps}."
+                    f"steps_per_execution={steps}. Use a multiple of {steps}, or "
+                    "steps_per_execution=1."
                 )
 
 
 def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | None) -> list[str]:
-    """Returns remarks on bytes per step, memory and exactness; `in_node` is the gradients' plan."""
+    """Returns remarks on bytes per step, memory and exactness; `in_node` plans the gradients."""
     every, overlaps = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
     notes = [
@@ -86,10 +87,12 @@ def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | N
 
 
 class Contribution(NamedTuple):
-    """Contribution of this rank: trained weights minus global weights, and averaged statistics.
+    """Contribution of this rank to a synchronization.
 
-    `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite values.
-    `finite` is a bool scalar for the differences, equal on all ranks of a replica.
+    `differences` are trained weights minus global weights, and `statistics` are averaged state of
+    layers. `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite
+    differences. `finite` is a bool scalar, equal on all ranks of a replica: True if all differences
+    are finite.
     """
 
     differences: list[tf.Tensor]
@@ -101,9 +104,9 @@ class Contribution(NamedTuple):
 class ExchangeResult(NamedTuple):
     """Result of an exchange, the same on all ranks except for the new scheme `states`.
 
-    `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: any rank
-    contributed and the means are finite. `absent` is the number of ranks without data, a float32
-    scalar.
+    `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: True if any rank
+    contributed and the means are finite. `absent` is the number of ranks that have exhausted their
+    input, a float32 scalar.
     """
 
     means: list[tf.Tensor]
@@ -115,7 +118,7 @@ class ExchangeResult(NamedTuple):
 
 
 def in_background(exchange: Callable[[], ExchangeResult]) -> Future[ExchangeResult]:
-    """Runs an exchange in a thread; returns its result as a future."""
+    """Runs an exchange in a thread, and returns its result as a future."""
     future: Future[ExchangeResult] = Future()
 
     def run() -> None:
@@ -124,6 +127,6 @@ def in_background(exchange: Callable[[], ExchangeResult]) -> Future[ExchangeResu
         except BaseException as error:  # noqa: BLE001 (the reader of the result raises it)
             future.set_exception(error)
 
-    # A daemon: a failing job must not wait for ranks that have exited.
+    # Use a daemon thread, because a failing job must not wait for ranks that have exited.
     threading.Thread(target=run, daemon=True, name="tfposeidon-exchange").start()
     return future

@@ -1,7 +1,7 @@
 """Assigns the global weights of `LocalUpdates` for user code, and local weights for steps.
 
-`fit` calls this module's hooks and callbacks. Weights that user code assigns in between become the
-new global weights.
+`fit` calls these hooks and callbacks. Weights that user code assigns before `fit` or between epochs
+become the new global weights.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ class Showing:
         # `find` returns `None` before the optimizer is built. `prepare` runs before the first step,
         # and adds averaged state of layers.
         self._find, self._prepare = find, prepare
-        # After `fit`, all ranks take the first step together, so it may communicate.
+        # The first step after `fit` may communicate, because all ranks execute it together.
         self._checks_next_step = False
         self._shows_after_steps = True
 
     def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
-        """Returns the optimizer's hooks for `model.fit`."""
         reference: Callable[[], Any] = weakref.ref(model)
 
         def begin_step() -> None:
@@ -49,7 +48,7 @@ class Showing:
         return FitHooks(
             first=[
                 keras.callbacks.LambdaCallback(
-                    # A broadcast may follow, or other callbacks may restore the state.
+                    # Weights may differ, because other callbacks may broadcast or restore them.
                     on_train_begin=lambda logs: self.restart_if_assigned(are_equal=False),
                     on_test_begin=lambda logs: self.show(),
                     on_epoch_end=lambda epoch, logs: self.show(),
@@ -89,12 +88,12 @@ class Showing:
                 "LocalUpdates.restart_from_weights() afterwards, on all ranks."
             )
         if not synchronization.weights.has_begun:
-            # Statistics change in the step, before it calls the optimizer.
+            # Add statistics now, because the step changes them before it calls the optimizer.
             self._prepare()
         synchronization.begin_step()
 
     def _end_step(self, steps: int) -> None:
-        # The first step builds the optimizers of some models.
+        # Some models build their optimizers only in the first step.
         if (synchronization := self._find()) is None:
             return
         synchronization.end_step(steps)
@@ -112,17 +111,17 @@ class Showing:
             self.show()
 
     def end_fit(self) -> None:
-        """Ends a `fit`: the first step after it checks for assigned weights."""
+        """Ends a `fit`. The first step afterwards checks whether weights were assigned."""
         self.restart_if_assigned()
         self._checks_next_step = True
         if (synchronization := self._find()) is not None:
             synchronization.warn_if_none_has_completed()
 
     def restart_if_assigned(self, are_equal: bool = True) -> None:
-        """Shows the global weights, and restarts all ranks from assigned weights; collective.
+        """Shows the global weights, and restarts all ranks if weights were assigned on any of them.
 
-        It raises on all ranks if weights differ, unless `are_equal` is False, as before a
-        broadcast.
+        All ranks call it together. It raises an error on all ranks if their weights differ, unless
+        `are_equal` is False, as before a broadcast.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:
@@ -146,8 +145,8 @@ def reads_after_batches(callback: Any) -> bool:
     # Compare exact types, because a subclass may override more hooks.
     if type(callback) in SAVING:
         return bool(callback.save_freq != "epoch")
-    # Other callbacks of Keras read weights only at the end of epochs. Those of `keras_callbacks`
-    # handle global weights.
+    # Other callbacks of Keras read weights only at the end of epochs, and `keras_callbacks` handle
+    # global weights.
     is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")
     if is_known and not isinstance(callback, keras.callbacks.LambdaCallback):
         return False

@@ -1,9 +1,9 @@
-"""Synchronization: once in several steps, ranks exchange their differences from the global weights.
+"""Synchronizes ranks once in several steps, in Python between the executions of train functions.
 
-It runs in Python, between the executions of train functions. Think of three graphs: `contribute`
-computes the differences, `exchange` averages them over the ranks, and `apply` updates the global
-weights with the mean, and then this rank's weights. With `overlap_steps` a thread runs `exchange`
-during the next steps, and all ranks run `apply` after that number of steps.
+Think of three graphs: `contribute` computes the differences between local and global weights,
+`exchange` averages them over the ranks, and `apply` updates the global weights with the average,
+and then this rank's weights. With `overlap_steps`, a thread runs `exchange` during the next steps,
+and all ranks run `apply` after that number of steps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tfposeidon.state.placement import Placement, StateDescription
 log = logging.getLogger("tfposeidon")
 
 EXIT_PATIENCE_S = 3.0
-"""Seconds that an exiting process waits for its last exchange."""
+"""Maximum seconds for which an exiting process waits for a pending exchange."""
 
 
 class Synchronization:
     """Counts steps, and synchronizes after `sync_every` of them.
 
-    A replica is a group of ranks with equal weights: one rank, or the ranks of one node if the job
-    is `hierarchical`. `_share` is this rank's part of its replica.
+    A replica is a group of ranks with equal weights: one rank, or with `hierarchical` the ranks of
+    one node. `_share` is this rank's share in its replica.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Synchronization:
         number: Any,
         hierarchical: bool,
     ) -> None:
-        # A function, since `fit` may replace the inner optimizer.
+        # `inner` is a function, because `fit` may replace the inner optimizer.
         self._exchange, self._inner, self._outer = exchange, inner, outer
         self._variables, self._schedule, self._number = list(variables), schedule, number
         topology = runtime.wire().topology
@@ -70,13 +70,13 @@ class Synchronization:
         self._steps = 0
         self._has_counted = self._have_agreed = self._is_pending = False
         self._pending: tuple[Contribution, Future[ExchangeResult]] | None = None
-        # A checkpoint includes them, so that a resumed run can repeat the exchange.
+        # Checkpoints include the sent values, so that a resumed run can repeat the exchange.
         self._sent: list[tf.Variable] = []
         self._graphs: dict[str, Any] = {}
         self._traced_for: tuple[Exchanger, int] | None = None
-        # Seconds that steps have waited for an exchange.
+        # `exposed_s` sums the seconds for which steps have waited for exchanges.
         self.exposed_s = 0.0
-        # It must run before Horovod shuts down, which aborts a pending exchange.
+        # Wait before Horovod shuts down, because its shutdown aborts a pending exchange.
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self, statistics: Sequence[Any]) -> None:
@@ -95,7 +95,7 @@ class Synchronization:
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
     def begin_step(self) -> None:
-        """Assigns this rank's own weights to the variables; the first step initializes them."""
+        """Assigns this rank's local weights to the variables; the first step initializes them."""
         if not self.weights.has_begun:
             # All ranks start from the assigned weights, so earlier error-feedback state is invalid.
             self._restart_count()
@@ -127,7 +127,7 @@ class Synchronization:
             self._synchronize(has_data=True)
 
     def join(self) -> bool:
-        """Joins the next synchronization without data; returns True if no rank has data."""
+        """Joins the next synchronization without data; returns True if no other rank has data."""
         # Evaluation may have shown the global weights before the end of the epoch.
         was_shown = self.weights.is_shown
         self.begin_step()
@@ -138,7 +138,7 @@ class Synchronization:
         return absent == self.exchanger.wire.topology.size
 
     def restart(self) -> None:
-        """Restarts from the values of the variables, without a pending exchange."""
+        """Restarts from the values of the variables, and discards a pending exchange."""
         self.discard()
         self.weights.restart()
 
@@ -197,7 +197,7 @@ class Synchronization:
             _, future = pending
             wait([future], timeout_s)
             if timeout_s is None:
-                # Raises the error of a failed exchange.
+                # Raise the error of a failed exchange.
                 future.result()
 
     def _pending_exchange(self) -> tuple[Contribution, Future[ExchangeResult]]:
@@ -208,7 +208,7 @@ class Synchronization:
 
     def _in_background(self, sent: Contribution) -> tuple[Contribution, Future[ExchangeResult]]:
         graph = self._graph("exchange")
-        # Traced in this thread, since tracing in several threads can interfere.
+        # Trace the graph in this thread, because traces in several threads can interfere.
         graph.get_concrete_function(sent)
         return sent, in_background(lambda: graph(sent))
 
@@ -242,14 +242,14 @@ class Synchronization:
 
     @property
     def exchanger(self) -> Exchanger:
-        """Exchanger of the differences, with the current scheme."""
+        """Exchanger of pseudo-gradients with the current scheme."""
         return self._exchange.exchanger(self._variables)
 
     def _graph(self, name: str) -> Any:
-        """Returns a graph, traced again after a change of the scheme or of the statistics."""
+        """Returns a graph by name; all are traced again if the scheme or the statistics change."""
         now = self.exchanger, len(self.weights.variables)
         if self._traced_for != now:
-            # Partials: TensorFlow counts traces of a method over all objects, and would warn.
+            # Use partials: TensorFlow counts traces of a method over all objects, and would warn.
             functions = {
                 "contribute": functools.partial(self._contribution),
                 "exchange": functools.partial(self._exchanged, has_data=True),
@@ -291,7 +291,7 @@ class Synchronization:
         new_states: list[tf.Tensor] = []
         last = weight
         for index, bucket in enumerate(exchanger.plan.buckets):
-            # Exchange buckets in sequence: a collective of a step then waits for at most one.
+            # Exchange buckets in sequence, so that a collective of a step waits for at most one.
             with tf.control_dependencies([last]):
                 own = [
                     tf.identity(difference) if member in bucket.members else None
@@ -311,7 +311,7 @@ class Synchronization:
         wire = exchanger.wire
         flat = joined(statistics, summed_dtype(statistics))
         weight = tf.cast(weight, flat.dtype)
-        # The statistics of a rank with zero weight may be NaN or infinite.
+        # Replace the statistics of a rank with zero weight, which may be NaN or infinite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(
             flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
@@ -319,7 +319,7 @@ class Synchronization:
         return parted(mean, statistics)
 
     def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
-        """Updates global weights and this rank; returns whether its statistics were finite."""
+        """Updates global and local weights; returns whether this rank's statistics were finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
         are_finite = _all_finite(weights.variables[weights.trained :])
@@ -342,7 +342,7 @@ class Synchronization:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(weights.copies[weights.trained :], found.statistics, strict=True):
-            # Statistics that were not finite when a rank started make the mean non-finite.
+            # Discard a mean that is not finite: a rank may have started with such statistics.
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:
@@ -357,11 +357,11 @@ class Synchronization:
             if is_trained and pull < 1.0:
                 moved = own - tf.cast(share, own.dtype) * sent.differences[index]
             elif is_trained and before:
-                # Preserves the training of this rank during the exchange.
+                # Preserve the training of this rank during the exchange.
                 late = own + (now - before[index]) - sent.differences[index]
                 moved = either(counts, late, own)
             elif pull < 1.0 or before:
-                # Statistics of ranks with different weights stay separate.
+                # Ranks with different weights keep separate statistics.
                 moved = own
             else:
                 moved = either(counts, now, own)
@@ -373,7 +373,7 @@ class Synchronization:
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """State of this rank with descriptions."""
+        """State that this rank saves, with descriptions."""
         counters = Counters(self._counters, self._restore)
         variables = [counters, self._samples, *self.weights.copies]
         if self._schedule.overlap_steps:
@@ -385,7 +385,7 @@ class Synchronization:
 
     def _counters(self) -> list[int]:
         if self.weights.was_assigned:
-            # A resumed run restarts from the assigned weights, as this run is about to.
+            # A resumed run must restart from the assigned weights, as this run will.
             return [0, 0, 0]
         return [int(self.weights.has_begun), self._steps, int(self._is_pending)]
 
@@ -405,7 +405,6 @@ class Counters:
         self._read, self.assign = read, assign
 
     def numpy(self) -> np.ndarray:
-        """Returns the counters."""
         return np.asarray(self._read(), "int64")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
