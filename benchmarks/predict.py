@@ -243,22 +243,22 @@ CHOICES = {
 """Groups of schemes from which `auto` chooses."""
 
 
-def chosen(options, races):
+def chosen(options, timed_trials):
     """Returns the system that `auto` chooses.
 
     Args:
       options: Rows of one exchange by system, all-reduce among them.
-      races: True if a timed trial decides between the two best with similar predictions.
+      timed_trials: True if a timed trial decides between the two best with similar predictions.
     """
     seconds_of = {system: row["predicted_s"] for system, row in options.items()}
-    raced = set()
+    timed = set()
     while True:
         close = sorted(seconds_of, key=seconds_of.get)[:2]
         is_close = seconds_of[close[-1]] <= (1 + CLOSE_WITHIN) * seconds_of[close[0]]
-        runners = set(close if is_close else close[:1]) - raced
-        if not races or not runners or (not is_close and not raced):
+        runners = set(close if is_close else close[:1]) - timed
+        if not timed_trials or not runners or (not is_close and not timed):
             break
-        raced |= runners
+        timed |= runners
         seconds_of |= {system: options[system]["measured_s"] for system in runners}
     best = min(seconds_of, key=seconds_of.get)
     is_better = seconds_of[best] <= (1 - Auto().margin) * seconds_of["allreduce"]
@@ -290,20 +290,20 @@ def show_choices(rows):
             for (layout, *_), cell in by_cell.items()
         ]
         cells = [cell for cell in cells if "allreduce" in cell and len(cell) > 1]
-        for races in (False, True):
-            table.append((name, str(len(cells)), *outcome(cells, races)))
+        for timed_trials in (False, True):
+            table.append((name, str(len(cells)), *outcome(cells, timed_trials)))
     print()
     harness.show(table)
 
 
-def outcome(cells, races):
+def outcome(cells, timed_trials):
     """Returns the table row that evaluates the choices in some configurations.
 
     Args:
       cells: The rows of all candidates, by system, for each configuration.
-      races: True if timed trials decide between similar predictions.
+      timed_trials: True if timed trials decide between similar predictions.
     """
-    taken_s = [cell[chosen(cell, races)]["measured_s"] for cell in cells]
+    taken_s = [cell[chosen(cell, timed_trials)]["measured_s"] for cell in cells]
     best_s = [min(row["measured_s"] for row in cell.values()) for cell in cells]
     regrets = np.array(taken_s) / np.array(best_s) - 1
     slower = sum(
@@ -311,7 +311,7 @@ def outcome(cells, races):
         for cell, seconds in zip(cells, taken_s, strict=True)
     )
     return (
-        "yes" if races else "no",
+        "yes" if timed_trials else "no",
         f"{regrets.mean():.2%}",
         f"{np.mean(regrets <= 0.05):.0%}",
         str(slower),

@@ -296,7 +296,7 @@ def test_no_trial_where_predictions_differ_or_none_is_wanted():
     assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is far ahead"
     trial, calls = _trial(links=NEAR)
-    choose(policies.Auto(race=False), NEAR, trial=trial)
+    choose(policies.Auto(timed_trials=False), NEAR, trial=trial)
     choose(policies.parse("torus2d"), NEAR, trial=trial)
     assert not calls
     # The exchanges take a second each.
@@ -317,7 +317,7 @@ def test_policies_are_saved_without_links():
     assert policies.Auto.from_config(policy.get_config()) == policy
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
-    assert set(policy.get_config()) == {"compression", "density", "margin", "race"}
+    assert set(policy.get_config()) == {"compression", "density", "margin", "timed_trials"}
     # A saved policy of a release in which the class was in another module.
     saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
     assert keras.saving.deserialize_keras_object(saved) == policy

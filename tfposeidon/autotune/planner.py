@@ -304,9 +304,9 @@ class Auto(Tunable):
       density: Share of elements that sparse schemes send, in (0, 1] (default 0.01).
       margin: Share by which the predicted step of another scheme must be shorter than the step
         with all-reduce, in [0, 1) (default 0.02).
-      race: True (default) to time the exchanges of the best candidates if their predicted steps
-        differ by less than 10 %, or by less than the uncertainty of the network profile. Without
-        timed trials, the first plan depends only on network profile, model and ranks. In `fit`,
+      timed_trials: True (default) to time the exchanges of the best candidates if their predicted
+        steps differ by less than 10 %, or by less than the uncertainty of the network profile.
+        Without timed trials, the first plan depends only on network profile, model and ranks. In `fit`,
         measured step times may change the plan later.
 
     Raises:
@@ -318,13 +318,13 @@ class Auto(Tunable):
       >>> policy = tp.policies.Auto(compression=("fp16",))
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=policy)
       >>> optimizer.policy
-      Auto(compression=('fp16',), density=0.01, margin=0.02, race=True)
+      Auto(compression=('fp16',), density=0.01, margin=0.02, timed_trials=True)
     """
 
     compression: tuple[str, ...] = ()
     density: float = DENSITY
     margin: float = 0.02
-    race: bool = True
+    timed_trials: bool = True
 
     def __post_init__(self) -> None:
         checks.check_number("margin", self.margin, checks.BELOW_1, "Leave it out for 2 %.")

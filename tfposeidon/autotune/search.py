@@ -55,11 +55,11 @@ class Tunable(Policy):
     """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
 
     The first candidate is chosen unless the step of another one is shorter by the share `margin`.
-    With `race`, the best candidates are timed if their predictions are close.
+    With `timed_trials`, the best candidates are timed if their predictions are close.
     """
 
     margin: float = 0.0
-    race: bool = False
+    timed_trials: bool = False
 
     @abstractmethod
     def candidates(self, topology: Topology) -> dict[str, Policy]:
@@ -121,7 +121,7 @@ def choose_plan(
         sizes = [round(factor * DEFAULT_BUCKET_BYTES) for factor in BUCKET_FACTORS]
     attempts = search.attempts(known, sizes)
     parts = _tunable_parts(policy)
-    if trial is not None and any(part.race for part in parts):
+    if trial is not None and any(part.timed_trials for part in parts):
         attempts = search.corrected(attempts, trial)
     forecast, chosen = search.decided(attempts, max((part.margin for part in parts), default=0.0))
     # Remove sizes from the plan, because each step chooses by its actual sizes.
