@@ -112,7 +112,7 @@ class Elastic(Rule):
     EAMSGD, the inner optimizer uses Nesterov momentum.
 
     Args:
-      beta: Share of the mean pseudo-gradient that is added to the global weights, in (0, 1] (default
+      beta: Share of the mean difference that is added to the global weights, in (0, 1] (default
         0.9). Larger values mean `replicas x alpha > 1`, for which synchronous elastic averaging
         diverges.
 
