@@ -306,8 +306,8 @@ class Auto(Tunable):
         with all-reduce, in [0, 1) (default 0.02).
       timed_trials: True (default) to time the exchanges of the best candidates if their predicted
         steps differ by less than 10 %, or by less than the uncertainty of the network profile.
-        Without timed trials, the first plan depends only on network profile, model and ranks. In `fit`,
-        measured step times may change the plan later.
+        Without timed trials, the first plan depends only on network profile, model and ranks. In
+        `fit`, measured step times may change the plan later.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is
