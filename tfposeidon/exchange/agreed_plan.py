@@ -36,7 +36,7 @@ from tfposeidon.gradients import (
     distinct_paths,
     of_tensorflow,
 )
-from tfposeidon.policies.base import Policy
+from tfposeidon.policies import Policy
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
 
