@@ -219,7 +219,7 @@ class AutoPlanner(Planner):
         self._decisions |= self.proposed
         changing = self.changing(plans)
         self.proposed.clear()
-        plans.forget_some(changing)
+        plans.discard(changing)
         # Steps that are traced later record no times.
         self.is_watching, self.has_decided = False, True
 
