@@ -253,8 +253,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         """Joins the other ranks' call, whose gradients may be accumulated without an update."""
-        tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
-        have_all_ended = int(tell(call)) == exchanger.wire.topology.size
+        contribute = exchanger.contribute_to_call
+        absent = (contribute.python_function if eagerly else contribute)(call)
+        have_all_ended = int(absent) == exchanger.wire.topology.size
         # `_is_due` has the same value as on the other ranks, which evaluated it before their call.
         if not have_all_ended and self._is_due().numpy():
             self._join_exchange(exchanger, call, eagerly)

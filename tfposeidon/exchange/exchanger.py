@@ -54,14 +54,12 @@ class Exchanger:
         # alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         # Zeros for counts, and for `opaque`. Create all of them now; see `Zeros`.
-        dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
         self._zeros = Zeros() if zeros is None else zeros
-        for dtype in sorted(dtypes):
+        for dtype in sorted({"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}):
             self._zeros[dtype]
         # Size for the largest possible number of buckets, which is known only in a trace. If a
         # trace created variables, TensorFlow would trace the step again.
-        count = len(self.plan.descriptions)
-        self.sizes = _variable([count], "sizes")
+        self.sizes = _variable([len(plan.descriptions)], "sizes")
         # Samples of all ranks in the last step if all had equally many, else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
@@ -146,10 +144,9 @@ class Exchanger:
                 found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
             else:
                 found = self.wire.all_reduce(mine, world, name)
-            total, present, with_gradient = found[0], found[1], found[2:]
             if self.plan.reader is not None:
-                self.plan.reader.check_presence(self.plan.structured, with_gradient, present)
-            return Presence(total, ranks - present, with_gradient)
+                self.plan.reader.check_presence(self.plan.structured, found[2:], found[1])
+            return Presence(found[0], ranks - found[1], found[2:])
 
     def equal_share(self, gradients: Sequence[Any]) -> Share:
         """Returns the share if all ranks have equally many samples; nothing is counted."""
@@ -167,15 +164,15 @@ class Exchanger:
 
     def share(self, gradients: Sequence[Any], count: Any, has_batch: bool = True) -> Share:
         """Returns this rank's weight by its samples, and the participation of all ranks."""
-        if self.plan.structured or self.wire.topology.size == 1:
+        size = self.wire.topology.size
+        if self.plan.structured or size == 1:
             # Structures may need their weight before they are sent, and a single rank waits for no
             # other.
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)
-            count = tf.cast(count, tf.float32)
-            return Share(presence, weight_of(count, presence.total, self.wire.topology.size))
-        ranks = float(self.wire.topology.size)
+            return Share(presence, weight_of(tf.cast(count, tf.float32), presence.total, size))
+        ranks = float(size)
         with tf.device("/CPU:0"):
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
@@ -184,8 +181,7 @@ class Exchanger:
             total, are_equal = tf.cond(
                 is_known, lambda: (before, tf.constant(True)), lambda: self._count_all(count)
             )
-            exact = weight_of(count, total, self.wire.topology.size)
-            weight = tf.where(is_known, 1.0, exact)
+            weight = tf.where(is_known, 1.0, weight_of(count, total, size))
             # A batch without samples never counts as expected: its mean is NaN and must not be
             # sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
@@ -270,16 +266,12 @@ class Exchanger:
         """Exchanges again, with exact weights, if a rank had not as many samples as expected."""
 
         def exchange(weight: tf.Tensor) -> dict[int, tuple[tf.Tensor, State]]:
-            schemes = {index: self.plan.buckets[index].scheme for index in packed}
-            return {
-                index: scheme.exchange(
-                    _weighted(packed[index], weight, scheme),
-                    self.states.read(index, rescale),
-                    self.wire,
-                    self._name(index),
-                )
-                for index, scheme in schemes.items()
-            }
+            again = {}
+            for index, vector in packed.items():
+                scheme = self.plan.buckets[index].scheme
+                sent, state = _weighted(vector, weight, scheme), self.states.read(index, rescale)
+                again[index] = scheme.exchange(sent, state, self.wire, self._name(index))
+            return again
 
         def count_again() -> tuple[dict[int, Any], tf.Tensor, tf.Tensor]:
             with names_ending_in(".again"):
@@ -287,11 +279,8 @@ class Exchanger:
                 weight = weight_of(expected.count, total, self.wire.topology.size)
                 # Reuse the first exchange if ranks have equal batches: its means are correct for
                 # any size.
-                return (
-                    tf.cond(are_equal, lambda: found, lambda: exchange(weight)),
-                    total,
-                    are_equal,
-                )
+                exact = tf.cond(are_equal, lambda: found, lambda: exchange(weight))
+                return exact, total, are_equal
 
         found, total, are_equal = tf.cond(
             expected.were_wrong, count_again, lambda: (found, expected.total, expected.are_equal)
@@ -307,50 +296,39 @@ class Exchanger:
     def _keep_sizes(self, sizes: dict[int, tf.Tensor]) -> None:
         if sizes:
             with tf.device("/CPU:0"):
-                new = tf.stack(
-                    [sizes.get(index, tf.zeros([])) for index in range(self.sizes.shape[0])]
-                )
+                count = self.sizes.shape[0]
+                new = tf.stack([sizes.get(index, tf.zeros([])) for index in range(count)])
                 # Retain the previous sizes if no rank has any, as at the end of an epoch, because
                 # such a step is not representative.
                 self.sizes.assign(tf.where(new > 0.0, new, self.sizes))
 
     @tf.function(autograph=False)
-    def contribute_to_call(self, number: int = 0) -> tf.Tensor:
+    def contribute_to_call(self, call: int) -> tf.Tensor:
         """Joins `join_call` on a rank with exhausted input; returns the number of such ranks."""
-        return self.contribute_to_call_eagerly(number)
-
-    def contribute_to_call_eagerly(self, number: int = 0) -> tf.Tensor:
-        """Runs `contribute_to_call` for eager steps."""
-        with names_ending_in(_number(number)):
+        with names_ending_in(_number(call)):
             return self.join_call(0.0, True, has_batch=False).absent
 
     def join(self, call: int, eagerly: bool, afterwards: Afterwards | None = None) -> bool:
         """Joins one exchange of a step with zeros; returns true if all ranks do."""
-        contribute = self.contribute_nothing_eagerly if eagerly else self.contribute_nothing
-        # Pass it as an argument, so that another function is traced again.
-        absent, _ = contribute(call, afterwards)
+        contribute = self.contribute_nothing
+        # Pass `afterwards` as an argument, so that another function is traced again.
+        absent, _ = (contribute.python_function if eagerly else contribute)(call, afterwards)
         return int(absent) == self.wire.topology.size
 
     @tf.function(autograph=False)
     def contribute_nothing(
-        self, number: int, afterwards: Afterwards | None
+        self, call: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Joins one exchange with zeros; returns the number of such ranks, and tensors to fetch."""
-        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
-        # even if they are control dependencies.
-        return self.contribute_nothing_eagerly(number, afterwards)
-
-    def contribute_nothing_eagerly(
-        self, number: int, afterwards: Afterwards | None
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Runs `contribute_nothing` for eager steps, whose collectives have other names."""
         nothing = [None] * len(self.plan.descriptions)
-        with names_ending_in(_number(number)):
+        with names_ending_in(_number(call)):
             # Discard the new state: no rank updates its state in a step without full participation.
             share = self.share(nothing, 0.0, has_batch=False)
             means, _ = self.exchange(nothing, share.weight, share.expectation)
             if afterwards is not None:
                 means = afterwards(means)
+        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
+        # even if they are control dependencies.
         return share.presence.absent, [tf.reduce_sum(mean) for mean in means]
 
 
