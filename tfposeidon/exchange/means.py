@@ -2,13 +2,14 @@
 
 The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
 small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
-the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted
-input joins the exchanges with zeros, because collectives need all ranks. The conditions must be
-equal on all ranks, or replicas would diverge.
+the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted input
+joins the exchanges with zeros, because collectives need all ranks. The conditions must be equal on
+all ranks, or replicas would diverge.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -107,11 +108,12 @@ class Means:
 
     def times(self, factor: Any, variables: Sequence[Any]) -> Means:
         """Returns the means times a factor, except for values that overwrite their variables."""
-        pairs = zip(self.values, variables, strict=True)
-        return replace(
-            self,
-            values=[v if v is None or is_overwritten(w) else _times(v, factor) for v, w in pairs],
-        )
+        # They are dense, because only accumulated gradients have a factor.
+        values = [
+            v if v is None or is_overwritten(variable) else v * tf.cast(factor, v.dtype)
+            for v, variable in zip(self.values, variables, strict=True)
+        ]
+        return replace(self, values=values)
 
     def update(self, apply: Apply) -> None:
         """Passes the means to `apply`; if a rank's input is exhausted, all ranks skip the update.
@@ -120,77 +122,56 @@ class Means:
         `InvalidArgumentError` if no rank has any gradient, or if others have gradients for some but
         not all variables of a group in `missing`.
         """
+        run = functools.partial(self._apply, apply, self.values, self.missing)
         if self.everybody is None:
-            self._apply_expected(apply)
+            run()
         else:
-            tf.cond(self.everybody, lambda: self._apply_expected(apply), lambda: None)
+            tf.cond(self.everybody, run, lambda: None)
 
-    def _apply_expected(self, apply: Apply) -> None:
-        if self.expected is None:
-            apply(self.values)
-        else:
-            _apply_expected(self.values, self.missing, self.present, self.expected, apply)
+    def _apply(self, apply: Apply, values: list[Any], missing: Sequence[list[int]]) -> None:
+        """Applies values, without those of groups that have a gradient on no rank."""
+        if self.expected is not None and all(value is None for value in values):
+            rule = "At least one variable must have a gradient on some rank. Received: none."
+            tf.debugging.Assert(False, [rule])
+            return
+        if not missing:
+            apply(values)
+            return
+        group, *others = missing
+        found = tf.gather(self.present, group)
+        without = [None if index in group else value for index, value in enumerate(values)]
+
+        # Use a branch per group, not per variable: each branch traces the rest again.
+        def with_group() -> None:
+            rule = (
+                "The variables without a gradient on this rank must all have one on other ranks, "
+                "or none of them. Received: some have one. Pass zeros as the gradients of all of "
+                "them."
+            )
+            # If no rank has a gradient, only residuals arrive, which not all schemes keep.
+            tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
+            self._apply(apply, values, others)
+
+        tf.cond(
+            tf.reduce_any(tf.gather(self.expected, group)),
+            with_group,
+            lambda: self._apply(apply, without, others),
+        )
 
     def keep_state(self) -> None:
         """Assigns the new state if all ranks took part, weights move, and all means are finite."""
         if not self.state:
             return
-        counts = (
-            self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
-        )
+        everybody = True if self.everybody is None else self.everybody
         # With loss scaling, the optimizer skips non-finite steps, so sent gradients would be lost.
         # Also, a NaN residual would stay NaN.
-        finite = all_finite(self.values)
+        counts = tf.logical_and(tf.logical_and(everybody, self.moves), all_finite(self.values))
 
         def assign() -> None:
             for variable, value in self.state:
                 variable.assign(value)
 
-        tf.cond(tf.logical_and(counts, finite), assign, lambda: None)
-
-
-def _times(value: Any, factor: Any) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        values = value.values * tf.cast(factor, value.dtype)
-        return tf.IndexedSlices(values, value.indices, value.dense_shape)
-    return value * tf.cast(factor, value.dtype)
-
-
-def _apply_expected(
-    values: list[Any],
-    missing: Sequence[list[int]],
-    present: tf.Tensor,
-    expected: tf.Tensor,
-    apply: Apply,
-) -> None:
-    """Applies means of variables that have a gradient on some rank; see `Means`."""
-    if not any(value is not None for value in values):
-        tf.debugging.Assert(
-            False, ["At least one variable must have a gradient on some rank. Received: none."]
-        )
-        return
-    if not missing:
-        apply(values)
-        return
-    group, *others = missing
-    found = tf.gather(present, group)
-    without = [None if index in group else value for index, value in enumerate(values)]
-
-    # Use a branch per group, not per variable: each branch traces the rest again.
-    def with_group() -> None:
-        rule = (
-            "The variables without a gradient on this rank must all have one on other ranks, or "
-            "none of them. Received: some have one. Pass zeros as the gradients of all of them."
-        )
-        # If no rank has a gradient, only residuals arrive, which not all schemes keep.
-        tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
-        _apply_expected(values, others, present, expected, apply)
-
-    tf.cond(
-        tf.reduce_any(tf.gather(expected, group)),
-        with_group,
-        lambda: _apply_expected(without, others, present, expected, apply),
-    )
+        tf.cond(counts, assign, lambda: None)
 
 
 class JoinHook(NamedTuple):
@@ -211,16 +192,12 @@ def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 
     def join(group: list[JoinHook]) -> bool:
-        return _join_in_turn(group, eagerly)
+        others_continued = False
+        # Use a list, because each turn must join all of them.
+        while not all([hook.join(eagerly) for hook in group]):  # noqa: C419
+            others_continued = True
+        return others_continued
 
     with ThreadPoolExecutor(len(groups)) as threads:
         # Use a list, because `map` raises a thread's error only when its result is read.
         return any(list(threads.map(join, groups)))
-
-
-def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
-    others_went_on = False
-    # Use a list, because each turn must join all of them.
-    while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
-        others_went_on = True
-    return others_went_on
