@@ -101,7 +101,12 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     numbers = [variable for variable in variables if variable.dtype != tf.string]
 
     def received() -> list[tf.Tensor]:
-        return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(numbers)]
+        values = [tf.convert_to_tensor(variable) for variable in numbers]
+        names = [f"tp.broadcast_{number}" for number in range(len(values))]
+        return [
+            from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
+            for value, name in zip(values, names, strict=True)
+        ]
 
     # In a graph, broadcasts need not wait for one another. Use a concrete function, because
     # TensorFlow warns about functions that are traced in each of many fits.
@@ -110,7 +115,9 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     for variable, value in zip(numbers, graph(), strict=True):
         variable.assign(another_seed(value, distance) if is_seed(variable) else value)
     for number, variable in enumerate(texts):
-        variable.assign(_broadcast_text(variable, wire, root_rank, f"tp.text_{number}"))
+        content = tf.io.serialize_tensor(tf.convert_to_tensor(variable)).numpy()
+        content = broadcast_bytes(content, wire, root_rank, f"tp.text_{number}")
+        variable.assign(tf.io.parse_tensor(content, tf.string))
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
@@ -203,12 +210,12 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
     """Finds variables that are not bit-equal on all ranks, and the ranks unlike rank 0."""
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
-    found: dict[str, list[int]] = {}
-    for index, description in enumerate(describe_any(variables)):
-        ranks = different_ranks([sums[index] for sums in everybody])
-        if ranks:
-            found[description.path] = ranks
-    return found
+    of_variables = zip(*everybody, strict=True)
+    found = [
+        (path_of(variable), different_ranks(of_ranks))
+        for variable, of_ranks in zip(variables, of_variables, strict=True)
+    ]
+    return {path: ranks for path, ranks in found if ranks}
 
 
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
@@ -216,21 +223,8 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
 
     It returns the ranks that differ from rank 0, by name. All ranks call it together.
     """
-    mine = {
-        name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()
-    }
+    mine = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
     found = {name: different_ranks([sums.get(name) for sums in everybody]) for name in names}
     return {name: ranks for name, ranks in found.items() if ranks}
-
-
-def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
-    value = tf.convert_to_tensor(variable)
-    return from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
-
-
-def _broadcast_text(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
-    content = tf.io.serialize_tensor(tf.convert_to_tensor(variable)).numpy()
-    received = broadcast_bytes(content, wire, root_rank, name)
-    return tf.io.parse_tensor(received, tf.string)
