@@ -8,6 +8,7 @@ call and one exchange per update.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,9 +79,9 @@ class Description:
 class GradientReader(Protocol):
     """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
 
-    Think of it as the eyes of a scheme that sends less than a whole gradient, because it knows how
-    the step computes it. Gradients are in the order of their variables. `replicated` are variables
-    with the same values on all ranks.
+    A scheme with a reader sends less than a whole gradient, because it knows how the step computes
+    the gradient. Gradients are in the order of their variables. `replicated` are variables with the
+    same values on all ranks.
     """
 
     def find(
@@ -200,14 +201,10 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
     ([7, 2], [[2.0], [1.0]])
     """
-    if native.in_xla():
-        return _merge_rows_in_xla(rows)
-    indices, segments = tf.unique(rows.indices)
-    values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
-    return tf.IndexedSlices(values, indices, rows.dense_shape)
-
-
-def _merge_rows_in_xla(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    if not native.in_xla():
+        indices, segments = tf.unique(rows.indices)
+        values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
+        return tf.IndexedSlices(values, indices, rows.dense_shape)
     # XLA compiles `tf.unique` to a loop over the rows, which took ten times as long as the rest of
     # the step on a GPU. It also needs a static length, so indices are sorted here, and rows of
     # zeros pad the result.
@@ -248,9 +245,8 @@ def as_dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.T
     if gradient is None:
         return wire.zeros(description.shape, zero)
     if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.math.unsorted_segment_sum(
-            gradient.values, gradient.indices, description.shape[0]
-        )
+        rows, indices = gradient.values, gradient.indices
+        gradient = tf.math.unsorted_segment_sum(rows, indices, description.shape[0])
     gradient = tf.cast(gradient, description.dtype)
     if gradient.shape.is_fully_defined():
         return gradient
@@ -304,12 +300,12 @@ class Accumulation:
 
     def rank_state(self, size: int) -> list[tuple[Any, StateDescription]]:
         """Returns all variables of the sums, each with its description."""
-        sums = [
-            (accumulator.sum, _partial(f"accumulated_{i}", size))
-            for i, accumulator in enumerate(self._accumulators)
+        named = {f"accumulated_{i}": one.sum for i, one in enumerate(self._accumulators)}
+        partial = [
+            (variable, StateDescription(name=name, placement=Placement.PARTIAL, owners=size))
+            for name, variable in (named | {"accumulated_weight": self._weight}).items()
         ]
-        weight = self._weight, _partial("accumulated_weight", size)
-        return [*sums, weight, (self._calls, StateDescription(name="accumulated_calls"))]
+        return [*partial, (self._calls, StateDescription(name="accumulated_calls"))]
 
     def add(
         self,
@@ -326,11 +322,11 @@ class Accumulation:
         # The loss scale may change between calls, so undo it for each of them.
         values = [None if g is None else one.plus(g, weight / call.scale) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
+        sums = list(zip(accumulators, values, strict=True))
 
         def step() -> None:
-            pairs = zip(accumulators, values, strict=True)
             scaled = total / call.scale
-            means = [None if value is None else one.mean(value, scaled) for one, value in pairs]
+            means = [None if value is None else one.mean(value, scaled) for one, value in sums]
             update(means, None if call.weight is None else total, calls)
 
         before = None if call.counter is None else tf.identity(call.counter)
@@ -339,15 +335,14 @@ class Accumulation:
 
         # Assign last, from plain tensors: a bucket must not wait for another bucket's accumulator.
         def keep() -> None:
-            for accumulator, value in zip(accumulators, values, strict=True):
+            kept = [(one.sum, value) for one, value in sums]
+            for variable, value in (*kept, (self._weight, total), (self._calls, calls)):
                 if value is not None:
-                    accumulator.keep(value, call.is_due)
+                    variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
                 else:
                     # As in Keras, a variable without a gradient in the last call is not updated,
                     # and its sum is lost.
-                    tf.cond(call.is_due, accumulator.reset, lambda: None)
-            for variable, value in ((self._weight, total), (self._calls, calls)):
-                variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
+                    tf.cond(call.is_due, functools.partial(_clear, variable), lambda: None)
 
         if before is None:
             keep()
@@ -356,10 +351,8 @@ class Accumulation:
 
     def reset(self) -> None:
         """Resets the sums to zero."""
-        for variable in (self._weight, self._calls):
+        for variable in (self._weight, self._calls, *(one.sum for one in self._accumulators)):
             _clear(variable)
-        for accumulator in self._accumulators:
-            accumulator.reset()
 
 
 class _Accumulator:
@@ -385,16 +378,6 @@ class _Accumulator:
         if self._is_overwritten:
             return value
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
-
-    def keep(self, value: tf.Tensor, due: tf.Tensor) -> None:
-        self.sum.assign(tf.where(due, tf.zeros_like(value), value))
-
-    def reset(self) -> None:
-        _clear(self.sum)
-
-
-def _partial(name: str, owners: int) -> StateDescription:
-    return StateDescription(name=name, placement=Placement.PARTIAL, owners=owners)
 
 
 def _clear(variable: Any) -> None:
