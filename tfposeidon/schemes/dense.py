@@ -62,16 +62,9 @@ class AllReduce(WithWireDtype, Scheme):
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         width = wire_itemsize(self.wire_dtype, itemsize)
-        transfer = Transfer(
-            name="",
-            operation="all_reduce",
-            group=topology.world,
-            parts_bytes=(float(length * width),),
-            itemsize=width,
-        )
         return (
             *stages.encoding(length, self.wire_dtype, "encode"),
-            transfer,
+            Transfer.of_vector("all_reduce", topology.world, length, itemsize=width),
             *stages.encoding(length, self.wire_dtype, "decode"),
         )
 
@@ -249,11 +242,6 @@ class Largest(Scheme):
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        parts_bytes = (float(length * itemsize),) * topology.size
+        gather = Transfer.of_vector("all_gather", topology.world, length, itemsize=itemsize)
         compared = length * topology.size
-        return (
-            Transfer(
-                name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
-            ),
-            Work(name="largest", kind="sum", elements=compared, operations=compared),
-        )
+        return gather, Work(name="largest", kind="sum", elements=compared, operations=compared)

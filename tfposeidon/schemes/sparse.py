@@ -54,10 +54,7 @@ class _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Scheme that sends the elements of largest magnitude and retains the others as residual.
-
-    Subclasses document the options.
-    """
+    """Scheme that sends the largest elements. Subclasses document the options."""
 
     density: float = 0.01
     select: str = "mstopk"
@@ -119,7 +116,10 @@ class SparseScheme(ResidualScheme):
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(layout.length, steps)
-            seed = self._selection_seed(steps, layout)
+            # MSTopK's window differs at every step and on every rank. With a fixed window and no
+            # residual, tied elements outside of it would never be sent. Seeds differ between ranks
+            # as long as there are fewer ranks than the factor.
+            seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
             selection, new = self._feedback.select_from(shard, kept_before, k, seed)
             return self._sparse_mean(selection, layout, steps, wire, name), new.kept
 
@@ -145,41 +145,25 @@ class SparseScheme(ResidualScheme):
     def _sparse_mean(
         self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed = pack_pairs(selection.values, selection.indices, self.wire_dtype)
+        packed, node = pack_pairs(selection.values, selection.indices, self.wire_dtype), layout.node
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
-        if not self._gathers_pairs(layout):
-            messages = [(layout.node_count, self._selected_count(layout.length, steps))]
-            mean = self._sum_pairs(packed, messages, [0], layout.length, wire)
-            return stages.gather(mean, layout.node, wire, f"{name}.sums_in_node")
-        packed = wire.all_gather(packed, layout.node.group, f"{name}.pairs_in_node")
-        node = layout.node
-        messages = [(layout.node_count, self._selected_count(n, steps)) for n in node.lengths]
-        offsets = [node.offset_of(rank) for rank in node.group.ranks]
-        return self._sum_pairs(packed, messages, offsets, sum(node.lengths), wire)
-
-    def _sum_pairs(
-        self,
-        packed: tf.Tensor,
-        messages: list[tuple[int, Any]],
-        offsets: list[int],
-        length: int,
-        wire: Wire,
-    ) -> tf.Tensor:
-        """Returns the mean over all ranks, `[length]`, from the pairs that they selected."""
+        gathers, lengths, offsets = self._gathers_pairs(layout), [layout.length], [0]
+        if gathers:
+            packed = wire.all_gather(packed, node.group, f"{name}.pairs_in_node")
+            lengths, offsets = [*node.lengths], [node.offset_of(rank) for rank in node.group.ranks]
         # `packed` is ordered by position in the node, then by node. Per position, `messages` has
         # the number of messages and of pairs in each, and `offsets` the start of the shard in the
         # result.
+        messages = [(layout.node_count, self._selected_count(n, steps)) for n in lengths]
         values, indices, counts = unpack_pairs(packed, messages, self.wire_dtype)
         if any(offsets):
-            per_position = [
-                tf.fill([count * k], offset)
-                for (count, k), offset in zip(messages, offsets, strict=True)
-            ]
-            indices += tf.concat(per_position, 0)
+            pairs = zip(messages, offsets, strict=True)
+            indices += tf.concat([tf.fill([count * k], begin) for (count, k), begin in pairs], 0)
         # Divide before scattering: k values per rank instead of all elements.
-        mean = ops.scatter_add(values / wire.topology.size, indices, length, counts)
-        return tf.ensure_shape(mean, [length])
+        mean = ops.scatter_add(values / wire.topology.size, indices, sum(lengths), counts)
+        mean = tf.ensure_shape(mean, [sum(lengths)])
+        return mean if gathers else stages.gather(mean, node, wire, f"{name}.sums_in_node")
 
     # ------------------------------------------------------------------- cost
 
@@ -205,29 +189,27 @@ class SparseScheme(ResidualScheme):
         )
 
     def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
-        width = pair_bytes(self.wire_dtype)
-        itemsize = wire_itemsize(self.wire_dtype, 4)
-        k, m = self._selected_count(layout.length), layout.node_count
-        across: tuple[Stage, ...] = (
+        width, itemsize = pair_bytes(self.wire_dtype), wire_itemsize(self.wire_dtype, 4)
+        k, node = self._selected_count(layout.length), layout.node
+        gathers = self._gathers_pairs(layout)
+        lengths = node.lengths if gathers else (layout.length,)
+        counts = [layout.node_count * self._selected_count(n) for n in lengths]
+        found: tuple[Stage, ...] = (
             Work(name="select", kind="select", elements=layout.length, pairs=k),
             *stages.encoding(k, self.wire_dtype, "encode"),
         )
         if layout.across is not None:
             parts_bytes = [float(width * k)] * layout.across.size
-            across += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
-        if not self._gathers_pairs(layout):
-            return (
-                *across,
-                _scatter_work(layout.length, m * k),
-                *stages.gather_stages(layout.node, 4, None, "sums_in_node"),
-            )
-        counts = [m * self._selected_count(n) for n in layout.node.lengths]
-        parts_bytes = [float(width * count) for count in counts]
-        return (
-            *across,
-            *stages.gathering(layout.node.group, parts_bytes, "pairs_in_node", itemsize),
-            _scatter_work(sum(layout.node.lengths), sum(counts)),
+            found += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
+        if gathers:
+            parts_bytes = [float(width * count) for count in counts]
+            found += stages.gathering(node.group, parts_bytes, "pairs_in_node", itemsize)
+        total = sum(counts)
+        work = Work(
+            name="scatter", kind="scatter", elements=sum(lengths), pairs=total, operations=total
         )
+        back = () if gathers else stages.gather_stages(node, 4, None, "sums_in_node")
+        return (*found, work, *back)
 
     @override
     def note(self, length: int, topology: Topology) -> str:
@@ -281,13 +263,6 @@ class SparseScheme(ResidualScheme):
         count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
 
-    @staticmethod
-    def _selection_seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
-        """Returns a seed with which MSTopK's window differs at every step and on every rank."""
-        # With a fixed window and no residual, tied elements outside of it would never be sent.
-        # Seeds differ between ranks as long as there are fewer ranks than the factor.
-        return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
-
     def _is_dense(self, layout: _Layout) -> bool:
         """Returns whether all steps send values: on one rank, or if pairs would be more bytes."""
         is_single_rank = layout.node_count == 1 and layout.node.group.size == 1
@@ -306,22 +281,17 @@ class SparseScheme(ResidualScheme):
         """Returns whether a step sends all values: while flushing, or early in the warm-up."""
         # All ranks must take the same branch, so this depends only on values that all ranks share:
         # the number of steps, and the longest shard instead of the rank's own.
-        is_flushing = steps < 0.0
         if not self.warmup_steps:
-            return is_flushing
+            return steps < 0.0
         longest = max(layout.node.lengths)
         k = self._selected_count(longest, steps)
-        return tf.logical_or(is_flushing, self._pairs_outweigh_values(layout, k, longest))
+        return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
         """Returns whether pairs in the node are fewer bytes than their sums, at final density."""
         width = pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
-
-
-def _scatter_work(length: int, count: int) -> Work:
-    return Work(name="scatter", kind="scatter", elements=length, pairs=count, operations=count)
 
 
 @dataclass(frozen=True, kw_only=True)

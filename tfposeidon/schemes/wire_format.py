@@ -114,20 +114,13 @@ def unpack_pairs(
         messages = tf.reshape(run, [count, width * k])
         # Each value occupies one element of a message; indices occupy the others.
         split = (width - 1) * k
-        indices.append(_indices(messages[:, :split]))
-        values.append(tf.reshape(_values(messages[:, split:], wire_dtype), [-1]))
+        index, value = messages[:, :split], messages[:, split:]
+        if wire_dtype is None:
+            value = tf.bitcast(value, tf.float32)
+        else:
+            index = tf.bitcast(tf.reshape(index, [-1, 2]), tf.int32)
+            value = tf.cast(tf.bitcast(value, tf.as_dtype(wire_dtype)), tf.float32)
+        indices.append(tf.reshape(index, [-1]))
+        values.append(tf.reshape(value, [-1]))
         counts.append(tf.fill([count], tf.cast(k, tf.int64)))
     return tf.concat(values, 0), tf.concat(indices, 0), tf.concat(counts, 0)
-
-
-def _indices(messages: tf.Tensor) -> tf.Tensor:
-    if messages.dtype == tf.int32:
-        return tf.reshape(messages, [-1])
-    return tf.bitcast(tf.reshape(messages, [-1, 2]), tf.int32)
-
-
-def _values(messages: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    if wire_dtype is None:
-        return tf.bitcast(messages, tf.float32)
-    halves = tf.bitcast(messages, tf.float16) if wire_dtype == "float16" else messages
-    return decode(halves, wire_dtype, tf.float32)
