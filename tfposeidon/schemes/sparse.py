@@ -7,7 +7,6 @@ sends them over the slow network. In `TopK` (NaiveAG), every rank is a node of i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -17,8 +16,7 @@ from tfposeidon import checks, ops
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme, Slot, State
-from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState, ResidualScheme, Selection
+from tfposeidon.schemes.base import ResidualScheme, Scheme, Slot, State
 from tfposeidon.schemes.stages import Stage, Work
 from tfposeidon.schemes.wire_format import (
     check_wire_dtype,
@@ -54,7 +52,12 @@ class _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Scheme that sends the largest elements. Subclasses document the options."""
+    """Scheme that sends the largest elements, usually with error feedback and momentum correction.
+
+    Error feedback adds the elements that are not sent to the next gradient. Momentum correction
+    accumulates velocity before the selection, and masks it where elements were sent (Lin et al.
+    2018, section 3). Subclasses document the options.
+    """
 
     density: float = 0.01
     select: str = "mstopk"
@@ -71,8 +74,14 @@ class SparseScheme(ResidualScheme):
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
             checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
-        # Build it now, so that invalid arguments are refused at construction.
-        _ = self._feedback
+        ops.check_method(self.select)
+        checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
+        if self.momentum and not self.error_feedback:
+            raise ValueError(
+                "Momentum correction requires error feedback. Received: "
+                f"momentum={self.momentum}, error_feedback=False. Use error_feedback=True, or "
+                "momentum=0.0."
+            )
 
     @property
     @override
@@ -111,26 +120,63 @@ class SparseScheme(ResidualScheme):
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), [layout.length])
 
         def dense() -> tuple[tf.Tensor, State]:
-            everything, new = self._feedback.select_all(shard, kept_before)
-            return self._dense_mean(everything, layout, wire, name), new.kept
+            everything, kept = self._select_all(shard, kept_before)
+            return self._dense_mean(everything, layout, wire, name), kept
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(layout.length, steps)
-            # MSTopK's window differs at every step and on every rank. With a fixed window and no
-            # residual, tied elements outside of it would never be sent. Seeds differ between ranks
-            # as long as there are fewer ranks than the factor.
+            # Move MSTopK's window at every step, and differently on every rank. With a fixed window
+            # and no residual, tied elements outside of it would never be sent. Seeds differ between
+            # ranks as long as there are fewer ranks than the factor.
             seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
-            selection, new = self._feedback.select_from(shard, kept_before, k, seed)
-            return self._sparse_mean(selection, layout, steps, wire, name), new.kept
+            values, indices, kept = self._select(shard, kept_before, k, seed)
+            packed = pack_pairs(values, indices, self.wire_dtype)
+            return self._sparse_mean(packed, layout, steps, wire, name), kept
 
         if self._is_dense(layout):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
-        # A negative number is a mode, not a count: this step sent everything, so the scheme is
-        # flushed.
+        # A negative number is a mode and not a count. This step sent everything.
         steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
+
+    def _select(
+        self, gradient: tf.Tensor, kept: State, k: Any, seed: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, State]:
+        """Returns `k` values and their ascending indices, `[k]`, and the new residual and velocity.
+
+        With a residual, values are already rounded to the wire dtype, and the residual holds the
+        rounding error.
+        """
+        # In all cases, scatter(values) + new residual = residual + gradient, with the velocity
+        # instead of the gradient if there is one. Without a residual, rounding errors are lost, and
+        # values are rounded when they are sent.
+        if not kept:
+            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
+            return values, indices, ()
+        options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
+        residual, *velocity = kept
+        if velocity:
+            values, indices, *new = ops.momentum_correction_top_k(
+                residual, gradient, *velocity, k, self.momentum, self.select, **options
+            )
+        else:
+            values, indices, *new = ops.error_feedback_top_k(
+                residual, gradient, k, self.select, **options
+            )
+        return values, indices, tuple(new)
+
+    def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
+        """Selects all elements, as if `k` were `n`, except that velocity is not masked."""
+        if not kept:
+            return gradient, ()
+        residual, *velocity = kept
+        if not velocity:
+            return residual + gradient, (tf.zeros_like(gradient),)
+        # Masking velocity compensates for delayed elements, and here none is delayed.
+        moved = self.momentum * velocity[0] + gradient
+        return residual + moved, (tf.zeros_like(gradient), moved)
 
     def _dense_mean(
         self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str
@@ -143,9 +189,9 @@ class SparseScheme(ResidualScheme):
         return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
 
     def _sparse_mean(
-        self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
+        self, packed: tf.Tensor, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed, node = pack_pairs(selection.values, selection.indices, self.wire_dtype), layout.node
+        node = layout.node
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
         gathers, lengths, offsets = self._gathers_pairs(layout), [layout.length], [0]
@@ -222,15 +268,6 @@ class SparseScheme(ResidualScheme):
 
     # -------------------------------------------------------------- decisions
 
-    @cached_property
-    def _feedback(self) -> ErrorFeedback:
-        return ErrorFeedback(
-            select=self.select,
-            wire_dtype=self.wire_dtype,
-            keep=self.error_feedback,
-            momentum=self.momentum,
-        )
-
     def _layout(self, length: int, topology: Topology) -> _Layout:
         if length > MAX_LENGTH:
             raise ValueError(
@@ -243,8 +280,8 @@ class SparseScheme(ResidualScheme):
         across = seen.across if seen.across is not None and seen.across.size > 1 else None
         return _Layout(node, across, len(seen.nodes), topology.rank)
 
-    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, FeedbackState]:
-        steps, *kept = state
+    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, State]:
+        """Returns the number of steps, and residual and velocity if the options need them."""
         expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
@@ -252,7 +289,7 @@ class SparseScheme(ResidualScheme):
                 f"State must match this rank's shard, {expected}. Received: shapes {received}. "
                 "The state was created for another layout of nodes, or another scheme."
             )
-        return steps, FeedbackState(*[*kept, None, None][:2])
+        return state[0], state[1:]
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
         """Returns how many elements of a shard are sent: at least one, if it has any."""
