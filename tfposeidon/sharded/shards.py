@@ -50,6 +50,8 @@ class Shard(keras.Variable):
     """A part of a variable, with the variable's name."""
 
     def __init__(self, whole: Any, length: int) -> None:
+        # Layer-wise optimizers exclude variables by the shape of the whole variable.
+        self.whole = whole
         # Optimizers derive the names of their state, and exclusions from weight decay, from it.
         # Keras sanitizes the names of TensorFlow variables in this way.
         self._whole_path = describe(whole).path.replace(":", "_")
