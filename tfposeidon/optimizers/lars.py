@@ -12,8 +12,6 @@ from typing_extensions import override
 from tfposeidon import checks
 from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
 
-RATIOS = ("sum_of_norms", "norm_of_sum")
-
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
 class LARS(LayerWiseOptimizer):
@@ -95,14 +93,24 @@ class LARS(LayerWiseOptimizer):
         self.momentum = checks.check_number(
             "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
         )
-        self.nesterov = _checked_nesterov(nesterov, self.momentum)
+        self.nesterov = checks.check_flag("nesterov", nesterov, "Leave it out for False.")
+        if nesterov and not self.momentum:
+            raise ValueError(
+                "`nesterov` requires momentum. Received: nesterov=True, "
+                f"momentum={self.momentum}. Use momentum=0.9, or leave nesterov out."
+            )
         self.trust_coefficient = checks.check_number(
             "trust_coefficient",
             trust_coefficient,
             checks.POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
-        self.ratio = _checked_ratio(ratio)
+        if ratio not in ("sum_of_norms", "norm_of_sum"):
+            raise ValueError(
+                f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. '
+                'Leave it out for "sum_of_norms", the form in the papers.'
+            )
+        self.ratio = ratio
         self.epsilon = checks.check_number(
             "epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none."
         )
@@ -146,22 +154,3 @@ class LARS(LayerWiseOptimizer):
         velocity = tf.convert_to_tensor(kept) * self.momentum - step
         self.assign(kept, velocity)
         self.assign_add(variable, velocity * self.momentum - step if self.nesterov else velocity)
-
-
-def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
-    checks.check_flag("nesterov", nesterov, "Leave it out for False.")
-    if nesterov and not momentum:
-        raise ValueError(
-            f"`nesterov` requires momentum. Received: nesterov=True, momentum={momentum}. Use "
-            "momentum=0.9, or leave nesterov out."
-        )
-    return nesterov
-
-
-def _checked_ratio(ratio: Any) -> str:
-    if ratio not in RATIOS:
-        raise ValueError(
-            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave '
-            'it out for "sum_of_norms", the form in the papers.'
-        )
-    return ratio

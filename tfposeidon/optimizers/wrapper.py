@@ -1,12 +1,12 @@
 """Inspection of optimizers inside others, and the base class of optimizers that contain one.
 
-Think of the base class as the half of a wrapper that exchanges nothing: Keras reads and sets the
-counter and the learning rate of the optimizer inside, and saves that one.
+The base class does not communicate. Through it, Keras reads the step counter of the inner
+optimizer, reads and sets its learning rate, and saves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
@@ -45,13 +45,13 @@ def leaves(optimizer: Any) -> list[Any]:
     """
     # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
     # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
-    inside = []
+    inside = {}
     for value in vars(optimizer).values():
-        items = value.values() if isinstance(value, Mapping) else value
-        candidates = items if isinstance(items, list | tuple | ValuesView) else [value]
-        inside += [one for one in candidates if isinstance(one, keras.optimizers.Optimizer)]
-    unique = {id(one): one for one in inside if one is not optimizer}
-    found = [leaf for one in unique.values() for leaf in leaves(one)] or [optimizer]
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        for one in items if isinstance(items, list | tuple) else [value]:
+            if isinstance(one, keras.optimizers.Optimizer) and one is not optimizer:
+                inside[id(one)] = one
+    found = [leaf for one in inside.values() for leaf in leaves(one)] or [optimizer]
     return list({id(leaf): leaf for leaf in found}.values())
 
 
@@ -193,14 +193,12 @@ def reset_slots(optimizer: Any) -> None:
     for leaf in leaves(optimizer):
         # Adagrad and Ftrl divide by these, so they do not start at 0.
         accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
-        # Nadam's product over its steps, whose counter is not reset.
-        product = getattr(leaf, "_u_product", None)
+        start = getattr(leaf, "initial_accumulator_value", 0.0)
         for variable in slots(leaf):
-            if variable is product:
-                continue
-            is_accumulator = id(variable) in accumulators
-            begin = getattr(leaf, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
-            variable.assign(keras.ops.full_like(variable, begin))
+            # Nadam has a product over its steps, whose counter is not reset.
+            if variable is not getattr(leaf, "_u_product", None):
+                value = start if id(variable) in accumulators else 0.0
+                variable.assign(keras.ops.full_like(variable, value))
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
@@ -261,25 +259,24 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def _model_variables_moving_average(self) -> list[Any]:
         """Averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
-        averages: list[Any] = innermost(self)._model_variables_moving_average
-        return averages
+        return list(innermost(self)._model_variables_moving_average)
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set separately."""
-        found: list[keras.optimizers.Optimizer] = innermost(self).optimizers
-        return found
+        return list(innermost(self).optimizers)
 
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """Returns an optimizer from the result of `get_config`, without Horovod or a launcher."""
+        deserialize = keras.saving.deserialize_keras_object
         objects: dict[str, Any] = {
-            key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
+            key: deserialize(config[key], custom_objects=custom_objects)
             for key in cls._serialized
             if key in config
         }
-        return cls(**{**config, **objects})
+        return cls(**(config | objects))
 
     @override
     def set_weights(self, weights: Sequence[Any]) -> None:
@@ -322,8 +319,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
           Number of updates so far.
         """
         pairs = list(grads_and_vars)
-        grads, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        self.apply(grads, variables, sample_count)
+        self.apply([gradient for gradient, _ in pairs], [v for _, v in pairs], sample_count)
         return self.iterations
 
     @override
