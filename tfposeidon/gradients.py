@@ -1,16 +1,17 @@
 """Gradients: descriptions, readers of their structure, conversions, accumulation over calls.
 
-A `Description` has all properties of a gradient that are known before any step runs. It is the same
-on every rank. The structure that a reader finds in the graph is opaque: only schemes and policies
-of that reader know it. Accumulation is Keras's `gradient_accumulation_steps`, with a weight per
-call and one exchange per update.
+A `Description` has all properties of a gradient that are known before any step runs. Only schemes
+and policies of a reader know the structure that it finds in the graph. Accumulation is Keras's
+`gradient_accumulation_steps`, with a weight per call and one exchange per update.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ class Structure(Protocol):
 
     @property
     def is_sized(self) -> bool:
-        """True if the size is known, and thus the cost of an exchange."""
+        """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
         """Returns the structure with the mean size per rank; `None` if it is unknown."""
@@ -40,9 +41,9 @@ class Structure(Protocol):
 class Description:
     """Description of one variable's gradient, the same on every rank.
 
-    `dtype` is the dtype in which the gradient is exchanged. `structure`, or the reason for none, is
-    set by the policy's reader in the first traced step. `is_value` is true if the gradient replaces
-    the variable, as with Keras's `overwrite_with_gradient`.
+    `dtype` is that of the exchange. The policy's reader sets `structure`, or the reason for none,
+    in the first traced step. `is_value` is true if the gradient replaces the variable, as with
+    Keras's `overwrite_with_gradient`.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -98,10 +99,7 @@ class GradientReader(Protocol):
         """Adds to descriptions the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error if no gradient has the structure that a scheme needs.
-
-        It is empty for variables whose gradients never have it.
-        """
+        """Returns the error if no gradient has the structure that a scheme needs, or `""`."""
 
     def take(
         self,
@@ -109,18 +107,12 @@ class GradientReader(Protocol):
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns gradients for an exchange, of which `structured` have their structure.
-
-        Such a gradient has an attribute `tensors`. Gradients that are missing stay `None`.
-        """
+        """Returns gradients for an exchange; those with their structure have `tensors`."""
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if gradients with a structure are missing where they must not be.
-
-        `ranks` has the number of ranks with each gradient, of the `present` ranks with a batch.
-        """
+        """Makes a step fail if fewer than the `present` ranks have a gradient with a structure."""
 
     def sizes(
         self,
@@ -176,13 +168,9 @@ def distinct_paths(descriptions: Sequence[Description]) -> list[str]:
     >>> distinct_paths([Description(path, (), "float32") for path in ("fc/bias", "fc/bias")])
     ['fc/bias', 'fc/bias#1']
     """
-    seen: dict[str, int] = {}
-    found = []
-    for description in descriptions:
-        number = seen.get(description.path, 0)
-        seen[description.path] = number + 1
-        found.append(f"{description.path}#{number}" if number else description.path)
-    return found
+    numbers = defaultdict[str, Iterator[int]](itertools.count)
+    pairs = [(d.path, next(numbers[d.path])) for d in descriptions]
+    return [f"{path}#{number}" if number else path for path, number in pairs]
 
 
 def is_overwritten(variable: Any) -> bool:
@@ -274,9 +262,9 @@ def as_vector(
 class AccumulatedCall:
     """One call of an optimizer that accumulates gradients.
 
-    `weight` is the scalar weight of its gradients on this rank, or `None` if all ranks have equal
-    weights. `is_due` is true if the call makes an update, and `scale` is its loss scale. `counter`
-    is a variable that changes if the call counts; `None` if every call counts.
+    `weight` is the scalar weight of this rank, or `None` if all are equal. `is_due` is true if the
+    call makes an update, and `scale` is its loss scale. `counter` is a variable that changes if the
+    call counts; `None` if every call counts.
     """
 
     weight: Any
@@ -286,11 +274,7 @@ class AccumulatedCall:
 
 
 class Accumulation:
-    """Weighted sums of gradients, and the sum of the weights.
-
-    The sums differ between ranks. Each update resets them. Their variables belong to the
-    optimizer's state.
-    """
+    """Weighted sums of gradients on this rank, and the sum of the weights, until an update."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         self._accumulators = [_Accumulator(optimizer, variable) for variable in variables]
@@ -356,10 +340,7 @@ class Accumulation:
 
 
 class _Accumulator:
-    """Accumulated gradient of one variable.
-
-    Values that overwrite the variable are not summed: like Keras, it retains the largest.
-    """
+    """Accumulated gradient of one variable, or the largest one if it overwrites the variable."""
 
     def __init__(self, optimizer: Any, variable: Any) -> None:
         self.sum = optimizer.add_variable_from_reference(variable, name="accumulator")
@@ -370,9 +351,8 @@ class _Accumulator:
         if self._is_overwritten:
             return tf.maximum(tf.convert_to_tensor(self.sum), dense)
         # Ignore gradients of empty batches: their mean is NaN.
-        return self.sum + tf.where(
-            weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense)
-        )
+        own = tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
+        return self.sum + own
 
     def mean(self, value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         if self._is_overwritten:
