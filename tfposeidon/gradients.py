@@ -112,7 +112,10 @@ class GradientReader(Protocol):
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if fewer than the `present` ranks have a gradient with a structure."""
+        """Makes a step fail if only some ranks have a gradient that all of them need.
+
+        `ranks` has the number of ranks with each gradient, of the `present` ranks with a batch.
+        """
 
     def sizes(
         self,

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, at_first_item, require_equal
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, names_ending_in
-from tfposeidon.exchange.means import CallPresence, Expectation, Presence, Share, weight_of
+from tfposeidon.exchange.means import Expectation, Presence, Share, weight_of
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
@@ -35,9 +35,7 @@ class Exchanger:
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
     any. `all_were_present` is true if every rank had all gradients in the first traced step.
-    `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
-    at which the schemes' state was computed; `norm_method` and the plan's further `notes` are those
-    of the first traced step.
+    `calls` is the maximum number of exchanges in a traced step.
     """
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
@@ -99,10 +97,11 @@ class Exchanger:
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
         """Groups variables without a gradient by whether any rank had it in the first step."""
-        indices = [index for index, gradient in enumerate(gradients) if gradient is None]
-        with_gradient = [i for i in indices if self._present_at_first_step[i]]
-        without = [i for i in indices if not self._present_at_first_step[i]]
-        return tuple(group for group in (with_gradient, without) if group)
+        groups: dict[bool, list[int]] = {True: [], False: []}
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                groups[self._present_at_first_step[index]].append(index)
+        return tuple(group for group in groups.values() if group)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -204,8 +203,10 @@ class Exchanger:
             # Use the product: steps compare with it, and the sum may be rounded differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
-    def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
-        """Returns the participation of ranks in a call whose gradients may wait for an update."""
+    def join_call(
+        self, count: Any, finite: Any, has_batch: bool = True
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns weight, finiteness on all ranks, and number of ranks with exhausted input."""
         topology, name = self.wire.topology, f"{self.prefix}.calls"
         with tf.device("/CPU:0"):
             count = tf.cast(count, tf.float32)
@@ -215,7 +216,7 @@ class Exchanger:
             mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero
             total = self.wire.all_reduce(mine, topology.world, name)
             weight = weight_of(mine[0], total[0], topology.size)
-            return CallPresence(weight, total[1] == 0.0, topology.size - total[2])
+            return weight, total[1] == 0.0, topology.size - total[2]
 
     def exchange(
         self,
@@ -306,7 +307,7 @@ class Exchanger:
     def contribute_to_call(self, call: int) -> tf.Tensor:
         """Joins `join_call` on a rank with exhausted input; returns the number of such ranks."""
         with names_ending_in(_number(call)):
-            return self.join_call(0.0, True, has_batch=False).absent
+            return self.join_call(0.0, True, has_batch=False)[2]
 
     def join(self, call: int, eagerly: bool, afterwards: Afterwards | None = None) -> bool:
         """Joins one exchange of a step with zeros; returns true if all ranks do."""

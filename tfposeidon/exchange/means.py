@@ -49,11 +49,11 @@ def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
 
 
 class Expectation(NamedTuple):
-    """Weights of a step that assume as many samples on each rank as in the last step.
+    """Scalars of a step whose weights assume as many samples on each rank as in the last step.
 
-    `count` is this rank's samples, and `total` those of all ranks; `are_equal` is true if all ranks
-    have equally many. `were_all` is true if every rank had a batch, and `were_wrong` if, in
-    addition, one did not have the expected number. All are scalars.
+    `count` is the number of samples of this rank, and `total` that of all ranks. `are_equal` is
+    true if all ranks have equally many. `were_all` is true if every rank had a batch, and
+    `were_wrong` if, in addition, one had another number of samples than expected.
     """
 
     count: tf.Tensor
@@ -64,9 +64,9 @@ class Expectation(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Participation of ranks in a step, and the weight of this rank, a float32 scalar.
+    """Participation of ranks in a step, and this rank's weight; `None` is 1.
 
-    A `weight` of `None` means 1. The weight is exact if there is no `expectation`.
+    The weight is exact if there is no `expectation`.
     """
 
     presence: Presence
@@ -74,28 +74,16 @@ class Share(NamedTuple):
     expectation: Expectation | None = None
 
 
-class CallPresence(NamedTuple):
-    """Participation of ranks in a call whose gradients may wait for an update.
-
-    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
-    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
-    """
-
-    weight: tf.Tensor
-    finite: tf.Tensor
-    absent: tf.Tensor
-
-
 @dataclass(frozen=True)
 class Means:
-    """Mean gradients over all ranks, and whether they count.
+    """Mean gradients over all ranks, and the conditions under which they are applied.
 
-    `missing` has groups of indices of variables without a gradient on this rank in the traced step;
-    other ranks have a gradient for all of a group or for none. `present` is true for each variable
-    with a gradient on some rank, and `expected` for each with a mean to apply, `[variables]` bool;
-    `None` on one rank. `everybody` is true if all ranks had a batch; `None` if that is not watched.
-    `moves` is false at a learning rate of 0, at which the sent gradients would have no effect.
-    `state` has pairs of a state variable of schemes and its new value.
+    `missing` has groups of indices of variables without a gradient on this rank in the traced step.
+    Other ranks have a gradient for all variables of a group or for none. `present` is true for each
+    variable with a gradient on some rank, and `expected` for each with a mean to apply,
+    `[variables]` bool; `None` on one rank. `everybody` is true if all ranks had a batch; `None` if
+    that is not watched. `moves` is false at a learning rate of 0, at which the sent gradients would
+    have no effect. `state` has pairs of a state variable of schemes and its new value.
     """
 
     values: list[Any]
@@ -116,11 +104,10 @@ class Means:
         return replace(self, values=values)
 
     def update(self, apply: Apply) -> None:
-        """Passes the means to `apply`; if a rank's input is exhausted, all ranks skip the update.
+        """Passes the means to `apply`, with `None` for variables that have a gradient on no rank.
 
-        `apply` receives `None` for variables that have a gradient on no rank. The step fails with
-        `InvalidArgumentError` if no rank has any gradient, or if others have gradients for some but
-        not all variables of a group in `missing`.
+        If a rank's input is exhausted, all ranks skip the update. The step fails if no rank has any
+        gradient, or if others have one for some but not all variables of a group in `missing`.
         """
         run = functools.partial(self._apply, apply, self.values, self.missing)
         if self.everybody is None:

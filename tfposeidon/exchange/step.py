@@ -108,11 +108,11 @@ class Step:
         may_differ = count is not None or skips or self.absence.is_watched
         if self._wire().topology.size == 1 or not may_differ:
             return None, finite, None
-        found = self.exchanger(variables).join_call(
-            1.0 if count is None else count, True if finite is None else finite
+        weight, finite, absent = self.exchanger(variables).join_call(
+            1.0 if count is None else count, finite if skips else True
         )
-        weight = None if count is None else found.weight
-        return weight, found.finite if skips else None, self.absence.record(found.absent)
+        everybody = self.absence.record(absent)
+        return None if count is None else weight, finite if skips else None, everybody
 
     def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
         """Exchanges gradients; returns means over all samples of all ranks."""
