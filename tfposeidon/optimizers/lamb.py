@@ -95,25 +95,20 @@ class LAMB(LayerWiseOptimizer):
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
-    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         index = self._index_of(variable)
         first = self._unbiased_average(self._momentums[index], gradient, self.beta_1)
         second = self._unbiased_average(self._velocities[index], tf.square(gradient), self.beta_2)
         step = first / (tf.sqrt(second) + self.epsilon)
-        decay = self._decay_of(variable)
-        return step + decay * value if decay else step
-
-    @override
-    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
-        return direction
+        if decay := self._decay_of(variable):
+            step += decay * value
+        return step, step
 
     @override
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
-
-    @override
-    def _move(self, variable: Any, step: tf.Tensor) -> None:
-        self.assign_sub(variable, step)
 
     def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
         """Updates a moment with a sample, and returns it without its bias towards 0."""

@@ -131,13 +131,12 @@ class LARS(LayerWiseOptimizer):
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
-    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         decay = self._decay_of(variable)
-        return gradient + decay * value if decay else gradient
-
-    @override
-    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
-        return direction if self.ratio == "norm_of_sum" else gradient
+        step = gradient + decay * value if decay else gradient
+        return step, step if self.ratio == "norm_of_sum" else gradient
 
     @override
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
@@ -148,7 +147,7 @@ class LARS(LayerWiseOptimizer):
     @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         if not self.momentum:
-            self.assign_sub(variable, step)
+            super()._move(variable, step)
             return
         kept = self.momentums[self._index_of(variable)]
         velocity = tf.convert_to_tensor(kept) * self.momentum - step

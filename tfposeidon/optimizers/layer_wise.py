@@ -196,20 +196,21 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     # ------------------------------------------------------------------ the rule
 
     @abc.abstractmethod
-    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
-        """Returns the step at rate 1, with decay and without the ratio, and updates moments."""
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Updates moments; returns the step at rate 1 with decay, and a tensor for the ratio.
 
-    @abc.abstractmethod
-    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
-        """Returns the tensor whose norm the ratio compares with that of the value."""
+        The ratio compares the norm of this tensor with that of the value.
+        """
 
     @abc.abstractmethod
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """Returns ratios from norms of values and of `_compared_to_weights`, and decays."""
+        """Returns ratios from norms of values, norms of tensors from `_direction`, and decays."""
 
-    @abc.abstractmethod
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         """Moves a variable by `-step`, which includes the learning rate and the ratio."""
+        self.assign_sub(variable, step)
 
     def _decay_of(self, variable: Any) -> float:
         # Keras's `exclude_from_weight_decay` disables only the decay, `exclude` also the ratio.
@@ -273,25 +274,18 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             tf.cast(variable, gradient.dtype)
             for variable, gradient in zip(variables, gradients, strict=True)
         ]
-        steps = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
-        indices = [
-            index for index, variable in enumerate(variables) if not self._is_excluded(variable)
-        ]
-        rows = [[values[i], self._compared_to_weights(gradients[i], steps[i])] for i in indices]
-        ratios = self._ratios_of([variables[i] for i in indices], rows)
-        for index, ratio in zip(indices, ratios, strict=True):
-            steps[index] *= tf.cast(ratio, steps[index].dtype)
+        found = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
+        steps = [step for step, _ in found]
+        indices = [i for i, variable in enumerate(variables) if not self._is_excluded(variable)]
+        if indices:
+            scaled = [variables[i] for i in indices]
+            norms = self.norms(scaled, [[values[i], found[i][1]] for i in indices])
+            decays = tf.constant([self._decay_of(variable) for variable in scaled], norms.dtype)
+            ratios = tf.unstack(self._ratios(norms[:, 0], norms[:, 1], decays))
+            for index, ratio in zip(indices, ratios, strict=True):
+                steps[index] *= tf.cast(ratio, steps[index].dtype)
         for variable, step in zip(variables, steps, strict=True):
             self._move(variable, step * tf.cast(learning_rate, step.dtype))
-
-    def _ratios_of(
-        self, variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]
-    ) -> list[tf.Tensor]:
-        if not variables:
-            return []
-        norms = self.norms(variables, rows)
-        decays = tf.constant([self._decay_of(variable) for variable in variables], norms.dtype)
-        return tf.unstack(self._ratios(norms[:, 0], norms[:, 1], decays))
 
 
 def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
