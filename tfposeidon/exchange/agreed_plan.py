@@ -58,10 +58,9 @@ class Planner:
         return self.policy.reader is not None
 
     def plan(self, descriptions: Sequence[Description]) -> Plan:
-        """Makes a plan before the first step shows the structure of gradients."""
-        return make_plan(
-            descriptions, self.policy, self._wire().topology, self.bucket_bytes, self._notes()
-        )
+        """Makes a plan before the structure of gradients is known."""
+        topology = self._wire().topology
+        return make_plan(descriptions, self.policy, topology, self.bucket_bytes, self._notes())
 
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
         """Makes the plan of the first traced step; all ranks call it together."""
@@ -292,11 +291,6 @@ class AgreedPlans:
         exchanger.plan, exchanger.states = plan, states
 
 
-def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
-    with tf.init_scope():
-        return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
-
-
 def _notes(
     exchanger: Exchanger, grads: list[Any], inner_optimizer: Any, settings: dict[str, Any]
 ) -> Iterator[str]:
@@ -316,6 +310,11 @@ def _notes(
             yield text
 
 
+def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
+    with tf.init_scope():
+        return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
+
+
 def _key(variables: list[Any]) -> Any:
     # TensorFlow's variables are not hashable, because they compare element by element.
     return tuple(of_tensorflow(v).ref() for v in variables)
@@ -328,8 +327,7 @@ def _check_structures(plan: Plan, policy: Policy) -> None:
         return
     for description in plan.descriptions:
         scheme = policy.choose(description, plan.topology).scheme
-        error = reader.missing(scheme.name, description) if scheme.reader is not None else ""
-        if error:
+        if scheme.reader is not None and (error := reader.missing(scheme.name, description)):
             raise ValueError(error)
 
 

@@ -141,7 +141,7 @@ class Plan:
     Attributes:
       buckets: Buckets in the order in which the backward pass completes their gradients.
       topology: Topology of the job, as seen from this rank.
-      notes: Remarks on anything that may be unexpected, and why.
+      notes: Remarks on unexpected results of planning, with their reasons.
       forecasts: Predicted step for each list of variables that the optimizer is called with; empty
         if the network profile is unknown, or on a single rank.
       occasion: Name of the event that sends these bytes once, such as a step or a synchronization.

@@ -46,8 +46,8 @@ class Scheme(Configured, ABC):
     """Method that averages one bucket of gradients over all ranks.
 
     Subclasses are frozen, keyword-only dataclasses with `exchange` and `stages`. They have no
-    access to variables or learning rates, and store nothing between calls: whatever must persist is
-    `state`, which the optimizer stores.
+    access to variables or learning rates. They store nothing between calls, because the optimizer
+    stores their `state`.
 
     Policies, plans and exchanges read the properties declared here and do not test for classes, so
     a new scheme overrides the properties in which it differs. Options must be hashable: ranks

@@ -29,7 +29,7 @@ class AllReduce(WithWireDtype, Scheme):
         `"float16"`, in which Horovod also sums.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
 
@@ -79,7 +79,7 @@ class AllToAll(WithWireDtype, Scheme):
         values beyond 65504 become infinite.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
     Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts differ by at most one
@@ -127,7 +127,7 @@ class Torus2D(WithWireDtype, Scheme):
         `"float16"` or `"bfloat16"`; see `AllToAll`.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
     and 2 d (m - 1) / (m n) across nodes, for d elements.

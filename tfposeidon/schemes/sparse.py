@@ -223,7 +223,7 @@ class SparseScheme(ResidualScheme):
 
     @staticmethod
     def _dense_stages(layout: _Layout, topology: Topology) -> tuple[Stage, ...]:
-        # Itemsize 4: after the scatter, values are float32 whatever the gradient's dtype.
+        # The itemsize is 4: after the scatter, values are float32 for any dtype of the gradient.
         back = stages.gather_stages(layout.node, 4, None, "node_gather")
         if layout.across is None:
             return back

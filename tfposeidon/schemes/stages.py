@@ -265,7 +265,7 @@ def scatter_sum(
         # and drop the collective.
         return decode(received, wire_dtype, vector.dtype)
     # `received` is this shard from every rank, concatenated. Only the owner sums it and sends the
-    # result, so ranks get the same bits whatever the order of TensorFlow's additions.
+    # result, so ranks get the same bits for any order of TensorFlow's additions.
     received = tf.ensure_shape(received, [shards.group.size * own_length])
     return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
