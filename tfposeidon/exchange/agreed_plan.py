@@ -85,10 +85,7 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the data behind an earlier run's plans; returns true if it changes later plans.
-
-        All ranks call it together.
-        """
+        """Uses data of an earlier run; returns true if later plans change; all ranks call it."""
         return False
 
 
@@ -228,21 +225,15 @@ class AgreedPlans:
         return self.planner.to_dict([exchanger.plan for exchanger in self.agreed_exchangers])
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Continues with an earlier run's plans if the planner can; all ranks call it together.
-
-        It returns true if later plans may differ from the current ones, which are discarded.
-        """
+        """Continues with an earlier run's plans; returns true if it has discarded current ones."""
         has_resumed = self.planner.resume(saved)
         if has_resumed:
             self._exchangers.clear()
         return has_resumed
 
     def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
-        """Yields the variables of schemes' state on this rank, each with its description.
-
-        `variables` are those of all lists.
-        """
-        # Over all lists, of which two may have variables of equal paths.
+        """Yields the variables of schemes' state on this rank, each with its description."""
+        # `variables` are those of all lists, of which two may have variables of equal paths.
         distinct = distinct_paths([describe(variable) for variable in variables])
         of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
         for key, exchanger in self._exchangers.items():

@@ -105,10 +105,7 @@ class Exchanger:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Counts one use of the exchanger, of which the graph of a step may have several.
-
-        Collectives in this context have names of this use, because names in a graph must be unique.
-        """
+        """Numbers one use of the exchanger, because names of collectives in a graph are unique."""
         graph = tf.compat.v1.get_default_graph()
         # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
@@ -124,10 +121,9 @@ class Exchanger:
         has_batch: bool = True,
         with_means: bool = False,
     ) -> Presence:
-        """Counts ranks and gradients over the job, and sums a count, with one small all-reduce.
+        """Counts ranks and gradients, and sums a count, with one small all-reduce.
 
-        `has_batch` is true also for a batch without counted samples. With `with_means`, `count`
-        must be 0 or 1.
+        With `with_means`, `count` must be 0 or 1.
         """
         name, world = f"{self.prefix}.samples", self.wire.topology.world
         ranks = float(world.size)

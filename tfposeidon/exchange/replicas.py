@@ -219,10 +219,7 @@ def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
 
 
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
-    """Finds arrays that are not bit-equal on all ranks, or missing on some.
-
-    It returns the ranks that differ from rank 0, by name. All ranks call it together.
-    """
+    """Finds arrays that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
     mine = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)

@@ -72,12 +72,10 @@ class SchemeStates:
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     def expected(self, presence: Presence) -> tf.Tensor:
-        """Finds the variables with a mean to apply, `[variables]` bool, the same on all ranks.
-
-        They have a gradient on some rank, or had one whose residual is sent later.
-        """
+        """Returns whether each variable has a mean to apply, `[variables]`."""
         if self.had_gradient is None:
             return presence.any_gradient
+        # The residual of an earlier gradient may be sent now.
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def updated_had_gradient(self, presence: Presence) -> tf.Tensor:

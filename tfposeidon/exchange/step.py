@@ -242,10 +242,7 @@ class Step:
         return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> None:
-        """Makes all later steps send everything.
-
-        Call it before a change of schemes, which would lose residuals otherwise.
-        """
+        """Makes all later steps send everything, so that a change of schemes loses no residual."""
         for exchanger in self.plans.used_exchangers:
             exchanger.states.flush()
 

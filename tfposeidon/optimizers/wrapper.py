@@ -34,15 +34,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside that contain no others, at any depth; itself if it has none.
-
-    >>> import keras
-    >>> adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
-    >>> rules = keras.optimizers.OptimizerMap(default_optimizer=sgd, optimizer_map={"a/.*": adam})
-    >>> both = keras.optimizers.MultiOptimizer(rules)
-    >>> leaves(keras.optimizers.LossScaleOptimizer(both)) == [adam, sgd]
-    True
-    """
+    """Returns the optimizers inside that contain no others, at any depth; itself if it has none."""
     # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
     # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
     inside = {}
@@ -142,14 +134,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """Returns the floating-point state of a built optimizer, such as velocities, without rates.
-
-    >>> import keras
-    >>> adam = keras.optimizers.Adam()
-    >>> adam.build([keras.Variable([1.0, 2.0], name="weight")])
-    >>> [slot.name for slot in slots(adam)]
-    ['weight_momentum', 'weight_velocity']
-    """
+    """Returns the floating-point state of a built optimizer, such as velocities, without rates."""
     # This state belongs to a number of steps, with which optimizers such as Adam correct their
     # bias.
     return [
@@ -161,12 +146,7 @@ def slots(optimizer: Any) -> list[Any]:
 
 
 def rates(optimizer: Any) -> list[Any]:
-    """Returns the variables of learning rates; none for a schedule or a function.
-
-    >>> import keras
-    >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
-    ['learning_rate']
-    """
+    """Returns the variables of learning rates; none for a schedule or a function."""
     return [v for leaf in leaves(optimizer) for v in leaf.variables if v.name == _RATE]
 
 
