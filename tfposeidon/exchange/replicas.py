@@ -87,26 +87,22 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """Assigns the values of `root_rank` on every rank; all ranks call it together.
 
-    Variables must be the same, in the same order, on every rank; otherwise it raises with the first
-    difference. Keras seeds receive a different value on each rank, derived from that of
-    `root_rank`.
+    It raises if variables or their order differ between ranks. Keras seeds receive a different
+    value on each rank, derived from that of `root_rank`.
     """
     if wire.topology.size == 1:
         return
     check_same_variables(
         exchange_objects(variables_as_json(describe_any(variables)), wire, "tp.broadcast")
     )
-
     texts = [variable for variable in variables if variable.dtype == tf.string]
     numbers = [variable for variable in variables if variable.dtype != tf.string]
 
     def received() -> list[tf.Tensor]:
         values = [tf.convert_to_tensor(variable) for variable in numbers]
-        names = [f"tp.broadcast_{number}" for number in range(len(values))]
-        return [
-            from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
-            for value, name in zip(values, names, strict=True)
-        ]
+        carried = enumerate(map(as_carried, values))
+        sent = [wire.broadcast(value, root_rank, f"tp.broadcast_{i}") for i, value in carried]
+        return [from_carried(one, value.dtype) for one, value in zip(sent, values, strict=True)]
 
     # In a graph, broadcasts need not wait for one another. Use a concrete function, because
     # TensorFlow warns about functions that are traced in each of many fits.

@@ -125,12 +125,10 @@ class SparseScheme(ResidualScheme):
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(layout.length, steps)
-            # Move MSTopK's window at every step, and differently on every rank. With a fixed window
-            # and no residual, tied elements outside of it would never be sent. Seeds differ between
-            # ranks as long as there are fewer ranks than the factor.
+            # Seeds differ between steps, and between ranks if there are fewer than the factor. With
+            # a fixed window of MSTopK and no residual, some tied elements would never be sent.
             seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
-            values, indices, kept = self._select(shard, kept_before, k, seed)
-            packed = pack_pairs(values, indices, self.wire_dtype)
+            packed, kept = self._select(shard, kept_before, k, seed)
             return self._sparse_mean(packed, layout, steps, wire, name), kept
 
         if self._is_dense(layout):
@@ -143,29 +141,28 @@ class SparseScheme(ResidualScheme):
 
     def _select(
         self, gradient: tf.Tensor, kept: State, k: Any, seed: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, State]:
-        """Returns `k` values and their ascending indices, `[k]`, and the new residual and velocity.
+    ) -> tuple[tf.Tensor, State]:
+        """Returns a message with `k` pairs, and the new residual and velocity.
 
         With a residual, values are already rounded to the wire dtype, and the residual holds the
         rounding error.
         """
         # In all cases, scatter(values) + new residual = residual + gradient, with the velocity
-        # instead of the gradient if there is one. Without a residual, rounding errors are lost, and
-        # values are rounded when they are sent.
-        if not kept:
-            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
-            return values, indices, ()
+        # instead of the gradient if there is one. Without a residual, rounding errors are lost.
         options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
-        residual, *velocity = kept
-        if velocity:
+        new: list[tf.Tensor] = []
+        if self.corrects_momentum:
+            residual, velocity = kept
             values, indices, *new = ops.momentum_correction_top_k(
-                residual, gradient, *velocity, k, self.momentum, self.select, **options
+                residual, gradient, velocity, k, self.momentum, self.select, **options
+            )
+        elif kept:
+            values, indices, *new = ops.error_feedback_top_k(
+                *kept, gradient, k, self.select, **options
             )
         else:
-            values, indices, *new = ops.error_feedback_top_k(
-                residual, gradient, k, self.select, **options
-            )
-        return values, indices, tuple(new)
+            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
+        return pack_pairs(values, indices, self.wire_dtype), tuple(new)
 
     def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
         """Selects all elements, as if `k` were `n`, except that velocity is not masked."""
