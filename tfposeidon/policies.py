@@ -298,8 +298,8 @@ def parse(scheme: Any) -> Policy:
     known = ", ".join(f'"{name}"' for name in (*POLICIES, *REGISTRY))
     raise ValueError(
         f"`scheme` must be one of {known}, an object of a class of tfposeidon.schemes or "
-        "tfposeidon.policies, an object of a custom subclass of one of their base classes "
-        f"(Scheme, ...), or rules [(pattern, scheme), ...]. Received: scheme={scheme!r}"
+        "tfposeidon.policies or of a custom subclass of Scheme or Policy, or rules [(pattern, "
+        f'scheme), ...]. Received: scheme={scheme!r}. Use for example "allreduce".'
     )
 
 
@@ -314,7 +314,8 @@ def _checked_pattern(pattern: Any) -> str:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error})"
+            f"A rule's pattern must be a regular expression. Received: {pattern!r} ({error}). "
+            "Escape it with re.escape."
         ) from error
     return pattern
 
