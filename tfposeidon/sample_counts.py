@@ -178,7 +178,7 @@ class Unmasked(Configured):
 
     def __post_init__(self) -> None:
         if self.of not in ("x", "y"):
-            raise ValueError(f'`of` must be "x" or "y". Received: of={self.of!r}')
+            raise ValueError(f'`of` must be "x" or "y". Received: of={self.of!r}. Use "y".')
 
     def __call__(self, data: Any) -> tf.Tensor:
         """Counts the tokens of a batch.
