@@ -48,7 +48,7 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     # variable.
     variables = [getattr(variable, "whole", variable) for variable in variables]
     if exclude is None or callable(exclude):
-        rule = exclude or _is_scale_or_shift
+        rule = _is_scale_or_shift if exclude is None else exclude
         indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
         # The default rule may match nothing: a model without biases is valid.
         if exclude is not None and variables and not indices:
@@ -128,8 +128,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
         )
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
-        is_rule = exclude is None or callable(exclude)
-        self._exclude = exclude if is_rule else _checked_patterns(exclude)
+        if exclude is not None and not callable(exclude):
+            exclude = _checked_patterns(exclude)
+        self._exclude: Exclude = exclude
         if not isinstance(parallel, bool) and parallel != "auto":
             raise ValueError(
                 f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave '
