@@ -177,11 +177,7 @@ class AgreedPlans:
         return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
 
     def agree(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        inner_optimizer: Any,
-        settings: dict[str, Any],
+        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
         """Checks that all ranks exchange the same, while the first step is traced; plans again.
 

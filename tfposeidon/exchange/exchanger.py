@@ -115,11 +115,7 @@ class Exchanger:
             yield
 
     def presence(
-        self,
-        gradients: Sequence[Any],
-        count: Any,
-        has_batch: bool = True,
-        with_means: bool = False,
+        self, gradients: Sequence[Any], count: Any, has_batch: bool = True, with_means: bool = False
     ) -> Presence:
         """Counts ranks and gradients, and sums a count, with one small all-reduce.
 

@@ -70,7 +70,7 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
     """Inverts `encode`, up to its rounding; `dtype` is ignored without a `wire_dtype`."""
     if wire_dtype is None:
         return tensor
-    return tf.cast(_sixteen_bits(tensor, wire_dtype), dtype)
+    return tf.cast(tf.bitcast(tensor, tf.as_dtype(wire_dtype)), dtype)
 
 
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
@@ -78,11 +78,7 @@ def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DT
     if wire_dtype is None:
         # `tf.reduce_sum` over the first axis takes four times as long for two or three vectors.
         return tf.add_n(tf.split(rows, count))
-    return tf.cast(ops.sum_rows(_sixteen_bits(rows, wire_dtype), count), dtype)
-
-
-def _sixteen_bits(tensor: tf.Tensor, wire_dtype: str) -> tf.Tensor:
-    return tf.bitcast(tensor, tf.bfloat16) if wire_dtype == "bfloat16" else tensor
+    return tf.cast(ops.sum_rows(tf.bitcast(rows, tf.as_dtype(wire_dtype)), count), dtype)
 
 
 def pair_bytes(wire_dtype: str | None) -> int:
@@ -96,9 +92,8 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
     # A message has one dtype, so float16 and int32 are bitcast to uint16.
-    encoded = encode(values, wire_dtype)
-    whole = encoded if encoded.dtype == tf.uint16 else tf.bitcast(encoded, tf.uint16)
-    return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), whole], 0)
+    encoded = tf.bitcast(encode(values, wire_dtype), tf.uint16)
+    return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), encoded], 0)
 
 
 def unpack_pairs(
@@ -119,7 +114,7 @@ def unpack_pairs(
             value = tf.bitcast(value, tf.float32)
         else:
             index = tf.bitcast(tf.reshape(index, [-1, 2]), tf.int32)
-            value = tf.cast(tf.bitcast(value, tf.as_dtype(wire_dtype)), tf.float32)
+            value = decode(value, wire_dtype, tf.float32)
         indices.append(tf.reshape(index, [-1]))
         values.append(tf.reshape(value, [-1]))
         counts.append(tf.fill([count], tf.cast(k, tf.int64)))
