@@ -84,19 +84,24 @@ class Policy(Configured, ABC):
         return []
 
     @property
+    def parts(self) -> tuple[Policy, ...]:
+        """Policies that this policy combines; none by default."""
+        return ()
+
+    @property
     def reader(self) -> GradientReader | None:
         """Reader of the structure of gradients on which choices depend, if they depend on any."""
-        return None
+        return next((part.reader for part in self.parts if part.reader), None)
 
     @property
     def keeps_state(self) -> bool:
         """True if some of its schemes have state, even on one rank."""
-        return False
+        return any(part.keeps_state for part in self.parts)
 
     @property
     def corrects_momentum(self) -> bool:
         """True if some of its schemes accumulate velocity, so that the optimizer must not."""
-        return False
+        return any(part.corrects_momentum for part in self.parts)
 
     @property
     def planner(self) -> Callable[..., Any] | None:
@@ -104,7 +109,7 @@ class Policy(Configured, ABC):
 
         It is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces `choose`.
         """
-        return None
+        return next((part.planner for part in self.parts if part.planner), None)
 
     @property
     def is_fixed(self) -> bool:
@@ -197,8 +202,8 @@ class Rules(Policy):
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
         # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "rules", parsed)
-        _check_same("planner", [policy.planner for _, policy in parsed if not policy.is_fixed])
-        _check_same("reader", [type(policy.reader) for _, policy in parsed if policy.reader])
+        _check_same("planner", [part.planner for part in self.parts if not part.is_fixed])
+        _check_same("reader", [type(part.reader) for part in self.parts if part.reader])
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -223,23 +228,8 @@ class Rules(Policy):
 
     @property
     @override
-    def planner(self) -> Callable[..., Any] | None:
-        return next((policy.planner for _, policy in self.rules if not policy.is_fixed), None)
-
-    @property
-    @override
-    def reader(self) -> GradientReader | None:
-        return next((policy.reader for _, policy in self.rules if policy.reader), None)
-
-    @property
-    @override
-    def keeps_state(self) -> bool:
-        return any(policy.keeps_state for _, policy in self.rules)
-
-    @property
-    @override
-    def corrects_momentum(self) -> bool:
-        return any(policy.corrects_momentum for _, policy in self.rules)
+    def parts(self) -> tuple[Policy, ...]:
+        return tuple(policy for _, policy in self.rules)
 
 
 def _check_same(kind: str, found: list[Any]) -> None:
