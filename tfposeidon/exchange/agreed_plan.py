@@ -113,14 +113,10 @@ class AgreedPlans:
         prefix: Callable[[], str] = next_prefix,
     ) -> None:
         self.policy, self.bucket_bytes = policy, bucket_bytes
-        self._wire = wire
+        self._wire, self._prefix, self._zeros = wire, prefix, Zeros()
         self._planner: Planner | None = None
-        self.choose_norms: Callable[..., parallel_operator.NormMethod] = (
-            parallel_operator.choose_norms
-        )
-        self._prefix = prefix
+        self.choose_norms = parallel_operator.choose_norms
         self._exchangers: dict[Any, Exchanger] = {}
-        self._zeros = Zeros()
 
     @property
     def planner(self) -> Planner:
@@ -170,11 +166,13 @@ class AgreedPlans:
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
-        buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
-        forecasts = tuple(itertools.chain(*(plan.forecasts for plan in plans)))
-        found = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
-        notes = dict.fromkeys(itertools.chain(*found))
-        return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
+        notes = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
+        return replace(
+            plans[0],
+            buckets=tuple(itertools.chain(*(plan.buckets for plan in plans))),
+            forecasts=tuple(itertools.chain(*(plan.forecasts for plan in plans))),
+            notes=tuple(dict.fromkeys(itertools.chain(*notes))),
+        )
 
     def agree(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]

@@ -39,8 +39,7 @@ class Exchanger:
     """
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
-        self.plan = plan
-        self.wire = wire
+        self.plan, self.wire = plan, wire
         self.prefix: str | None = None
         self.observer: Observer | None = None
         self.norm_method = NormMethod()
@@ -149,9 +148,8 @@ class Exchanger:
                     "model with a new optimizer."
                 )
         ranks = float(self.wire.topology.size)
-        return Share(
-            Presence(tf.constant(ranks), tf.constant(0.0), tf.fill([len(gradients)], ranks))
-        )
+        with_gradient = tf.fill([len(gradients)], ranks)
+        return Share(Presence(tf.constant(ranks), tf.constant(0.0), with_gradient))
 
     def share(self, gradients: Sequence[Any], count: Any, has_batch: bool = True) -> Share:
         """Returns this rank's weight by its samples, and the participation of all ranks."""
