@@ -200,7 +200,7 @@ class Rules(Policy):
                 'Write for example [("embedding", "alltoall"), (".*", "torus2d")].'
             )
         parsed = tuple((_checked_pattern(pattern), parse(scheme)) for pattern, scheme in pairs)
-        # `object.__setattr__`, because the dataclass is frozen.
+        # Use `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "rules", parsed)
         _check_same("planner", [part.planner for part in self.parts if not part.is_fixed])
         _check_same("reader", [type(part.reader) for part in self.parts if part.reader])

@@ -50,14 +50,14 @@ class Exchanger:
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
         # alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Zeros for counts, and for `opaque`. Create all of them now; see `Zeros`.
+        # Create the zeros for counts and for `opaque` now; see `Zeros`.
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted({"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}):
             self._zeros[dtype]
-        # Size for the largest possible number of buckets, which is known only in a trace. If a
-        # trace created variables, TensorFlow would trace the step again.
+        # Allocate a number per variable, because the number of buckets is known only in a trace. If
+        # a trace created variables, TensorFlow would trace the step again.
         self.sizes = _variable([len(plan.descriptions)], "sizes")
-        # Samples of all ranks in the last step if all had equally many, else 0.
+        # The number of samples of all ranks in the last step if all had equally many, else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
         self.effective_rate = EffectiveRate()

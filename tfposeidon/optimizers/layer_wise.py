@@ -255,8 +255,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing: the step already includes the decay, which must not be applied twice."""
 
-    # Private, but the innermost Keras method that receives all variables at once. It would call
-    # `update_step` per variable, whereas the norms must be computed together.
+    # This private method is the innermost one in Keras that receives all variables at once. It
+    # calls `update_step` per variable, whereas the norms must be computed together.
     @override
     def _distributed_tf_update_step(
         self, distribution: Any, grads_and_vars: Any, learning_rate: Any

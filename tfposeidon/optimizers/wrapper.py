@@ -190,7 +190,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         name: str,
     ) -> None:
         super().__init__(
-            # Unused: the property `learning_rate` is that of the inner optimizer.
+            # The rate is unused: the property `learning_rate` is that of the inner optimizer.
             learning_rate=0.0,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,

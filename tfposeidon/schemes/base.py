@@ -305,7 +305,7 @@ class ResidualScheme(Scheme, ABC):
       min_elements: Option of each such scheme: variables with fewer elements are sent densely.
     """
 
-    # Two numbers, because a skipped step discards the new state: its exchange does not count.
+    # A skipped step discards the new state, so the end of a flush needs a number of its own.
     FLUSHING: ClassVar[float] = -1.0
     """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0

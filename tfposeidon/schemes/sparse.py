@@ -293,7 +293,7 @@ class SparseScheme(ResidualScheme):
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
-        # In int64, because callers multiply by the number of nodes and by bytes.
+        # Use int64, because callers multiply by the number of nodes and by bytes.
         count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
 

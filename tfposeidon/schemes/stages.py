@@ -123,8 +123,8 @@ class Transfer:
 
     def messages(self, rank: int) -> dict[int, float]:
         """Returns the payload bytes that a rank of the group sends to each receiver."""
-        # Patarasuk and Yuan 2009 for the rings, in Horovod's directions over Gloo: an all-reduce
-        # sends to the preceding rank, an all-gather to the following one.
+        # The rings are those of Patarasuk and Yuan 2009, in Horovod's directions over Gloo: an
+        # all-reduce sends to the preceding rank, an all-gather to the following one.
         p = self.group.size
         if p == 1:
             return {}
@@ -139,8 +139,8 @@ class Transfer:
         if self.operation == "all_to_all":
             parts = zip(self.group.ranks, self.parts_bytes, strict=True)
             return {receiver: size for receiver, size in parts if receiver != rank}
-        # Distance from the root in rank order, modulo p: at step i, ranks at distances below 2^i
-        # have the values.
+        # At step i, ranks at distances below 2^i from the root, in rank order modulo p, have the
+        # values.
         distance = (me - self.group.index(self.root)) % p
         receivers = [
             distance + 2**i for i in range(self.steps) if distance < 2**i and distance + 2**i < p

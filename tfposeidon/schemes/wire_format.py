@@ -60,8 +60,8 @@ def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
     """Rounds values to the wire dtype; bfloat16 is returned as uint16, which Horovod supports."""
     if wire_dtype is None:
         return tensor
-    # A native op, because the CPU's cast instruction may flush denormals to zero, and ranks would
-    # differ.
+    # Use a native op, because the CPU's cast instruction may flush denormals to zero, and ranks
+    # would differ.
     encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
     return tf.bitcast(encoded, tf.uint16) if wire_dtype == "bfloat16" else encoded
 
