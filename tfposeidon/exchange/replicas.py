@@ -56,13 +56,10 @@ def is_same_path(first: str, other: str) -> bool:
     >>> is_same_path("dense/kernel", "dense/bias")
     False
     """
-    one, two = _without_numbers(first), _without_numbers(other)
+    # Leave out the outermost name and generated numbers.
+    inner = (path.partition("/")[2] or path for path in (first, other))
+    one, two = (re.sub(r"_\d+(?=_|/|$)", "", path) for path in inner)
     return one.endswith(two) or two.endswith(one)
-
-
-def _without_numbers(path: str) -> str:
-    """Returns a path without its outermost name and generated numbers."""
-    return re.sub(r"_\d+(?=_|/|$)", "", path.partition("/")[2] or path)
 
 
 def _renamed(first: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
