@@ -158,7 +158,7 @@ class SparseScheme(ResidualScheme):
             )
         elif kept:
             values, indices, *new = ops.error_feedback_top_k(
-                *kept, gradient, k, self.select, **options
+                kept[0], gradient, k, self.select, **options
             )
         else:
             values, indices = ops.top_k(gradient, k, self.select, seed=seed)
