@@ -1,15 +1,17 @@
 """Gradients: descriptions, readers of their structure, conversions, accumulation over calls.
 
-A `Description` has all properties of a gradient that are known before any step runs. It is the same
-on every rank. The structure that a reader finds in the graph is opaque: only schemes and policies
-of that reader know it. Accumulation is Keras's `gradient_accumulation_steps`, with a weight per
-call and one exchange per update.
+A `Description` has all properties of a gradient that are known before any step runs. Only schemes
+and policies of a reader know the structure that it finds in the graph. Accumulation is Keras's
+`gradient_accumulation_steps`, with a weight per call and one exchange per update.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +31,7 @@ class Structure(Protocol):
 
     @property
     def is_sized(self) -> bool:
-        """True if the size is known, and thus the cost of an exchange."""
+        """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
         """Returns the structure with the mean size per rank; `None` if it is unknown."""
@@ -39,9 +41,9 @@ class Structure(Protocol):
 class Description:
     """Description of one variable's gradient, the same on every rank.
 
-    `dtype` is the dtype in which the gradient is exchanged. `structure`, or the reason for none, is
-    set by the policy's reader in the first traced step. `is_value` is true if the gradient replaces
-    the variable, as with Keras's `overwrite_with_gradient`.
+    `dtype` is that of the exchange. The policy's reader sets `structure`, or the reason for none,
+    in the first traced step. `is_value` is true if the gradient replaces the variable, as with
+    Keras's `overwrite_with_gradient`.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -78,9 +80,9 @@ class Description:
 class GradientReader(Protocol):
     """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
 
-    Think of it as the eyes of a scheme that sends less than a whole gradient, because it knows how
-    the step computes it. Gradients are in the order of their variables. `replicated` are variables
-    with the same values on all ranks.
+    A scheme with a reader sends less than a whole gradient, because it knows how the step computes
+    the gradient. Gradients are in the order of their variables. `replicated` are variables with the
+    same values on all ranks.
     """
 
     def find(
@@ -97,10 +99,7 @@ class GradientReader(Protocol):
         """Adds to descriptions the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error if no gradient has the structure that a scheme needs.
-
-        It is empty for variables whose gradients never have it.
-        """
+        """Returns the error if no gradient has the structure that a scheme needs, or `""`."""
 
     def take(
         self,
@@ -108,15 +107,12 @@ class GradientReader(Protocol):
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns gradients for an exchange, of which `structured` have their structure.
-
-        Such a gradient has an attribute `tensors`. Gradients that are missing stay `None`.
-        """
+        """Returns gradients for an exchange; those with their structure have `tensors`."""
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if gradients with a structure are missing where they must not be.
+        """Makes a step fail if only some ranks have a gradient that all of them need.
 
         `ranks` has the number of ranks with each gradient, of the `present` ranks with a batch.
         """
@@ -175,13 +171,9 @@ def distinct_paths(descriptions: Sequence[Description]) -> list[str]:
     >>> distinct_paths([Description(path, (), "float32") for path in ("fc/bias", "fc/bias")])
     ['fc/bias', 'fc/bias#1']
     """
-    seen: dict[str, int] = {}
-    found = []
-    for description in descriptions:
-        number = seen.get(description.path, 0)
-        seen[description.path] = number + 1
-        found.append(f"{description.path}#{number}" if number else description.path)
-    return found
+    numbers = defaultdict[str, Iterator[int]](itertools.count)
+    pairs = [(d.path, next(numbers[d.path])) for d in descriptions]
+    return [f"{path}#{number}" if number else path for path, number in pairs]
 
 
 def is_overwritten(variable: Any) -> bool:
@@ -200,14 +192,10 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
     ([7, 2], [[2.0], [1.0]])
     """
-    if native.in_xla():
-        return _merge_rows_in_xla(rows)
-    indices, segments = tf.unique(rows.indices)
-    values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
-    return tf.IndexedSlices(values, indices, rows.dense_shape)
-
-
-def _merge_rows_in_xla(rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    if not native.in_xla():
+        indices, segments = tf.unique(rows.indices)
+        values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
+        return tf.IndexedSlices(values, indices, rows.dense_shape)
     # XLA compiles `tf.unique` to a loop over the rows, which took ten times as long as the rest of
     # the step on a GPU. It also needs a static length, so indices are sorted here, and rows of
     # zeros pad the result.
@@ -248,9 +236,8 @@ def as_dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.T
     if gradient is None:
         return wire.zeros(description.shape, zero)
     if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.math.unsorted_segment_sum(
-            gradient.values, gradient.indices, description.shape[0]
-        )
+        rows, indices = gradient.values, gradient.indices
+        gradient = tf.math.unsorted_segment_sum(rows, indices, description.shape[0])
     gradient = tf.cast(gradient, description.dtype)
     if gradient.shape.is_fully_defined():
         return gradient
@@ -278,9 +265,9 @@ def as_vector(
 class AccumulatedCall:
     """One call of an optimizer that accumulates gradients.
 
-    `weight` is the scalar weight of its gradients on this rank, or `None` if all ranks have equal
-    weights. `is_due` is true if the call makes an update, and `scale` is its loss scale. `counter`
-    is a variable that changes if the call counts; `None` if every call counts.
+    `weight` is the scalar weight of this rank, or `None` if all are equal. `is_due` is true if the
+    call makes an update, and `scale` is its loss scale. `counter` is a variable that changes if the
+    call counts; `None` if every call counts.
     """
 
     weight: Any
@@ -290,11 +277,7 @@ class AccumulatedCall:
 
 
 class Accumulation:
-    """Weighted sums of gradients, and the sum of the weights.
-
-    The sums differ between ranks. Each update resets them. Their variables belong to the
-    optimizer's state.
-    """
+    """Weighted sums of gradients on this rank, and the sum of the weights, until an update."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         self._accumulators = [_Accumulator(optimizer, variable) for variable in variables]
@@ -304,12 +287,12 @@ class Accumulation:
 
     def rank_state(self, size: int) -> list[tuple[Any, StateDescription]]:
         """Returns all variables of the sums, each with its description."""
-        sums = [
-            (accumulator.sum, _partial(f"accumulated_{i}", size))
-            for i, accumulator in enumerate(self._accumulators)
+        named = {f"accumulated_{i}": one.sum for i, one in enumerate(self._accumulators)}
+        partial = [
+            (variable, StateDescription(name=name, placement=Placement.PARTIAL, owners=size))
+            for name, variable in (named | {"accumulated_weight": self._weight}).items()
         ]
-        weight = self._weight, _partial("accumulated_weight", size)
-        return [*sums, weight, (self._calls, StateDescription(name="accumulated_calls"))]
+        return [*partial, (self._calls, StateDescription(name="accumulated_calls"))]
 
     def add(
         self,
@@ -326,11 +309,11 @@ class Accumulation:
         # The loss scale may change between calls, so undo it for each of them.
         values = [None if g is None else one.plus(g, weight / call.scale) for one, g in pairs]
         total, calls = self._weight + weight, self._calls + 1
+        sums = list(zip(accumulators, values, strict=True))
 
         def step() -> None:
-            pairs = zip(accumulators, values, strict=True)
             scaled = total / call.scale
-            means = [None if value is None else one.mean(value, scaled) for one, value in pairs]
+            means = [None if value is None else one.mean(value, scaled) for one, value in sums]
             update(means, None if call.weight is None else total, calls)
 
         before = None if call.counter is None else tf.identity(call.counter)
@@ -339,15 +322,14 @@ class Accumulation:
 
         # Assign last, from plain tensors: a bucket must not wait for another bucket's accumulator.
         def keep() -> None:
-            for accumulator, value in zip(accumulators, values, strict=True):
+            kept = [(one.sum, value) for one, value in sums]
+            for variable, value in (*kept, (self._weight, total), (self._calls, calls)):
                 if value is not None:
-                    accumulator.keep(value, call.is_due)
+                    variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
                 else:
                     # As in Keras, a variable without a gradient in the last call is not updated,
                     # and its sum is lost.
-                    tf.cond(call.is_due, accumulator.reset, lambda: None)
-            for variable, value in ((self._weight, total), (self._calls, calls)):
-                variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
+                    tf.cond(call.is_due, functools.partial(_clear, variable), lambda: None)
 
         if before is None:
             keep()
@@ -356,17 +338,12 @@ class Accumulation:
 
     def reset(self) -> None:
         """Resets the sums to zero."""
-        for variable in (self._weight, self._calls):
+        for variable in (self._weight, self._calls, *(one.sum for one in self._accumulators)):
             _clear(variable)
-        for accumulator in self._accumulators:
-            accumulator.reset()
 
 
 class _Accumulator:
-    """Accumulated gradient of one variable.
-
-    Values that overwrite the variable are not summed: like Keras, it retains the largest.
-    """
+    """Accumulated gradient of one variable, or the largest one if it overwrites the variable."""
 
     def __init__(self, optimizer: Any, variable: Any) -> None:
         self.sum = optimizer.add_variable_from_reference(variable, name="accumulator")
@@ -377,24 +354,13 @@ class _Accumulator:
         if self._is_overwritten:
             return tf.maximum(tf.convert_to_tensor(self.sum), dense)
         # Ignore gradients of empty batches: their mean is NaN.
-        return self.sum + tf.where(
-            weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense)
-        )
+        own = tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
+        return self.sum + own
 
     def mean(self, value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
         if self._is_overwritten:
             return value
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
-
-    def keep(self, value: tf.Tensor, due: tf.Tensor) -> None:
-        self.sum.assign(tf.where(due, tf.zeros_like(value), value))
-
-    def reset(self) -> None:
-        _clear(self.sum)
-
-
-def _partial(name: str, owners: int) -> StateDescription:
-    return StateDescription(name=name, placement=Placement.PARTIAL, owners=owners)
 
 
 def _clear(variable: Any) -> None:

@@ -22,11 +22,7 @@ from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.gradients import AccumulatedCall, Accumulation, describe
-from tfposeidon.optimizers.wrapper import (
-    accumulated_steps,
-    leaves,
-    step_counter,
-)
+from tfposeidon.optimizers.wrapper import accumulated_steps, leaves, step_counter
 from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
 
@@ -99,10 +95,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
         **others: Any,
     ) -> None:
         communicating.check_no_more_arguments("DistributedOptimizer", others)
-        policy = policies.parse(scheme)
         super().__init__(
             inner_optimizer,
-            policy,
+            policies.parse(scheme),
             bucket_bytes,
             sample_count,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -158,8 +153,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     @override
     def variables(self) -> list[Any]:
         """Variables of the inner optimizer, which are equal on all ranks."""
-        variables: list[Any] = self.inner_optimizer.variables
-        return variables
+        return list(self.inner_optimizer.variables)
 
     @override
     def get_config(self) -> dict[str, Any]:
@@ -188,11 +182,10 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
         """Accumulates gradients until an update is due; the inner optimizer is called each time."""
-        # The inner optimizer accumulates as well: it gets zeros, and in the call that updates, the
-        # mean times the number of calls.
-        inner, updater = self.inner_optimizer, self.updater
+        # The inner optimizer accumulates as well. It receives zeros, and in the call that updates,
+        # the mean times the number of calls.
+        inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch
         # As in Keras, calls have equal weights unless the user provides weights.
-        batch = self._exchange.batch
         own = None if batch.is_of_rows(count) else count
         rows = None if batch.are_equal or own is not None else count
         share, finite, everybody = self._exchange.join_call(
@@ -221,8 +214,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             factor = calls if own is None else self.gradient_accumulation_steps
             self._apply(self._exchange.means(grads, variables, weight), variables, factor)
 
-        indices = [self._index_of(v) for v in variables]
-        accumulation.add(indices, grads, call, update, wait)
+        accumulation.add([self._index_of(v) for v in variables], grads, call, update, wait)
 
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
         grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in variables]
@@ -236,8 +228,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         norms = self._exchange.exchanger(variables).norm_method.norms
         with parallel_operator.override_norms(self.inner_optimizer, norms):
             self._update(means, variables)
-        # Last, because a skipped step must not change the state, and the means determine whether a
-        # step is skipped.
+        # Assign the state last, because a skipped step must not change it, and the means determine
+        # whether a step is skipped.
         means.keep_state()
 
     def _received(self, means: Means) -> Means:
@@ -245,7 +237,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         return means
 
     def _update(self, means: Means, variables: list[Any]) -> None:
-        # The inner optimizer clips the means: by norms of the whole batch, as in one process.
+        # The inner optimizer clips the means by norms of the whole batch, as in one process.
         means.update(lambda found: self.updater.apply(found, variables))
 
     def _join_exchange(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
@@ -253,8 +245,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         """Joins the other ranks' call, whose gradients may be accumulated without an update."""
-        tell = exchanger.contribute_to_call_eagerly if eagerly else exchanger.contribute_to_call
-        have_all_ended = int(tell(call)) == exchanger.wire.topology.size
+        contribute = exchanger.contribute_to_call
+        absent = (contribute.python_function if eagerly else contribute)(call)
+        have_all_ended = int(absent) == exchanger.wire.topology.size
         # `_is_due` has the same value as on the other ranks, which evaluated it before their call.
         if not have_all_ended and self._is_due().numpy():
             self._join_exchange(exchanger, call, eagerly)
@@ -279,8 +272,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         """Discards gradients that were accumulated for an update that will not happen."""
         assert self._accumulation is not None
         assert self.gradient_accumulation_steps is not None
-        steps = int(step_counter(self.inner_optimizer).numpy())
-        calls = steps % self.gradient_accumulation_steps
+        calls = int(step_counter(self.inner_optimizer).numpy()) % self.gradient_accumulation_steps
         if not calls:
             return
         self._accumulation.reset()

@@ -1,12 +1,10 @@
 """Functions that count a batch, by which ranks weight their gradients.
 
 By default, `fit` assumes that a loss is a mean over the samples of the batch, and weights ranks by
-their `batch_size`. For losses that are means over something else, pass
-`DistributedOptimizer(sample_count=...)` another function from this module, or a custom function
+their `batch_size`. For other losses, pass another function from this module, or a custom function
 from the argument of the model's `train_step` to a number::
 
-    optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(),
-    sample_count=tp.sample_counts.Unmasked())
+    optimizer = tp.DistributedOptimizer(adam, sample_count=tp.sample_counts.Unmasked())
 """
 
 from __future__ import annotations
@@ -180,7 +178,7 @@ class Unmasked(Configured):
 
     def __post_init__(self) -> None:
         if self.of not in ("x", "y"):
-            raise ValueError(f'`of` must be "x" or "y". Received: of={self.of!r}')
+            raise ValueError(f'`of` must be "x" or "y". Received: of={self.of!r}. Use "y".')
 
     def __call__(self, data: Any) -> tf.Tensor:
         """Counts the tokens of a batch.
@@ -195,10 +193,9 @@ class Unmasked(Configured):
           ValueError: If there are several tensors of tokens.
         """
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-        tokens = _single({"x": x, "y": y}[self.of], self.of)
-        return tf.reduce_sum(
-            tf.cast(tf.not_equal(tokens, tf.cast(self.padding, tokens.dtype)), tf.float32)
-        )
+        tokens = _single(x if self.of == "x" else y, self.of)
+        is_token = tf.not_equal(tokens, tf.cast(self.padding, tokens.dtype))
+        return tf.reduce_sum(tf.cast(is_token, tf.float32))
 
 
 def _single(tensors: Any, name: str) -> tf.Tensor:
@@ -209,9 +206,10 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
             f"{name!r}. Pass a custom sample_count, a function of the data that train_step "
             "receives."
         )
-    if isinstance(leaves[0], tf.RaggedTensor):
+    (tensor,) = leaves
+    if isinstance(tensor, tf.RaggedTensor):
         # Rows of a ragged tensor have no padding.
-        return leaves[0].flat_values
-    if isinstance(leaves[0], tf.SparseTensor):
-        return tf.sparse.to_dense(leaves[0])
-    return tf.convert_to_tensor(leaves[0])
+        return tensor.flat_values
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.to_dense(tensor)
+    return tf.convert_to_tensor(tensor)

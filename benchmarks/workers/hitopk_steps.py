@@ -10,7 +10,6 @@ from benchmarks.workers.exchange import exchanged, fresh_state, slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState
 from tfposeidon.schemes.wire_format import pack_pairs
 
 REPEATS = 15
@@ -37,9 +36,6 @@ class Prefixes:
         topology = wire.topology
         self.node = stages.Shards.even(elements, topology.node, owners=topology.positions)
         self.count = round(scheme.density * self.node.length_of(topology.rank))
-        self.feedback = ErrorFeedback(
-            select=scheme.select, wire_dtype=scheme.wire_dtype, keep=True, momentum=0.0
-        )
         self.vector = tf.Variable(tf.random.stateless_normal([elements], [topology.rank, 0]))
         self.state = fresh_state(scheme, elements, wire)
 
@@ -60,15 +56,16 @@ class Prefixes:
 
     def select(self, name):
         """Selects from the shard's sum, with error feedback."""
-        memory = FeedbackState(self.state[1].read_value(), None)
-        sent, memory = self.feedback.select_from(self.scatter(name), memory, self.count)
-        self.state[1].assign(memory.residual)
-        return sent
+        residual, shard, scheme = self.state[1].read_value(), self.scatter(name), self.scheme
+        values, indices, residual = tp.ops.error_feedback_top_k(
+            residual, shard, self.count, scheme.select, wire_dtype=scheme.wire_dtype
+        )
+        self.state[1].assign(residual)
+        return values, indices
 
     def gather(self, name):
         """Gathers the selected elements of ranks with the same index from all nodes."""
-        sent = self.select(name)
-        packed = pack_pairs(sent.values, sent.indices, self.scheme.wire_dtype)
+        packed = pack_pairs(*self.select(name), self.scheme.wire_dtype)
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):

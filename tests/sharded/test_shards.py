@@ -18,7 +18,7 @@ from tfposeidon.exchange.plan import make_plan
 from tfposeidon.gradients import describe
 from tfposeidon.policies import Uniform
 from tfposeidon.sharded.scheme import Sharded
-from tfposeidon.sharded.shards import Shards
+from tfposeidon.sharded.shards import Shard, Shards
 from tfposeidon.state.placement import redistribute
 from tfposeidon.state.snapshots import SnapshotError
 
@@ -36,6 +36,14 @@ def _shards(nodes, rank, variables, bucket_bytes):
     shards = Shards(Exchanger(plan, InProcessWire(Cluster(nodes), rank)), variables)
     shards.build(keras.optimizers.Adam())
     return shards
+
+
+def test_layer_wise_optimizers_exclude_shards_by_their_whole_variables():
+    kernel = keras.Variable(np.ones((4, 3), "float32"), name="kernel")
+    bias = keras.Variable(np.ones(3, "float32"), name="bias")
+    optimizer = tp.optimizers.LARS(1.0)
+    optimizer.build([Shard(kernel, 6), Shard(bias, 2)])
+    assert optimizer.excluded == [1]
 
 
 def _everybody(layout, variables, bucket_bytes):

@@ -32,8 +32,7 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.plan import Plan, make_plan
 from tfposeidon.gradients import Description, GradientReader
-from tfposeidon.policies.base import Choice, Policy, Uniform
-from tfposeidon.policies.rules import POLICIES
+from tfposeidon.policies import POLICIES, Choice, Policy, Uniform
 from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
 
 WRONG_BY = 0.25
@@ -219,7 +218,7 @@ class AutoPlanner(Planner):
         self._decisions |= self.proposed
         changing = self.changing(plans)
         self.proposed.clear()
-        plans.forget_some(changing)
+        plans.discard(changing)
         # Steps that are traced later record no times.
         self.is_watching, self.has_decided = False, True
 

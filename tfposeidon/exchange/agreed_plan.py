@@ -1,8 +1,8 @@
 """Plans of one optimizer, which ranks agree on when its steps are traced.
 
 There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
-that is trained in parts, has several. A `Planner` makes them, by default from the policy alone;
-policies whose choices depend on more, such as predicted steps, have a subclass of it.
+that is trained in parts, has several. A `Planner` makes them, by default from the policy alone.
+Policies whose choices depend on other data, such as predicted steps, have a subclass of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,7 @@ from tfposeidon.exchange.plan import (
     sparsity_advice,
 )
 from tfposeidon.exchange.scheme_states import SchemeStates
-from tfposeidon.gradients import (
-    Description,
-    describe,
-    distinct_paths,
-    of_tensorflow,
-)
+from tfposeidon.gradients import Description, describe, distinct_paths, of_tensorflow
 from tfposeidon.policies.base import Policy
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
@@ -44,9 +39,9 @@ from tfposeidon.state.placement import StateDescription
 class Planner:
     """Makes the plans of one optimizer, the same on every rank.
 
-    `is_watching` is true while steps that are traced call observers. `callback` is the class of the
-    callback that `fit` runs once for all optimizers with such a planner; of its methods, those at
-    the begin of an epoch and around a batch are called.
+    `is_watching` is true while traced steps call observers. `callback` is the class of the callback
+    that `fit` runs once for all optimizers with such a planner. `fit` calls only its methods at the
+    start of an epoch and around a batch.
     """
 
     callback: ClassVar[type[keras.callbacks.Callback] | None] = None
@@ -63,10 +58,9 @@ class Planner:
         return self.policy.reader is not None
 
     def plan(self, descriptions: Sequence[Description]) -> Plan:
-        """Makes a plan before the first step shows the structure of gradients."""
-        return make_plan(
-            descriptions, self.policy, self._wire().topology, self.bucket_bytes, self._notes()
-        )
+        """Makes a plan before the structure of gradients is known."""
+        topology = self._wire().topology
+        return make_plan(descriptions, self.policy, topology, self.bucket_bytes, self._notes())
 
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
         """Makes the plan of the first traced step; all ranks call it together."""
@@ -91,20 +85,8 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the data behind an earlier run's plans; returns true if it changes later plans.
-
-        All ranks call it together.
-        """
+        """Uses data of an earlier run; returns true if later plans change; all ranks call it."""
         return False
-
-
-def planner_for(policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> Planner:
-    """Returns the policy's planner, or one that predicts steps if the network is known."""
-    make = policy.planner or Planner
-    if policy.is_fixed and runtime.links() is not None and names.PLANNERS:
-        make = names.resolve(names.PLANNERS, __name__, "AutoPlanner")
-    planner: Planner = make(policy, bucket_bytes, wire)
-    return planner
 
 
 # Collectives are matched by name. Plans take their number at their first step, which all ranks
@@ -131,21 +113,19 @@ class AgreedPlans:
         prefix: Callable[[], str] = next_prefix,
     ) -> None:
         self.policy, self.bucket_bytes = policy, bucket_bytes
-        self._wire = wire
+        self._wire, self._prefix, self._zeros = wire, prefix, Zeros()
         self._planner: Planner | None = None
-        self.choose_norms: Callable[..., parallel_operator.NormMethod] = (
-            parallel_operator.choose_norms
-        )
-        self._prefix = prefix
+        self.choose_norms = parallel_operator.choose_norms
         self._exchangers: dict[Any, Exchanger] = {}
-        self._zeros = Zeros()
 
     @property
     def planner(self) -> Planner:
-        """Planner of the current policy."""
-        # Made when it is used, because it depends on whether the network is known.
+        """Planner of the current policy, or one that predicts steps if the network is known."""
         if self._planner is None:
-            self._planner = planner_for(self.policy, self.bucket_bytes, self._wire)
+            make = self.policy.planner or Planner
+            if self.policy.is_fixed and runtime.links() is not None and names.PLANNERS:
+                make = names.resolve(names.PLANNERS, __name__, "AutoPlanner")
+            self._planner = make(self.policy, self.bucket_bytes, self._wire)
         return self._planner
 
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
@@ -169,8 +149,7 @@ class AgreedPlans:
     def lists(self) -> list[list[tf.Variable]]:
         """Lists of variables of `used_exchangers`, in their order."""
         used = self.used_exchangers
-        keys = [key for key, exchanger in self._exchangers.items() if exchanger in used]
-        return [[reference.deref() for reference in key] for key in keys]
+        return [[one.deref() for one in key] for key, e in self._exchangers.items() if e in used]
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
@@ -187,23 +166,21 @@ class AgreedPlans:
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
-        buckets = tuple(itertools.chain(*(plan.buckets for plan in plans)))
-        forecasts = tuple(itertools.chain(*(plan.forecasts for plan in plans)))
-        found = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
-        notes = dict.fromkeys(itertools.chain(*found))
-        return replace(plans[0], buckets=buckets, notes=tuple(notes), forecasts=forecasts)
+        notes = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
+        return replace(
+            plans[0],
+            buckets=tuple(itertools.chain(*(plan.buckets for plan in plans))),
+            forecasts=tuple(itertools.chain(*(plan.forecasts for plan in plans))),
+            notes=tuple(dict.fromkeys(itertools.chain(*notes))),
+        )
 
     def agree(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        inner_optimizer: Any,
-        settings: dict[str, Any],
+        self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
         """Checks that all ranks exchange the same, while the first step is traced; plans again.
 
-        The new plan uses the structure of gradients that the graph shows. Later traces change
-        nothing: a rank may retrace at any time, when other ranks do not respond.
+        The new plan uses the structure of gradients in the graph. Later traces change nothing,
+        because a rank may retrace at any time, when other ranks do not respond.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is not None:
@@ -218,11 +195,11 @@ class AgreedPlans:
         }
         exchanger.agree(self._prefix(), grads, own | settings)
         if self.planner.plans_steps:
-            steps = settings["gradient_accumulation_steps"]
             replicated = [*variables, *inner_optimizer.variables]
-            self._plan_again(exchanger, self._read(exchanger, grads, replicated, steps))
-        wire, prefix = exchanger.wire, f"{exchanger.prefix}"
-        exchanger.norm_method = self.choose_norms(inner_optimizer, variables, wire, prefix)
+            self._plan_again(exchanger, grads, replicated, settings["gradient_accumulation_steps"])
+        exchanger.norm_method = self.choose_norms(
+            inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
+        )
         # The new plan may have other schemes.
         check_optimizer(exchanger.plan, inner_optimizer)
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
@@ -230,13 +207,9 @@ class AgreedPlans:
     def change_policy(self, policy: Policy) -> None:
         """Discards all plans; those of the next traced step follow `policy`."""
         self.policy, self._planner = policy, None
-        self.forget()
+        self._exchangers.clear()
 
-    def forget(self) -> None:
-        """Discards all plans; the next traced step makes plans from the data available then."""
-        self.forget_some(self.exchangers)
-
-    def forget_some(self, exchangers: Collection[Exchanger]) -> None:
+    def discard(self, exchangers: Collection[Exchanger]) -> None:
         """Discards the plans of some exchangers. The others stay, with the state of schemes."""
         for key in [key for key, one in self._exchangers.items() if one in exchangers]:
             del self._exchangers[key]
@@ -246,21 +219,15 @@ class AgreedPlans:
         return self.planner.to_dict([exchanger.plan for exchanger in self.agreed_exchangers])
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Continues with an earlier run's plans if the planner can; all ranks call it together.
-
-        It returns true if later plans may differ from the current ones, which are discarded.
-        """
+        """Continues with an earlier run's plans; returns true if it has discarded current ones."""
         has_resumed = self.planner.resume(saved)
         if has_resumed:
-            self.forget()
+            self._exchangers.clear()
         return has_resumed
 
     def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
-        """Yields the variables of schemes' state on this rank, each with its description.
-
-        `variables` are those of all lists.
-        """
-        # Over all lists, of which two may have variables of equal paths.
+        """Yields the variables of schemes' state on this rank, each with its description."""
+        # `variables` are those of all lists, of which two may have variables of equal paths.
         distinct = distinct_paths([describe(variable) for variable in variables])
         of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
         for key, exchanger in self._exchangers.items():
@@ -283,21 +250,18 @@ class AgreedPlans:
             plan = sized(exchanger.plan, exchanger.sizes.numpy(), self.policy)
             return self.planner.of_last_step(plan, exchanger.observer)
 
-    def _read(
+    def _plan_again(
         self, exchanger: Exchanger, grads: list[Any], replicated: list[Any], steps: int | None
-    ) -> list[Description]:
-        """Describes gradients with their structure; sums over several steps have none."""
+    ) -> None:
+        """Plans again, with the structure of the gradients; sums over several steps have none."""
         reader, descriptions = self.policy.reader, list(exchanger.plan.descriptions)
         if steps:
             why = f"gradients are accumulated over {steps} steps"
-            return [replace(d, why_no_structure=why) for d in descriptions]
-        if reader is None:
-            return descriptions
-        found = reader.find(grads, descriptions, replicated)
-        return reader.describe(descriptions, _exchanged(found, exchanger, "structures"))
-
-    def _plan_again(self, exchanger: Exchanger, descriptions: list[Description]) -> None:
-        """Plans again, now that the graph shows the ops that compute the gradients."""
+            descriptions = [replace(d, why_no_structure=why) for d in descriptions]
+        elif reader is not None:
+            found = reader.find(grads, descriptions, replicated)
+            everybody = _exchanged(found, exchanger, "structures")
+            descriptions = reader.describe(descriptions, everybody)
         plan = self.planner.plan_step(descriptions)
         # A planner may depend on floating-point arithmetic.
         require_equal(
@@ -312,18 +276,13 @@ class AgreedPlans:
         exchanger.plan, exchanger.states = plan, states
 
 
-def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
-    with tf.init_scope():
-        return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
-
-
 def _notes(
     exchanger: Exchanger, grads: list[Any], inner_optimizer: Any, settings: dict[str, Any]
 ) -> Iterator[str]:
     """Yields remarks on the first traced step, for the plan."""
-    plan, norm_method = exchanger.plan, exchanger.norm_method
-    if norm_method.note:
-        yield norm_method.note
+    plan = exchanger.plan
+    if exchanger.norm_method.note:
+        yield exchanger.norm_method.note
     yield _weighing(settings)
     for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
         if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:
@@ -334,6 +293,11 @@ def _notes(
         if text:
             runtime.say("tfposeidon: %s.", text)
             yield text
+
+
+def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
+    with tf.init_scope():
+        return exchange_objects(value, exchanger.wire, f"{exchanger.prefix}.{name}")
 
 
 def _key(variables: list[Any]) -> Any:
@@ -348,23 +312,16 @@ def _check_structures(plan: Plan, policy: Policy) -> None:
         return
     for description in plan.descriptions:
         scheme = policy.choose(description, plan.topology).scheme
-        error = reader.missing(scheme.name, description) if scheme.reader is not None else ""
-        if error:
+        if scheme.reader is not None and (error := reader.missing(scheme.name, description)):
             raise ValueError(error)
 
 
 def _weighing(settings: dict[str, Any]) -> str:
-    if settings["sample_count"]:
+    if not settings["sample_count"] and not settings["counted"]:
         return (
-            f"gradients are weighted by {settings['sample_count']}: exact for losses that are "
-            "means over the counted items"
+            "sample_count is not set: all ranks have the same weight, so unequal batches give a "
+            "mean of means"
         )
-    if settings["counted"]:
-        return (
-            "gradients are weighted by the number of samples: exact for losses that are means "
-            "over samples"
-        )
-    return (
-        "sample_count is not set: all ranks have the same weight, unequal batches give a mean of "
-        "means"
-    )
+    number = settings["sample_count"] or "the number of samples"
+    items = "the counted items" if settings["sample_count"] else "samples"
+    return f"gradients are weighted by {number}: exact for losses that are means over {items}"

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, at_first_item, require_equal
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, names_ending_in
-from tfposeidon.exchange.means import CallPresence, Expectation, Presence, Share, weight_of
+from tfposeidon.exchange.means import Expectation, Presence, Share, weight_of
 from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
@@ -35,15 +35,12 @@ class Exchanger:
     `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
     size of the structures of bucket i, summed over ranks and variables, in the last step that had
     any. `all_were_present` is true if every rank had all gradients in the first traced step, and
-    `is_first_call` during the first exchange of a step.
-    `calls` is the maximum number of exchanges in a traced step. `effective_rate` is the rate
-    at which the schemes' state was computed; `norm_method` and the plan's further `notes` are those
-    of the first traced step.
+    `is_first_call` during the first exchange of a step. `calls` is the maximum number of exchanges
+    in a traced step.
     """
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
-        self.plan = plan
-        self.wire = wire
+        self.plan, self.wire = plan, wire
         self.prefix: str | None = None
         self.observer: Observer | None = None
         self.norm_method = NormMethod()
@@ -54,16 +51,14 @@ class Exchanger:
         # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
         # alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Zeros for counts, and for `opaque`. Create all of them now; see `Zeros`.
-        dtypes = {"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}
+        # Create the zeros for counts and for `opaque` now; see `Zeros`.
         self._zeros = Zeros() if zeros is None else zeros
-        for dtype in sorted(dtypes):
+        for dtype in sorted({"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}):
             self._zeros[dtype]
-        # Size for the largest possible number of buckets, which is known only in a trace. If a
-        # trace created variables, TensorFlow would trace the step again.
-        count = len(self.plan.descriptions)
-        self.sizes = _variable([count], "sizes")
-        # Samples of all ranks in the last step if all had equally many, else 0.
+        # Allocate a number per variable, because the number of buckets is known only in a trace. If
+        # a trace created variables, TensorFlow would trace the step again.
+        self.sizes = _variable([len(plan.descriptions)], "sizes")
+        # The number of samples of all ranks in the last step if all had equally many, else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
         self.effective_rate = EffectiveRate()
@@ -102,17 +97,15 @@ class Exchanger:
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
         """Groups variables without a gradient by whether any rank had it in the first step."""
-        indices = [index for index, gradient in enumerate(gradients) if gradient is None]
-        with_gradient = [i for i in indices if self._present_at_first_step[i]]
-        without = [i for i in indices if not self._present_at_first_step[i]]
-        return tuple(group for group in (with_gradient, without) if group)
+        groups: dict[bool, list[int]] = {True: [], False: []}
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                groups[self._present_at_first_step[index]].append(index)
+        return tuple(group for group in groups.values() if group)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Counts one use of the exchanger, of which the graph of a step may have several.
-
-        Collectives in this context have names of this use, because names in a graph must be unique.
-        """
+        """Numbers one use of the exchanger, because names of collectives in a graph are unique."""
         graph = tf.compat.v1.get_default_graph()
         # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
@@ -123,16 +116,11 @@ class Exchanger:
             yield
 
     def presence(
-        self,
-        gradients: Sequence[Any],
-        count: Any,
-        has_batch: bool = True,
-        with_means: bool = False,
+        self, gradients: Sequence[Any], count: Any, has_batch: bool = True, with_means: bool = False
     ) -> Presence:
-        """Counts ranks and gradients over the job, and sums a count, with one small all-reduce.
+        """Counts ranks and gradients, and sums a count, with one small all-reduce.
 
-        `has_batch` is true also for a batch without counted samples. With `with_means`, `count`
-        must be 0 or 1.
+        With `with_means`, `count` must be 0 or 1.
         """
         name, world = f"{self.prefix}.samples", self.wire.topology.world
         ranks = float(world.size)
@@ -148,10 +136,9 @@ class Exchanger:
                 found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
             else:
                 found = self.wire.all_reduce(mine, world, name)
-            total, present, with_gradient = found[0], found[1], found[2:]
             if self.plan.reader is not None:
-                self.plan.reader.check_presence(self.plan.structured, with_gradient, present)
-            return Presence(total, ranks - present, with_gradient)
+                self.plan.reader.check_presence(self.plan.structured, found[2:], found[1])
+            return Presence(found[0], ranks - found[1], found[2:])
 
     def equal_share(self, gradients: Sequence[Any]) -> Share:
         """Returns the share if all ranks have equally many samples; nothing is counted."""
@@ -163,21 +150,20 @@ class Exchanger:
                     "model with a new optimizer."
                 )
         ranks = float(self.wire.topology.size)
-        return Share(
-            Presence(tf.constant(ranks), tf.constant(0.0), tf.fill([len(gradients)], ranks))
-        )
+        with_gradient = tf.fill([len(gradients)], ranks)
+        return Share(Presence(tf.constant(ranks), tf.constant(0.0), with_gradient))
 
     def share(self, gradients: Sequence[Any], count: Any, has_batch: bool = True) -> Share:
         """Returns this rank's weight by its samples, and the participation of all ranks."""
-        if self.plan.structured or self.wire.topology.size == 1:
+        size = self.wire.topology.size
+        if self.plan.structured or size == 1:
             # Structures may need their weight before they are sent, and a single rank waits for no
             # other.
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)
-            count = tf.cast(count, tf.float32)
-            return Share(presence, weight_of(count, presence.total, self.wire.topology.size))
-        ranks = float(self.wire.topology.size)
+            return Share(presence, weight_of(tf.cast(count, tf.float32), presence.total, size))
+        ranks = float(size)
         with tf.device("/CPU:0"):
             zero = self._zeros["float32"].read_value()
             count = tf.cast(1.0 if count is None else count, tf.float32) + zero
@@ -186,8 +172,7 @@ class Exchanger:
             total, are_equal = tf.cond(
                 is_known, lambda: (before, tf.constant(True)), lambda: self._count_all(count)
             )
-            exact = weight_of(count, total, self.wire.topology.size)
-            weight = tf.where(is_known, 1.0, exact)
+            weight = tf.where(is_known, 1.0, weight_of(count, total, size))
             # A batch without samples never counts as expected: its mean is NaN and must not be
             # sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
@@ -210,8 +195,10 @@ class Exchanger:
             # Use the product: steps compare with it, and the sum may be rounded differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
-    def join_call(self, count: Any, finite: Any, has_batch: bool = True) -> CallPresence:
-        """Returns the participation of ranks in a call whose gradients may wait for an update."""
+    def join_call(
+        self, count: Any, finite: Any, has_batch: bool = True
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns weight, finiteness on all ranks, and number of ranks with exhausted input."""
         topology, name = self.wire.topology, f"{self.prefix}.calls"
         with tf.device("/CPU:0"):
             count = tf.cast(count, tf.float32)
@@ -221,7 +208,7 @@ class Exchanger:
             mine = tf.stack([tf.cast(one, tf.float32) for one in own]) + zero
             total = self.wire.all_reduce(mine, topology.world, name)
             weight = weight_of(mine[0], total[0], topology.size)
-            return CallPresence(weight, total[1] == 0.0, topology.size - total[2])
+            return weight, total[1] == 0.0, topology.size - total[2]
 
     def exchange(
         self,
@@ -272,16 +259,12 @@ class Exchanger:
         """Exchanges again, with exact weights, if a rank had not as many samples as expected."""
 
         def exchange(weight: tf.Tensor) -> dict[int, tuple[tf.Tensor, State]]:
-            schemes = {index: self.plan.buckets[index].scheme for index in packed}
-            return {
-                index: scheme.exchange(
-                    _weighted(packed[index], weight, scheme),
-                    self.states.read(index, rescale),
-                    self.wire,
-                    self._name(index),
-                )
-                for index, scheme in schemes.items()
-            }
+            again = {}
+            for index, vector in packed.items():
+                scheme = self.plan.buckets[index].scheme
+                sent, state = _weighted(vector, weight, scheme), self.states.read(index, rescale)
+                again[index] = scheme.exchange(sent, state, self.wire, self._name(index))
+            return again
 
         def count_again() -> tuple[dict[int, Any], tf.Tensor, tf.Tensor]:
             with names_ending_in(".again"):
@@ -289,11 +272,8 @@ class Exchanger:
                 weight = weight_of(expected.count, total, self.wire.topology.size)
                 # Reuse the first exchange if ranks have equal batches: its means are correct for
                 # any size.
-                return (
-                    tf.cond(are_equal, lambda: found, lambda: exchange(weight)),
-                    total,
-                    are_equal,
-                )
+                exact = tf.cond(are_equal, lambda: found, lambda: exchange(weight))
+                return exact, total, are_equal
 
         found, total, are_equal = tf.cond(
             expected.were_wrong, count_again, lambda: (found, expected.total, expected.are_equal)
@@ -309,50 +289,39 @@ class Exchanger:
     def _keep_sizes(self, sizes: dict[int, tf.Tensor]) -> None:
         if sizes:
             with tf.device("/CPU:0"):
-                new = tf.stack(
-                    [sizes.get(index, tf.zeros([])) for index in range(self.sizes.shape[0])]
-                )
+                count = self.sizes.shape[0]
+                new = tf.stack([sizes.get(index, tf.zeros([])) for index in range(count)])
                 # Retain the previous sizes if no rank has any, as at the end of an epoch, because
                 # such a step is not representative.
                 self.sizes.assign(tf.where(new > 0.0, new, self.sizes))
 
     @tf.function(autograph=False)
-    def contribute_to_call(self, number: int = 0) -> tf.Tensor:
+    def contribute_to_call(self, call: int) -> tf.Tensor:
         """Joins `join_call` on a rank with exhausted input; returns the number of such ranks."""
-        return self.contribute_to_call_eagerly(number)
-
-    def contribute_to_call_eagerly(self, number: int = 0) -> tf.Tensor:
-        """Runs `contribute_to_call` for eager steps."""
-        with names_ending_in(_number(number)):
-            return self.join_call(0.0, True, has_batch=False).absent
+        with names_ending_in(_number(call)):
+            return self.join_call(0.0, True, has_batch=False)[2]
 
     def join(self, call: int, eagerly: bool, afterwards: Afterwards | None = None) -> bool:
         """Joins one exchange of a step with zeros; returns true if all ranks do."""
-        contribute = self.contribute_nothing_eagerly if eagerly else self.contribute_nothing
-        # Pass it as an argument, so that another function is traced again.
-        absent, _ = contribute(call, afterwards)
+        contribute = self.contribute_nothing
+        # Pass `afterwards` as an argument, so that another function is traced again.
+        absent, _ = (contribute.python_function if eagerly else contribute)(call, afterwards)
         return int(absent) == self.wire.topology.size
 
     @tf.function(autograph=False)
     def contribute_nothing(
-        self, number: int, afterwards: Afterwards | None
+        self, call: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Joins one exchange with zeros; returns the number of such ranks, and tensors to fetch."""
-        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
-        # even if they are control dependencies.
-        return self.contribute_nothing_eagerly(number, afterwards)
-
-    def contribute_nothing_eagerly(
-        self, number: int, afterwards: Afterwards | None
-    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Runs `contribute_nothing` for eager steps, whose collectives have other names."""
         nothing = [None] * len(self.plan.descriptions)
-        with names_ending_in(_number(number)):
+        with names_ending_in(_number(call)):
             # Discard the new state: no rank updates its state in a step without full participation.
             share = self.share(nothing, 0.0, has_batch=False)
             means, _ = self.exchange(nothing, share.weight, share.expectation)
             if afterwards is not None:
                 means = afterwards(means)
+        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
+        # even if they are control dependencies.
         return share.presence.absent, [tf.reduce_sum(mean) for mean in means]
 
 

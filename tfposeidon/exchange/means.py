@@ -2,13 +2,14 @@
 
 The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
 small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
-the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted
-input joins the exchanges with zeros, because collectives need all ranks. The conditions must be
-equal on all ranks, or replicas would diverge.
+the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted input
+joins the exchanges with zeros, because collectives need all ranks. The conditions must be equal on
+all ranks, or replicas would diverge.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -48,11 +49,11 @@ def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
 
 
 class Expectation(NamedTuple):
-    """Weights of a step that assume as many samples on each rank as in the last step.
+    """Scalars of a step whose weights assume as many samples on each rank as in the last step.
 
-    `count` is this rank's samples, and `total` those of all ranks; `are_equal` is true if all ranks
-    have equally many. `were_all` is true if every rank had a batch, and `were_wrong` if, in
-    addition, one did not have the expected number. All are scalars.
+    `count` is the number of samples of this rank, and `total` that of all ranks. `are_equal` is
+    true if all ranks have equally many. `were_all` is true if every rank had a batch, and
+    `were_wrong` if, in addition, one had another number of samples than expected.
     """
 
     count: tf.Tensor
@@ -63,9 +64,9 @@ class Expectation(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Participation of ranks in a step, and the weight of this rank, a float32 scalar.
+    """Participation of ranks in a step, and this rank's weight; `None` is 1.
 
-    A `weight` of `None` means 1. The weight is exact if there is no `expectation`.
+    The weight is exact if there is no `expectation`.
     """
 
     presence: Presence
@@ -73,28 +74,16 @@ class Share(NamedTuple):
     expectation: Expectation | None = None
 
 
-class CallPresence(NamedTuple):
-    """Participation of ranks in a call whose gradients may wait for an update.
-
-    `weight` is this rank's share of the call's samples, times the number of ranks. `finite` is true
-    if gradients are finite on all ranks, and `absent` is the number of ranks with exhausted input.
-    """
-
-    weight: tf.Tensor
-    finite: tf.Tensor
-    absent: tf.Tensor
-
-
 @dataclass(frozen=True)
 class Means:
-    """Mean gradients over all ranks, and whether they count.
+    """Mean gradients over all ranks, and the conditions under which they are applied.
 
-    `missing` has groups of indices of variables without a gradient on this rank in the traced step;
-    other ranks have a gradient for all of a group or for none. `present` is true for each variable
-    with a gradient on some rank, and `expected` for each with a mean to apply, `[variables]` bool;
-    `None` on one rank. `everybody` is true if all ranks had a batch; `None` if that is not watched.
-    `moves` is false at a learning rate of 0, at which the sent gradients would have no effect.
-    `state` has pairs of a state variable of schemes and its new value.
+    `missing` has groups of indices of variables without a gradient on this rank in the traced step.
+    Other ranks have a gradient for all variables of a group or for none. `present` is true for each
+    variable with a gradient on some rank, and `expected` for each with a mean to apply,
+    `[variables]` bool; `None` on one rank. `everybody` is true if all ranks had a batch; `None` if
+    that is not watched. `moves` is false at a learning rate of 0, at which the sent gradients would
+    have no effect. `state` has pairs of a state variable of schemes and its new value.
     """
 
     values: list[Any]
@@ -107,90 +96,69 @@ class Means:
 
     def times(self, factor: Any, variables: Sequence[Any]) -> Means:
         """Returns the means times a factor, except for values that overwrite their variables."""
-        pairs = zip(self.values, variables, strict=True)
-        return replace(
-            self,
-            values=[v if v is None or is_overwritten(w) else _times(v, factor) for v, w in pairs],
-        )
+        # They are dense, because only accumulated gradients have a factor.
+        values = [
+            v if v is None or is_overwritten(variable) else v * tf.cast(factor, v.dtype)
+            for v, variable in zip(self.values, variables, strict=True)
+        ]
+        return replace(self, values=values)
 
     def update(self, apply: Apply) -> None:
-        """Passes the means to `apply`; if a rank's input is exhausted, all ranks skip the update.
+        """Passes the means to `apply`, with `None` for variables that have a gradient on no rank.
 
-        `apply` receives `None` for variables that have a gradient on no rank. The step fails with
-        `InvalidArgumentError` if no rank has any gradient, or if others have gradients for some but
-        not all variables of a group in `missing`.
+        If a rank's input is exhausted, all ranks skip the update. The step fails if no rank has any
+        gradient, or if others have one for some but not all variables of a group in `missing`.
         """
+        run = functools.partial(self._apply, apply, self.values, self.missing)
         if self.everybody is None:
-            self._apply_expected(apply)
+            run()
         else:
-            tf.cond(self.everybody, lambda: self._apply_expected(apply), lambda: None)
+            tf.cond(self.everybody, run, lambda: None)
 
-    def _apply_expected(self, apply: Apply) -> None:
-        if self.expected is None:
-            apply(self.values)
-        else:
-            _apply_expected(self.values, self.missing, self.present, self.expected, apply)
+    def _apply(self, apply: Apply, values: list[Any], missing: Sequence[list[int]]) -> None:
+        """Applies values, without those of groups that have a gradient on no rank."""
+        if self.expected is not None and all(value is None for value in values):
+            rule = "At least one variable must have a gradient on some rank. Received: none."
+            tf.debugging.Assert(False, [rule])
+            return
+        if not missing:
+            apply(values)
+            return
+        group, *others = missing
+        found = tf.gather(self.present, group)
+        without = [None if index in group else value for index, value in enumerate(values)]
+
+        # Use a branch per group, not per variable: each branch traces the rest again.
+        def with_group() -> None:
+            rule = (
+                "The variables without a gradient on this rank must all have one on other ranks, "
+                "or none of them. Received: some have one. Pass zeros as the gradients of all of "
+                "them."
+            )
+            # If no rank has a gradient, only residuals arrive, which not all schemes keep.
+            tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
+            self._apply(apply, values, others)
+
+        tf.cond(
+            tf.reduce_any(tf.gather(self.expected, group)),
+            with_group,
+            lambda: self._apply(apply, without, others),
+        )
 
     def keep_state(self) -> None:
         """Assigns the new state if all ranks took part, weights move, and all means are finite."""
         if not self.state:
             return
-        counts = (
-            self.moves if self.everybody is None else tf.logical_and(self.everybody, self.moves)
-        )
+        everybody = True if self.everybody is None else self.everybody
         # With loss scaling, the optimizer skips non-finite steps, so sent gradients would be lost.
         # Also, a NaN residual would stay NaN.
-        finite = all_finite(self.values)
+        counts = tf.logical_and(tf.logical_and(everybody, self.moves), all_finite(self.values))
 
         def assign() -> None:
             for variable, value in self.state:
                 variable.assign(value)
 
-        tf.cond(tf.logical_and(counts, finite), assign, lambda: None)
-
-
-def _times(value: Any, factor: Any) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        values = value.values * tf.cast(factor, value.dtype)
-        return tf.IndexedSlices(values, value.indices, value.dense_shape)
-    return value * tf.cast(factor, value.dtype)
-
-
-def _apply_expected(
-    values: list[Any],
-    missing: Sequence[list[int]],
-    present: tf.Tensor,
-    expected: tf.Tensor,
-    apply: Apply,
-) -> None:
-    """Applies means of variables that have a gradient on some rank; see `Means`."""
-    if not any(value is not None for value in values):
-        tf.debugging.Assert(
-            False, ["At least one variable must have a gradient on some rank. Received: none."]
-        )
-        return
-    if not missing:
-        apply(values)
-        return
-    group, *others = missing
-    found = tf.gather(present, group)
-    without = [None if index in group else value for index, value in enumerate(values)]
-
-    # Use a branch per group, not per variable: each branch traces the rest again.
-    def with_group() -> None:
-        rule = (
-            "The variables without a gradient on this rank must all have one on other ranks, or "
-            "none of them. Received: some have one. Pass zeros as the gradients of all of them."
-        )
-        # If no rank has a gradient, only residuals arrive, which not all schemes keep.
-        tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
-        _apply_expected(values, others, present, expected, apply)
-
-    tf.cond(
-        tf.reduce_any(tf.gather(expected, group)),
-        with_group,
-        lambda: _apply_expected(without, others, present, expected, apply),
-    )
+        tf.cond(counts, assign, lambda: None)
 
 
 class JoinHook(NamedTuple):
@@ -211,16 +179,12 @@ def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 
     def join(group: list[JoinHook]) -> bool:
-        return _join_in_turn(group, eagerly)
+        others_continued = False
+        # Use a list, because each turn must join all of them.
+        while not all([hook.join(eagerly) for hook in group]):  # noqa: C419
+            others_continued = True
+        return others_continued
 
     with ThreadPoolExecutor(len(groups)) as threads:
         # Use a list, because `map` raises a thread's error only when its result is read.
         return any(list(threads.map(join, groups)))
-
-
-def _join_in_turn(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
-    others_went_on = False
-    # Use a list, because each turn must join all of them.
-    while not all([hook.join(eagerly) for hook in hooks]):  # noqa: C419
-        others_went_on = True
-    return others_went_on

@@ -11,7 +11,7 @@ from tfposeidon.gradients import Description, tensors_of
 from tfposeidon.native import library
 
 Done = Callable[[Sequence[Any]], None]
-"""Is called with the means of a step, while the step is traced."""
+"""Function that receives the means of a step after the exchange, while the step is traced."""
 
 
 class Observer(Protocol):
@@ -24,16 +24,10 @@ class Observer(Protocol):
         sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
-        """Is called before the exchange.
+        """Receives this rank's gradients before the exchange, and returns a callback for the means.
 
-        Args:
-          descriptions: Descriptions of the gradients in the plan of the exchange.
-          gradients: Gradients of this rank, in the order of their variables.
-          sent: The same as the plan sends them, some by their structure.
-          replicated: Variables with the same values on all ranks.
-
-        Returns:
-          What to call after the exchange.
+        `sent` has the same gradients as the plan sends them, some by their structure. `replicated`
+        has the variables with the same values on all ranks.
         """
 
 

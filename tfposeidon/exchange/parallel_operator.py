@@ -88,15 +88,7 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
       >>> tp.parallel_tensor_operator(sums, weights).numpy().tolist()
       [4.0, 6.0]
     """
-    return run_in_parallel(
-        runtime.wire(), function, tensors, f"tp.parallel_tensor_operator_{next(_numbers)}"
-    )
-
-
-def run_in_parallel(
-    wire: Wire, function: Callable[[Any], Any], tensors: Any, name: str
-) -> tf.Tensor:
-    """Runs `parallel_tensor_operator` over a given communicator."""
+    wire, name = runtime.wire(), f"tp.parallel_tensor_operator_{next(_numbers)}"
     result, problem, description = None, None, None
     # The other ranks wait for this one, so send them any error before raising it.
     try:
@@ -116,16 +108,14 @@ def run_in_parallel(
         everybody = exchange_objects(mine, wire, name)
     if problem is not None:
         raise problem
-    return gather_results(result, *_agreed(everybody), wire, f"{name}.all_gather")
+    dtype, shape = _agreed(everybody)
+    return gather_results(result, dtype, shape, wire, f"{name}.all_gather")
 
 
 def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
-    """Gathers compatible results `[m, *shape]` in the order of ranks (CommLib, Eq. 14).
-
-    `own` is `None` on a rank without items. The result has no gradient.
-    """
+    """Gathers results `[m, *shape]` in the order of ranks; `own` is `None` without items."""
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
     # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part of the
@@ -137,8 +127,8 @@ def gather_results(
 
 def _items(tensors: Any) -> Any:
     """Returns a list of tensors or of tuples of tensors, or one tensor, all of known shapes."""
-    items = list(tensors) if isinstance(tensors, tuple) else tensors
-    items = tf.nest.map_structure(tf.convert_to_tensor, items)
+    tensors = list(tensors) if isinstance(tensors, tuple) else tensors
+    items = tf.nest.map_structure(tf.convert_to_tensor, tensors)
     shapes = [tensor.shape for tensor in tf.nest.flatten(items)]
     if not shapes or not all(shape.is_fully_defined() for shape in shapes):
         raise ValueError(
@@ -222,10 +212,7 @@ def _readable(result: list[Any]) -> str:
 def parallel_norms(wire: Wire, name: str) -> Norms:
     """Returns a function by which each rank computes norms of some layers and receives the rest.
 
-    Ranks must have agreed on the variables. Each rank reads 1 / P of the values, and one all-gather
-    sends two numbers per layer.
-
-    Source: Shi et al. 2021 (CommLib), section 4.2.
+    Ranks must have agreed on the variables. One all-gather sends two numbers per layer.
     """
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
@@ -233,25 +220,17 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
         begin, end = balanced_parts(sizes, wire.topology.size)[wire.topology.rank]
         # Use the dtype of all rows: a rank's share may have another one, and results must be
         # compatible.
-        dtype, width = norm_dtype(rows), len(rows[0])
-        own = (
-            tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
-            if begin < end
-            else None
-        )
-        return tf.ensure_shape(
-            gather_results(own, dtype.name, [width], wire, name), [len(rows), width]
-        )
+        dtype, width, own = norm_dtype(rows), len(rows[0]), None
+        if begin < end:
+            own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
+        gathered = gather_results(own, dtype.name, [width], wire, name)
+        return tf.ensure_shape(gathered, [len(rows), width])
 
     return norms
 
 
 class NormMethod(NamedTuple):
-    """Method by which the norms of one list of variables are computed.
-
-    `norms` is for `override_norms`, or `None` if the optimizer needs no norms. `note` is a line for
-    the plan, or empty.
-    """
+    """Function for `override_norms`, `None` without norms, and a line for the plan, or empty."""
 
     norms: Norms | None = None
     note: str = ""
@@ -272,12 +251,10 @@ def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: s
     if wanted == "auto":
         local_s, parallel_s = _measured(layers, wire, prefix)
         wanted = parallel_s < local_s
-        why = (
-            f"measured once: {1e3 * parallel_s:.2f} ms in parallel, "
-            f"{1e3 * local_s:.2f} ms on every rank"
-        )
-    who = "each rank computes a share" if wanted else "every rank computes all"
-    note = f"norms of {len(layers)} layers: {who} ({why})"
+        times = f"{1e3 * parallel_s:.2f} ms in parallel, {1e3 * local_s:.2f} ms on every rank"
+        why = f"measured once: {times}"
+    work = "each rank computes a share" if wanted else "every rank computes all"
+    note = f"norms of {len(layers)} layers: {work} ({why})"
     return NormMethod(parallel if wanted else local_norms, note)
 
 
@@ -312,14 +289,11 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
         return 0.0, 0.0
     # Run now, outside of the traced graph.
     with tf.init_scope():
-        candidates = [local_norms, parallel_norms(wire, f"{prefix}.measured_norms")]
-        mine = [
-            _seconds(norms, layers, wire, f"{prefix}.norms_{index}")
-            for index, norms in enumerate(candidates)
-        ]
-        everybody = exchange_objects(mine, wire, f"{prefix}.norms_measured")
-    local_s, parallel_s = (max(times) for times in zip(*everybody, strict=True))
-    return local_s, parallel_s
+        parallel = parallel_norms(wire, f"{prefix}.measured_norms")
+        local_s = _seconds(local_norms, layers, wire, f"{prefix}.norms_0")
+        parallel_s = _seconds(parallel, layers, wire, f"{prefix}.norms_1")
+        everybody = exchange_objects([local_s, parallel_s], wire, f"{prefix}.norms_measured")
+    return max(local for local, _ in everybody), max(parallel for _, parallel in everybody)
 
 
 def _seconds(norms: Norms, layers: Sequence[Any], wire: Wire, name: str) -> float:

@@ -1,17 +1,17 @@
 """Makes plans from descriptions, topology and policy, without communication.
 
 Each rank makes its plan independently, and all plans must be equal. Therefore no decision may
-depend on anything that differs between ranks, and no order may come from a set. Plans that do not
-suit the inner optimizer are refused, or have a line of advice.
+depend on data that differs between ranks, and no order may come from a set. Plans that do not suit
+the inner optimizer are refused, or have a line of advice.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class Bucket:
 
     def joined(self, other: Bucket) -> Bucket:
         """Returns both in one bucket, this one's variables first; they share scheme and dtype."""
-        return dataclasses.replace(
+        return replace(
             self,
             members=self.members + other.members,
             descriptions=self.descriptions + other.descriptions,
@@ -115,13 +115,13 @@ class Bucket:
         choices = self.choices
         if policy.is_fixed:
             choices = tuple(_choose(policy, d, topology) for d in known)
-        return dataclasses.replace(self, descriptions=known, choices=choices).fitted(topology)
+        return replace(self, descriptions=known, choices=choices).fitted(topology)
 
     def fitted(self, topology: Topology) -> Bucket:
         """Returns the bucket with the version of its scheme that fits the structures."""
         if not self.structures:
             return self
-        return dataclasses.replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
+        return replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
 
 
 class Forecast(Protocol):
@@ -141,7 +141,7 @@ class Plan:
     Attributes:
       buckets: Buckets in the order in which the backward pass completes their gradients.
       topology: Topology of the job, as seen from this rank.
-      notes: Remarks on anything that may be unexpected, and why.
+      notes: Remarks on unexpected results of planning, with their reasons.
       forecasts: Predicted step for each list of variables that the optimizer is called with; empty
         if the network profile is unknown, or on a single rank.
       occasion: Name of the event that sends these bytes once, such as a step or a synchronization.
@@ -172,22 +172,13 @@ class Plan:
     @cached_property
     def descriptions(self) -> tuple[Description, ...]:
         """Descriptions of the gradients, in the order of the variables."""
-        pairs = [
-            (member, description)
-            for bucket in self.buckets
-            for member, description in zip(bucket.members, bucket.descriptions, strict=True)
-        ]
-        return tuple(description for _, description in sorted(pairs, key=lambda pair: pair[0]))
+        found = _by_member(self.buckets)
+        return tuple(found[member] for member in sorted(found))
 
     @cached_property
     def structured(self) -> dict[int, Description]:
         """Descriptions of the gradients whose structure is exchanged, by index of the variable."""
-        return {
-            member: description
-            for bucket in self.buckets
-            if bucket.structures
-            for member, description in zip(bucket.members, bucket.descriptions, strict=True)
-        }
+        return _by_member(bucket for bucket in self.buckets if bucket.structures)
 
     @property
     def reader(self) -> GradientReader | None:
@@ -219,11 +210,10 @@ class Plan:
           its options and cost, and for each variable the reason and the bytes of each scheme that
           was compared.
         """
-        buckets = [self._bucket_to_dict(bucket) for bucket in self.buckets]
         content = {
             "nodes": self.topology.nodes,
             "rank": self.topology.rank,
-            "buckets": buckets,
+            "buckets": [self._bucket_to_dict(bucket) for bucket in self.buckets],
             "notes": self.notes,
             "forecasts": [forecast.to_dict() for forecast in self.forecasts],
         }
@@ -243,41 +233,41 @@ class Plan:
                 }
                 for d, choice in zip(bucket.descriptions, bucket.choices, strict=True)
             ],
-            "cost": dataclasses.asdict(bucket.cost(self.topology)),
+            "cost": asdict(bucket.cost(self.topology)),
         }
 
     def __str__(self) -> str:
         """Returns the plan as a table with one row per variable."""
-        lines = [
-            f"Plan for {self.topology}: bytes that rank {self.topology.rank} sends per "
-            f"{self.occasion}"
-        ]
-        rows = [row for i, bucket in enumerate(self.buckets) for row in self._rows(i, bucket)]
-        node, across = readable_size(self.cost.node_bytes), readable_size(self.cost.cross_bytes)
-        total = ("total", "", "", "", "", node, across, "")
-        lines += table([COLUMNS, *rows, total])
-        lines += [f"note: {note}" for note in self.notes]
-        for forecast in self.forecasts:
-            lines += forecast.lines()
-        return "\n".join(lines)
-
-    def _rows(self, index: int, bucket: Bucket) -> list[tuple[str, ...]]:
-        cost = bucket.cost(self.topology)
-        figures = (
-            str(bucket.scheme),
-            readable_size(cost.node_bytes),
-            readable_size(cost.cross_bytes),
-        )
+        rank = self.topology.rank
         rows: list[tuple[str, ...]] = []
-        reason_above = ""
-        for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
-            shape = "x".join(map(str, d.shape)) or "scalar"
-            number, shown = ("", ("", "", "")) if rows else (str(index), figures)
-            # Show a reason once if several variables of a bucket have it in common.
-            reason = "" if choice.reason == reason_above else choice.reason
-            reason_above = choice.reason
-            rows.append((number, d.path, shape, d.dtype, *shown, reason))
-        return rows
+        for index, bucket in enumerate(self.buckets):
+            number, scheme, reason = str(index), str(bucket.scheme), ""
+            sizes = _sizes(bucket.cost(self.topology))
+            for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
+                shape = "x".join(map(str, d.shape)) or "scalar"
+                # Show a reason once if several variables of a bucket have it in common.
+                why = "" if choice.reason == reason else choice.reason
+                rows.append((number, d.path, shape, d.dtype, scheme, *sizes, why))
+                number, scheme, sizes, reason = "", "", ("", ""), choice.reason
+        total = ("total", "", "", "", "", *_sizes(self.cost), "")
+        return "\n".join(
+            [
+                f"Plan for {self.topology}: bytes that rank {rank} sends per {self.occasion}",
+                *table([COLUMNS, *rows, total]),
+                *(f"note: {note}" for note in self.notes),
+                *(line for forecast in self.forecasts for line in forecast.lines()),
+            ]
+        )
+
+
+def _by_member(buckets: Iterable[Bucket]) -> dict[int, Description]:
+    """Returns the descriptions of some buckets, by index of the variable."""
+    pairs = (zip(bucket.members, bucket.descriptions, strict=True) for bucket in buckets)
+    return dict(itertools.chain(*pairs))
+
+
+def _sizes(cost: Cost) -> tuple[str, str]:
+    return readable_size(cost.node_bytes), readable_size(cost.cross_bytes)
 
 
 def make_plan(
@@ -297,9 +287,15 @@ def make_plan(
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
+    choices = [_choose(policy, description, topology) for description in descriptions]
+    singles = [
+        Bucket(members=(i,), descriptions=(d,), scheme=choices[i].scheme, choices=(choices[i],))
+        for i, d in enumerate(descriptions)
+    ]
     most_bytes = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    fused = _fused(_single_buckets(descriptions, policy, topology), most_bytes)
-    buckets = [bucket.fitted(topology) for bucket in fused]
+    # The backward pass starts with the last layers, so their gradients can be sent while others are
+    # computed (Poseidon, section 3.1, wait-free backpropagation).
+    buckets = [bucket.fitted(topology) for bucket in _fused(reversed(singles), most_bytes)]
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
     notes = (*notes, *policy.notes(descriptions), *remarks)
@@ -314,24 +310,7 @@ def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
         bucket.sized(float(size), policy, plan.topology) if bucket.structures and size else bucket
         for bucket, size in pairs
     ]
-    return dataclasses.replace(plan, buckets=tuple(buckets))
-
-
-def _single_buckets(
-    descriptions: Sequence[Description], policy: Policy, topology: Topology
-) -> Iterable[Bucket]:
-    """Yields one bucket per variable, last variables first."""
-    # The backward pass starts with the last layers, so their gradients can be sent while others are
-    # computed (Poseidon, section 3.1, wait-free backpropagation).
-    for member in reversed(range(len(descriptions))):
-        description = descriptions[member]
-        choice = _choose(policy, description, topology)
-        yield Bucket(
-            members=(member,),
-            descriptions=(description,),
-            scheme=choice.scheme,
-            choices=(choice,),
-        )
+    return replace(plan, buckets=tuple(buckets))
 
 
 def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
@@ -355,24 +334,21 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or another scheme for variables that it does not suit.
+    """Returns the policy's choice, or another scheme if the variable is unsuitable for it.
 
-    These are gradients that replace the variable, gradients that the scheme refuses, and variables
-    that are too small for it.
+    A variable is unsuitable if its gradient replaces it, if the scheme refuses the gradient, or if
+    it has too few elements.
     """
     if description.is_value:
         return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)
     scheme = choice.scheme
     if refusal := scheme.refusal(description):
-        return dataclasses.replace(choice, scheme=AllReduce(), reason=refusal)
+        return replace(choice, scheme=AllReduce(), reason=refusal)
     if description.length >= scheme.min_length:
         return choice
-    return dataclasses.replace(
-        choice,
-        scheme=scheme.for_small_variables or AllReduce(),
-        reason=f"fewer than {scheme.min_length} elements for {scheme.name}",
-    )
+    reason = f"fewer than {scheme.min_length} elements for {scheme.name}"
+    return replace(choice, scheme=scheme.for_small_variables or AllReduce(), reason=reason)
 
 
 def cpu_advice(plan: Plan) -> str:
@@ -405,26 +381,20 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
             "momentum correction applies to some variables only; the others have no momentum, "
             "because the optimizer's momentum must be 0"
         )
-    # 1-bit SGD has no momentum correction to recommend.
-    if optimizer.momentum and not hasattr(sparse[0], "momentum"):
-        return f"momentum after {name} acts on delayed gradients"
-    if optimizer.momentum:
-        return (
-            f"momentum after {name} acts on delayed gradients: use SGD(momentum=0.0) with "
-            f"{type(sparse[0]).__name__}(momentum={optimizer.momentum}) instead, which applies "
-            "momentum before selection"
+    if not optimizer.momentum:
+        return ""
+    advice = f"momentum after {name} acts on delayed gradients"
+    # Only some schemes support momentum correction.
+    if hasattr(sparse[0], "momentum"):
+        advice += (
+            f": use SGD(momentum=0.0) with {type(sparse[0]).__name__}"
+            f"(momentum={optimizer.momentum}) instead, which applies momentum before selection"
         )
-    return ""
+    return advice
 
 
 def check_optimizer(plan: Plan, inner: Any) -> None:
     """Refuses schemes that the inner optimizer does not support."""
-    _check_momentum(plan, inner)
-    _check_sparse_updates(plan, inner)
-
-
-def _check_momentum(plan: Plan, inner: Any) -> None:
-    """Refuses momentum both before selection, by the scheme, and after it, by the optimizer."""
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
     if corrected and moved:
@@ -433,10 +403,6 @@ def _check_momentum(plan: Plan, inner: Any) -> None:
             f"{', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. Use "
             "SGD(momentum=0.0)."
         )
-
-
-def _check_sparse_updates(plan: Plan, inner: Any) -> None:
-    """Refuses Adafactor with sparse schemes: its means over rows may be zero."""
     sparse = {b.scheme.name for b in plan.buckets if getattr(b.scheme, "density", 1.0) < 1.0}
     if sparse and any(isinstance(leaf, keras.optimizers.Adafactor) for leaf in leaves(inner)):
         raise ValueError(

@@ -56,13 +56,10 @@ def is_same_path(first: str, other: str) -> bool:
     >>> is_same_path("dense/kernel", "dense/bias")
     False
     """
-    one, two = _without_numbers(first), _without_numbers(other)
+    # Leave out the outermost name and generated numbers.
+    inner = (path.partition("/")[2] or path for path in (first, other))
+    one, two = (re.sub(r"_\d+(?=_|/|$)", "", path) for path in inner)
     return one.endswith(two) or two.endswith(one)
-
-
-def _without_numbers(path: str) -> str:
-    """Returns a path without its outermost name and generated numbers."""
-    return re.sub(r"_\d+(?=_|/|$)", "", path.partition("/")[2] or path)
 
 
 def _renamed(first: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
@@ -87,21 +84,22 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """Assigns the values of `root_rank` on every rank; all ranks call it together.
 
-    Variables must be the same, in the same order, on every rank; otherwise it raises with the first
-    difference. Keras seeds receive a different value on each rank, derived from that of
-    `root_rank`.
+    It raises if variables or their order differ between ranks. Keras seeds receive a different
+    value on each rank, derived from that of `root_rank`.
     """
     if wire.topology.size == 1:
         return
     check_same_variables(
         exchange_objects(variables_as_json(describe_any(variables)), wire, "tp.broadcast")
     )
-
     texts = [variable for variable in variables if variable.dtype == tf.string]
     numbers = [variable for variable in variables if variable.dtype != tf.string]
 
     def received() -> list[tf.Tensor]:
-        return [_broadcast(v, wire, root_rank, f"tp.broadcast_{i}") for i, v in enumerate(numbers)]
+        values = [tf.convert_to_tensor(variable) for variable in numbers]
+        carried = enumerate(map(as_carried, values))
+        sent = [wire.broadcast(value, root_rank, f"tp.broadcast_{i}") for i, value in carried]
+        return [from_carried(one, value.dtype) for one, value in zip(sent, values, strict=True)]
 
     # In a graph, broadcasts need not wait for one another. Use a concrete function, because
     # TensorFlow warns about functions that are traced in each of many fits.
@@ -110,7 +108,9 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     for variable, value in zip(numbers, graph(), strict=True):
         variable.assign(another_seed(value, distance) if is_seed(variable) else value)
     for number, variable in enumerate(texts):
-        variable.assign(_broadcast_text(variable, wire, root_rank, f"tp.text_{number}"))
+        content = tf.io.serialize_tensor(tf.convert_to_tensor(variable)).numpy()
+        content = broadcast_bytes(content, wire, root_rank, f"tp.text_{number}")
+        variable.assign(tf.io.parse_tensor(content, tf.string))
 
 
 def average(variables: Sequence[Any], wire: Wire) -> None:
@@ -203,34 +203,18 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
     """Finds variables that are not bit-equal on all ranks, and the ranks unlike rank 0."""
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
-    found: dict[str, list[int]] = {}
-    for index, description in enumerate(describe_any(variables)):
-        ranks = different_ranks([sums[index] for sums in everybody])
-        if ranks:
-            found[description.path] = ranks
-    return found
+    of_variables = zip(*everybody, strict=True)
+    found = [
+        (path_of(variable), different_ranks(of_ranks))
+        for variable, of_ranks in zip(variables, of_variables, strict=True)
+    ]
+    return {path: ranks for path, ranks in found if ranks}
 
 
 def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
-    """Finds arrays that are not bit-equal on all ranks, or missing on some.
-
-    It returns the ranks that differ from rank 0, by name. All ranks call it together.
-    """
-    mine = {
-        name: zlib.crc32(np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()
-    }
+    """Finds arrays that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
+    mine = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
     everybody = exchange_objects(mine, wire, "tp.arrays")
     names = dict.fromkeys(name for sums in everybody for name in sums)
     found = {name: different_ranks([sums.get(name) for sums in everybody]) for name in names}
     return {name: ranks for name, ranks in found.items() if ranks}
-
-
-def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
-    value = tf.convert_to_tensor(variable)
-    return from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
-
-
-def _broadcast_text(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
-    content = tf.io.serialize_tensor(tf.convert_to_tensor(variable)).numpy()
-    received = broadcast_bytes(content, wire, root_rank, name)
-    return tf.io.parse_tensor(received, tf.string)

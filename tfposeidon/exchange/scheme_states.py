@@ -12,10 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon.exchange.means import Presence
-from tfposeidon.exchange.plan import Plan
+from tfposeidon.exchange.plan import Bucket, Plan
 from tfposeidon.gradients import distinct_paths
 from tfposeidon.optimizers.wrapper import leaves
-from tfposeidon.schemes.base import Slot, State
+from tfposeidon.schemes.base import State
 from tfposeidon.state.placement import Placement, StateDescription
 
 
@@ -30,21 +30,17 @@ class SchemeStates:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.variables: list[list[tf.Variable]] = [
-            [_variable(slot, index) for slot in bucket.slots(plan.topology)]
-            for index, bucket in enumerate(plan.buckets)
+            [
+                _variable(slot.shape, f"bucket_{i}_{slot.name}")
+                for slot in bucket.slots(plan.topology)
+            ]
+            for i, bucket in enumerate(plan.buckets)
         ]
-        kept = {
-            member
-            for bucket in plan.buckets
-            if bucket.slots(plan.topology)
-            for member in bucket.members
-        }
+        kept = {member for bucket, own in self._pairs() if own for member in bucket.members}
         self._is_kept = [float(member in kept) for member, _ in enumerate(plan.descriptions)]
         self.had_gradient: tf.Variable | None = None
         if kept:
-            with tf.init_scope():
-                zeros = tf.zeros([len(self._is_kept)])
-                self.had_gradient = tf.Variable(zeros, trainable=False, name="had_gradient")
+            self.had_gradient = _variable([len(self._is_kept)], "had_gradient")
 
     @property
     def exist(self) -> bool:
@@ -60,18 +56,15 @@ class SchemeStates:
         """Continues with the state in `other` of buckets with the same members and scheme."""
         if other.had_gradient is not None:
             self.had_gradient = other.had_gradient
-        kept = {
-            (bucket.members, bucket.scheme): variables
-            for bucket, variables in zip(other.plan.buckets, other.variables, strict=True)
-        }
-        self.variables = [
-            kept.get((bucket.members, bucket.scheme), variables)
-            for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
-        ]
+        kept = {(b.members, b.scheme): variables for b, variables in other._pairs()}
+        self.variables = [kept.get((b.members, b.scheme), own) for b, own in self._pairs()]
+
+    def _pairs(self) -> Iterator[tuple[Bucket, list[tf.Variable]]]:
+        return zip(self.plan.buckets, self.variables, strict=True)
 
     def read(self, index: int, rescale: tf.Tensor | None) -> State:
         """Returns the state of a bucket's scheme, with the residual of earlier gradients scaled."""
-        state = tuple(tf.convert_to_tensor(variable) for variable in self.variables[index])
+        state = tuple(map(tf.convert_to_tensor, self.variables[index]))
         if not state or rescale is None:
             return state
         # Skip the usual factor of 1, which would be another pass over memory.
@@ -79,12 +72,10 @@ class SchemeStates:
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     def expected(self, presence: Presence) -> tf.Tensor:
-        """Finds the variables with a mean to apply, `[variables]` bool, the same on all ranks.
-
-        They have a gradient on some rank, or had one whose residual is sent later.
-        """
+        """Returns whether each variable has a mean to apply, `[variables]`."""
         if self.had_gradient is None:
             return presence.any_gradient
+        # The residual of an earlier gradient may be sent now.
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
@@ -96,7 +87,7 @@ class SchemeStates:
 
     def drop(self) -> None:
         """Discards the residuals of earlier exchanges."""
-        for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
+        for bucket, variables in self._pairs():
             # Non-finite values would remain non-finite when multiplied by 0.
             values = [tf.convert_to_tensor(variable) for variable in variables]
             state = tuple(tf.where(tf.math.is_finite(v), v, 0.0) for v in values)
@@ -106,8 +97,8 @@ class SchemeStates:
 
     def flush(self) -> None:
         """Makes all later exchanges send everything, including residuals."""
-        for bucket, variables in zip(self.plan.buckets, self.variables, strict=True):
-            state = tuple(tf.convert_to_tensor(variable) for variable in variables)
+        for bucket, variables in self._pairs():
+            state = tuple(map(tf.convert_to_tensor, variables))
             for variable, value in zip(variables, bucket.scheme.flushing(state), strict=True):
                 variable.assign(value)
 
@@ -116,7 +107,7 @@ class SchemeStates:
         """True if all residuals have been sent since `flush`."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
-            for bucket, variables in zip(self.plan.buckets, self.variables, strict=True)
+            for bucket, variables in self._pairs()
         )
 
     def describe(self, paths: Sequence[str] | None = None) -> Iterator[StateDescription]:
@@ -126,18 +117,17 @@ class SchemeStates:
             everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
             members = tuple(of_variables[member] for member in bucket.members)
             for index, slot in enumerate(bucket.slots(topology)):
-                if slot.shape:
-                    # The shards of all ranks together cover the bucket this many times.
-                    owners = sum(slots[index].shape[0] for slots in everybody) // bucket.length
-                    yield StateDescription(
-                        name=slot.name,
-                        members=members,
-                        placement=Placement.PARTIAL,
-                        offset=slot.offset,
-                        owners=owners,
-                    )
-                else:
+                if not slot.shape:
                     yield StateDescription(name=slot.name, members=members, scalar=True)
+                    continue
+                yield StateDescription(
+                    name=slot.name,
+                    members=members,
+                    placement=Placement.PARTIAL,
+                    offset=slot.offset,
+                    # The shards of all ranks together cover the bucket this many times.
+                    owners=sum(slots[index].shape[0] for slots in everybody) // bucket.length,
+                )
 
     def members(self, paths: Sequence[str] | None = None) -> tuple[tuple[str, int], ...]:
         """Returns distinct path and number of elements of each variable of the plan, in order."""
@@ -146,23 +136,21 @@ class SchemeStates:
         return tuple(zip(paths or distinct_paths(descriptions), lengths, strict=True))
 
 
-def _variable(slot: Slot, bucket: int) -> tf.Variable:
+def _variable(shape: Sequence[int], name: str) -> tf.Variable:
     with tf.init_scope():
-        name = f"bucket_{bucket}_{slot.name}"
-        return tf.Variable(tf.zeros(slot.shape), trainable=False, name=name)
+        return tf.Variable(tf.zeros(shape), trainable=False, name=name)
 
 
 class EffectiveRate:
     """Effective learning rate of the last step that changed the schemes' state; 0 before the first.
 
-    It is how far weights move for a gradient of 1: the learning rate over the loss scale. Residuals
-    are rescaled when it changes, because one that is computed at one rate and sent at another would
-    count by their ratio.
+    The effective rate is the learning rate over the loss scale, that is, the change of weights for
+    a gradient of 1. Residuals are rescaled when it changes. Otherwise, a residual that is computed
+    at one rate and sent at another would be multiplied by the ratio of the rates.
     """
 
     def __init__(self) -> None:
-        with tf.init_scope():
-            self.variable = tf.Variable(0.0, trainable=False, name="effective_rate")
+        self.variable = _variable([], "effective_rate")
 
     def current(self, optimizer: Any) -> tf.Tensor:
         """Returns the rate of the current step, a float32 scalar."""
@@ -172,7 +160,7 @@ class EffectiveRate:
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
     def rescale(self, current: tf.Tensor) -> tf.Tensor:
-        """Returns the factor by which a residual moves weights as far as at its own rate."""
+        """Returns the factor with which a residual changes weights as much as at its own rate."""
         # A rate of 0 provides no ratio, so the factor is 1.
         known = tf.logical_and(self.variable > 0.0, current > 0.0)
         return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), current), 1.0)

@@ -21,7 +21,7 @@ from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import JoinHook, Means, Share
-from tfposeidon.exchange.observer import Done, ExposedTime
+from tfposeidon.exchange.observer import ExposedTime
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
 from tfposeidon.policies.base import Policy
@@ -71,11 +71,11 @@ class Step:
         bucket_bytes: int | None,
         sample_count: sample_counts.SampleCount | None,
         wire: Callable[[], Wire] = runtime.wire,
-        prefix: Callable[[], str] | None = None,
+        prefix: Callable[[], str] = next_prefix,
         settings: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._optimizer, self._wire, self._own_settings = optimizer, wire, settings
-        self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix or next_prefix)
+        self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
         self._exposed = ExposedTime()
@@ -105,18 +105,14 @@ class Step:
     ) -> tuple[Any, tf.Tensor | None, tf.Tensor | None]:
         """Returns weight, finiteness and full participation of a call, `None` if not compared."""
         finite = all_finite(gradients) if skips else None
-        differs = count is not None or finite is not None or self.absence.is_watched
-        if self._wire().topology.size == 1 or not differs:
+        may_differ = count is not None or skips or self.absence.is_watched
+        if self._wire().topology.size == 1 or not may_differ:
             return None, finite, None
-        told = self.exchanger(variables).join_call(
-            1.0 if count is None else count, True if finite is None else finite
+        weight, finite, absent = self.exchanger(variables).join_call(
+            1.0 if count is None else count, finite if skips else True
         )
-        everybody = self.absence.record(told.absent)
-        return (
-            None if count is None else told.weight,
-            None if finite is None else told.finite,
-            everybody,
-        )
+        everybody = self.absence.record(absent)
+        return None if count is None else weight, finite if skips else None, everybody
 
     def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
         """Exchanges gradients; returns means over all samples of all ranks."""
@@ -127,8 +123,13 @@ class Step:
         replicated = [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
+        observers = [self._exposed, exchanger.observer] if self._is_observed else []
         # Observers return callbacks, which receive the means after the exchange.
-        observed = self._observe(exchanger, gradients, sent, replicated)
+        observed = [
+            one.ready(plan.descriptions, gradients, sent, replicated)
+            for one in observers
+            if one is not None
+        ]
         # Only the state of schemes depends on the rate.
         now = rate.current(updater) if before.exist else None
         rescale = None if now is None else rate.rescale(now)
@@ -138,12 +139,10 @@ class Step:
         for done in observed:
             done(values)
         everybody = self.absence.record(presence.absent)
-        state = list(zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True))
+        state = [*zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True)]
         if now is not None:
-            state += [
-                (rate.variable, now),
-                (before.had_gradient, before.updated_had_gradient(presence)),
-            ]
+            had_gradient = before.had_gradient, before.updated_had_gradient(presence)
+            state += [(rate.variable, now), had_gradient]
         return Means(
             values,
             missing=exchanger.missing(gradients),
@@ -166,16 +165,6 @@ class Step:
             return exchanger.equal_share(sent)
         return exchanger.share(sent, count)
 
-    def _observe(
-        self, exchanger: Exchanger, gradients: list[Any], sent: list[Any], replicated: list[Any]
-    ) -> list[Done]:
-        observers = [self._exposed, exchanger.observer] if self._is_observed else []
-        return [
-            observer.ready(exchanger.plan.descriptions, gradients, sent, replicated)
-            for observer in observers
-            if observer is not None
-        ]
-
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
         """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
 
@@ -185,23 +174,29 @@ class Step:
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:
-        """Returns whether there is anything to exchange, or state of schemes on a single rank."""
+        """Returns whether there are other ranks, or schemes with state."""
         return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
 
     def _settings(self, count: Any) -> dict[str, Any]:
         """Returns the settings that must be equal on all ranks, except those that plans compare."""
-        optimizer, counts = self._optimizer, self.batch.function
-        steps = optimizer.gradient_accumulation_steps
+        inner, updater = self._optimizer.inner_optimizer, self._optimizer.updater
+        counts, steps, calls = self.batch.function, self._optimizer.gradient_accumulation_steps, 0
+        if steps:
+            with tf.init_scope():
+                calls = int(step_counter(inner).numpy()) % int(steps)
+        scale: dict[str, Any] = {"loss scale": None}
+        if updater is not inner:
+            scale = settings(updater, "loss scale")
         return {
             "counted": count is not None,
             "counted by rows": self.batch.is_of_rows(count),
-            "calls since the last update": _calls_since_update(optimizer) if steps else 0,
+            "calls since the last update": calls,
             "sample_count": counts and sample_counts.name(counts),
-            **settings(optimizer.inner_optimizer),
-            **_settings_of_loss_scale(optimizer),
+            **settings(inner),
+            **{name: value for name, value in scale.items() if ".inner_optimizer" not in name},
             "gradient_accumulation_steps": steps,
             **self._own_settings(),
-            **parallel_operator.norm_settings(optimizer.inner_optimizer),
+            **parallel_operator.norm_settings(inner),
         }
 
     # ------------------------------------------------------------------ state for callers
@@ -248,10 +243,7 @@ class Step:
         return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> None:
-        """Makes all later steps send everything.
-
-        Call it before a change of schemes, which would lose residuals otherwise.
-        """
+        """Makes all later steps send everything, so that a change of schemes loses no residual."""
         for exchanger in self.plans.used_exchangers:
             exchanger.states.flush()
 
@@ -259,19 +251,6 @@ class Step:
     def has_flushed(self) -> bool:
         """True if a counted step has sent everything since `flush`; the same on all ranks."""
         return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
-
-
-def _calls_since_update(optimizer: Any) -> int:
-    with tf.init_scope():
-        calls = int(step_counter(optimizer.inner_optimizer).numpy())
-    return calls % int(optimizer.gradient_accumulation_steps)
-
-
-def _settings_of_loss_scale(optimizer: Any) -> dict[str, Any]:
-    if optimizer.updater is optimizer.inner_optimizer:
-        return {"loss scale": None}
-    found = settings(optimizer.updater, "loss scale")
-    return {name: value for name, value in found.items() if ".inner_optimizer" not in name}
 
 
 class BatchCount:
@@ -366,5 +345,6 @@ class Absence:
         if not self.is_watched:
             return None
         assert self._complete is not None
-        self._complete.assign_add(tf.cast(ranks == 0.0, tf.int64))
-        return ranks == 0.0
+        is_complete = ranks == 0.0
+        self._complete.assign_add(tf.cast(is_complete, tf.int64))
+        return is_complete

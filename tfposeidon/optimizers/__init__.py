@@ -1,7 +1,6 @@
 """Optimizers for large batches, LARS and LAMB, and learning rate schedules for them."""
 
 from tfposeidon.optimizers import schedules
-from tfposeidon.optimizers.lamb import LAMB
-from tfposeidon.optimizers.lars import LARS
+from tfposeidon.optimizers.large_batch import LAMB, LARS
 
 __all__ = ["LAMB", "LARS", "schedules"]

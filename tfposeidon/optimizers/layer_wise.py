@@ -36,51 +36,38 @@ The norms are `[variables, tensors of a row]`; rows have equal lengths.
 _SCALE_OR_SHIFT = re.compile(r"(^|[/_.])(bias|gamma|beta)(:\d+)?$")
 
 
-class Exclusion:
-    """Rule for the excluded variables, as in the argument `exclude` of `LARS`.
+def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[int]:
+    """Returns the indices of the excluded variables, and warns of patterns without a match.
 
     >>> import keras
     >>> kernel, bias = keras.Variable([[1.0]], name="kernel"), keras.Variable([1.0], name="bias")
-    >>> Exclusion(None).indices([kernel, bias]), Exclusion(["kernel"]).indices([kernel, bias])
+    >>> excluded_indices(None, [kernel, bias]), excluded_indices(["kernel"], [kernel, bias])
     (frozenset({1}), frozenset({0}))
     """
-
-    def __init__(self, rule: Exclude) -> None:
-        self._rule = rule if rule is None or callable(rule) else _checked_patterns(rule)
-
-    def indices(self, variables: Sequence[Any]) -> frozenset[int]:
-        """Returns the indices of the excluded variables, and warns of patterns without a match."""
-        rule = is_scale_or_shift if self._rule is None else self._rule
-        # A shard owner holds a flat part of a variable. The rule applies to shape and path of the
-        # whole variable.
-        variables = [getattr(variable, "whole", variable) for variable in variables]
-        if callable(rule):
-            indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
-            # The default rule may match nothing: a model without biases is valid.
-            if self._rule is not None and variables and not indices:
-                what = f"is a function that excludes no variable: {_name_of(rule)}"
-                _warn_unused(what, "Correct the function, or use [].", variables)
-            return indices
-        found = {pattern: _indices_with(pattern, variables) for pattern in rule}
-        unused = [repr(pattern) for pattern, indices in found.items() if not indices]
-        if unused:
-            what = f"has patterns that match no variable's path: {', '.join(unused)}"
-            _warn_unused(what, "Correct the patterns, or leave them out.", variables)
-        return frozenset[int]().union(*found.values())
-
-    def get_config(self) -> list[str] | None:
-        """Returns the rule in a form that JSON supports; refuses a function."""
-        if callable(self._rule):
-            raise ValueError(
-                "`exclude` must be None or a list of patterns when the optimizer is saved. "
-                f"Received: the function {_name_of(self._rule)}, which cannot be saved in a file. "
-                "Use patterns that match the paths of the same variables, or save only the "
-                "weights (save_weights, keras_callbacks.Checkpoint)."
-            )
-        return None if self._rule is None else list(self._rule)
+    # A shard owner holds a flat part of a variable. The rule applies to shape and path of the whole
+    # variable.
+    variables = [getattr(variable, "whole", variable) for variable in variables]
+    if exclude is None or callable(exclude):
+        rule = _is_scale_or_shift if exclude is None else exclude
+        indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
+        # The default rule may match nothing: a model without biases is valid.
+        if exclude is not None and variables and not indices:
+            what = f"is a function that excludes no variable: {_name_of(rule)}"
+            _warn_unused(what, "Correct the function, or use [].", variables)
+        return indices
+    paths = list(map(path_of, variables))
+    found = {
+        pattern: {index for index, path in enumerate(paths) if re.search(pattern, path)}
+        for pattern in exclude
+    }
+    unused = [repr(pattern) for pattern, matches in found.items() if not matches]
+    if unused:
+        what = f"has patterns that match no variable's path: {', '.join(unused)}"
+        _warn_unused(what, "Correct the patterns, or leave them out.", variables)
+    return frozenset[int]().union(*found.values())
 
 
-def is_scale_or_shift(variable: Any) -> bool:
+def _is_scale_or_shift(variable: Any) -> bool:
     """Returns whether a variable is a bias or a parameter of a normalization layer."""
     return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
 
@@ -105,21 +92,13 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _indices_with(pattern: str, variables: Sequence[Any]) -> frozenset[int]:
-    return frozenset(
-        index for index, variable in enumerate(variables) if re.search(pattern, path_of(variable))
-    )
-
-
 def _name_of(rule: Callable[[Any], bool]) -> str:
     return getattr(rule, "__qualname__", repr(rule))
 
 
 def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
     paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
-    warnings.warn(
-        f"`exclude` {what}. Examples of paths: {paths}. {remedy}", UserWarning, stacklevel=3
-    )
+    warnings.warn(f"`exclude` {what}. Examples of paths: {paths}. {remedy}", stacklevel=3)
 
 
 class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
@@ -149,8 +128,15 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
         )
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
-        self._exclusion = Exclusion(exclude)
-        self.parallel = _checked_parallel(parallel)
+        if exclude is not None and not callable(exclude):
+            exclude = _checked_patterns(exclude)
+        self._exclude: Exclude = exclude
+        if not isinstance(parallel, bool) and parallel != "auto":
+            raise ValueError(
+                f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave '
+                "it out."
+            )
+        self.parallel = parallel
         self.norms: Norms = local_norms
 
     _indices: dict[Any, int]
@@ -159,7 +145,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def build(self, variables: Sequence[Any]) -> None:
         """Determines the excluded variables, and creates the state of all Keras optimizers."""
         super().build(variables)
-        self._excluded = self._exclusion.indices(variables)
+        self._excluded = excluded_indices(self._exclude, variables)
         self.__dict__["_indices"] = indices_of(variables)
 
     @property
@@ -178,11 +164,15 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     @override
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; refuses a function as `exclude`."""
-        return {
-            **super().get_config(),
-            "exclude": self._exclusion.get_config(),
-            "parallel": self.parallel,
-        }
+        if callable(self._exclude):
+            raise ValueError(
+                "`exclude` must be None or a list of patterns when the optimizer is saved. "
+                f"Received: the function {_name_of(self._exclude)}, which cannot be saved in a "
+                "file. Use patterns that match the paths of the same variables, or save only the "
+                "weights (save_weights, keras_callbacks.Checkpoint)."
+            )
+        exclude = None if self._exclude is None else list(self._exclude)
+        return {**super().get_config(), "exclude": exclude, "parallel": self.parallel}
 
     @override
     def add_variable_from_reference(
@@ -207,20 +197,21 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     # ------------------------------------------------------------------ the rule
 
     @abc.abstractmethod
-    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
-        """Returns the step at rate 1, with decay and without the ratio, and updates moments."""
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Updates moments; returns the step at rate 1 with decay, and a tensor for the ratio.
 
-    @abc.abstractmethod
-    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
-        """Returns the tensor whose norm the ratio compares with that of the value."""
+        The ratio compares the norm of this tensor with that of the value.
+        """
 
     @abc.abstractmethod
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """Returns ratios from norms of values and of `_compared_to_weights`, and decays."""
+        """Returns ratios from norms of values, norms of tensors from `_direction`, and decays."""
 
-    @abc.abstractmethod
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         """Moves a variable by `-step`, which includes the learning rate and the ratio."""
+        self.assign_sub(variable, step)
 
     def _decay_of(self, variable: Any) -> float:
         # Keras's `exclude_from_weight_decay` disables only the decay, `exclude` also the ratio.
@@ -243,19 +234,20 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self, variables: Sequence[Any], *names: str
     ) -> list[list[keras.Variable | None]]:
         """Returns one list per name of zero-initialized state, one entry per variable."""
+        found: list[list[keras.Variable | None]] = [[] for _ in names]
         # Create them by variable, then by name, which is the order of Keras's optimizers, so that
         # their files are compatible.
-        rows = [[self._state_for(variable, name) for name in names] for variable in variables]
-        return [[row[index] for row in rows] for index in range(len(names))]
-
-    def _state_for(self, variable: Any, name: str) -> keras.Variable | None:
-        # Keras assigns gradients to these variables (scales of float8 layers) instead of updating
-        # them, and its optimizers have no state for them.
-        if is_overwritten(variable):
-            return None
-        return self.add_variable_from_reference(
-            variable, name, dtype=arithmetic_dtype(variable.dtype).name
-        )
+        for variable in variables:
+            dtype = arithmetic_dtype(variable.dtype).name
+            for name, of_name in zip(names, found, strict=True):
+                # Keras assigns gradients to overwritten variables (scales of float8 layers) instead
+                # of updating them, and its optimizers have no state for them.
+                of_name.append(
+                    None
+                    if is_overwritten(variable)
+                    else self.add_variable_from_reference(variable, name, dtype=dtype)
+                )
+        return found
 
     # ------------------------------------------------------------------ calls from Keras
 
@@ -263,8 +255,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing: the step already includes the decay, which must not be applied twice."""
 
-    # Private, but the innermost Keras method that receives all variables at once. It would call
-    # `update_step` per variable, whereas the norms must be computed together.
+    # This private method is the innermost one in Keras that receives all variables at once. It
+    # calls `update_step` per variable, whereas the norms must be computed together.
     @override
     def _distributed_tf_update_step(
         self, distribution: Any, grads_and_vars: Any, learning_rate: Any
@@ -283,35 +275,32 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             tf.cast(variable, gradient.dtype)
             for variable, gradient in zip(variables, gradients, strict=True)
         ]
-        steps = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
-        indices = [
-            index for index, variable in enumerate(variables) if not self._is_excluded(variable)
-        ]
-        rows = [[values[i], self._compared_to_weights(gradients[i], steps[i])] for i in indices]
-        ratios = self._ratios_of([variables[i] for i in indices], rows)
-        for index, ratio in zip(indices, ratios, strict=True):
-            steps[index] *= tf.cast(ratio, steps[index].dtype)
+        found = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
+        steps = [step for step, _ in found]
+        indices = [i for i, variable in enumerate(variables) if not self._is_excluded(variable)]
+        if indices:
+            scaled = [variables[i] for i in indices]
+            norms = self.norms(scaled, [[values[i], found[i][1]] for i in indices])
+            decays = tf.constant([self._decay_of(variable) for variable in scaled], norms.dtype)
+            ratios = tf.unstack(self._ratios(norms[:, 0], norms[:, 1], decays))
+            for index, ratio in zip(indices, ratios, strict=True):
+                steps[index] *= tf.cast(ratio, steps[index].dtype)
         for variable, step in zip(variables, steps, strict=True):
             self._move(variable, step * tf.cast(learning_rate, step.dtype))
-
-    def _ratios_of(
-        self, variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]
-    ) -> list[tf.Tensor]:
-        if not variables:
-            return []
-        norms = self.norms(variables, rows)
-        decays = tf.constant([self._decay_of(variable) for variable in variables], norms.dtype)
-        return tf.unstack(self._ratios(norms[:, 0], norms[:, 1], decays))
 
 
 def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
     """Returns the norms of whole tensors in `norm_dtype`, computed on this rank."""
     dtype = norm_dtype(rows)
     tensors = [tf.cast(tensor, dtype) for row in rows for tensor in row]
+    # The native op would run on the CPU, and all weights would be copied there at every step.
+    is_on_cpu = bool(tf.config.list_logical_devices("GPU")) and not native.has_gpu_kernels()
     # The native op sums squares in 64 bits, TensorFlow's in `dtype`. TensorFlow's ops are used
     # where the native one cannot run: in XLA, on GPUs that it was not built for, and in float64.
-    elsewhere = native.in_xla() or dtype == tf.float64 or _has_cpu_kernels_only()
-    norms = tf.stack([_norm(tensor) for tensor in tensors]) if elsewhere else ops.l2_norms(tensors)
+    if native.in_xla() or dtype == tf.float64 or is_on_cpu:
+        norms = tf.stack([tf.sqrt(tf.reduce_sum(tf.square(tensor))) for tensor in tensors])
+    else:
+        norms = ops.l2_norms(tensors)
     return tf.reshape(norms, [len(rows), -1])
 
 
@@ -320,15 +309,6 @@ def norm_dtype(rows: Sequence[Sequence[tf.Tensor]]) -> tf.DType:
     return (
         tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
     )
-
-
-def _norm(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.sqrt(tf.reduce_sum(tf.square(tensor)))
-
-
-def _has_cpu_kernels_only() -> bool:
-    # The native op would run on the CPU, and all weights would be copied there at every step.
-    return bool(tf.config.list_logical_devices("GPU")) and not native.has_gpu_kernels()
 
 
 def arithmetic_dtype(dtype: Any) -> tf.DType:
@@ -354,12 +334,3 @@ def _dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:
         rows = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
     return tf.cast(gradient, dtype)
-
-
-def _checked_parallel(parallel: Any) -> bool | str:
-    if not isinstance(parallel, bool) and parallel != "auto":
-        raise ValueError(
-            f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave '
-            "it out."
-        )
-    return parallel

@@ -119,14 +119,11 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         with tf.name_scope(self.name):
             since_peak = tf.cast(step, dtype) - self.warmup_steps
             left = 1.0 - tf.clip_by_value(since_peak / self.decay_steps, 0.0, 1.0)
-            decayed = (
-                self.end_learning_rate
-                + (self.peak_learning_rate - self.end_learning_rate) * left**self.power
-            )
-            rise = self.peak_learning_rate - self.initial_learning_rate
+            peak, end = self.peak_learning_rate, self.end_learning_rate
+            decayed = end + (peak - end) * left**self.power
             # Without a warm-up, no step precedes the peak, and this value is not used.
-            rising = self.peak_learning_rate + rise * since_peak / max(1, self.warmup_steps)
-            return tf.where(since_peak < 0.0, rising, decayed)
+            rise = (peak - self.initial_learning_rate) * since_peak / max(1, self.warmup_steps)
+            return tf.where(since_peak < 0.0, peak + rise, decayed)
 
     @override
     def get_config(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Inspection of optimizers inside others, and the base class of optimizers that contain one.
 
-Think of the base class as the half of a wrapper that exchanges nothing: Keras reads and sets the
-counter and the learning rate of the optimizer inside, and saves that one.
+The base class does not communicate. Through it, Keras reads the step counter of the inner
+optimizer, reads and sets its learning rate, and saves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
@@ -34,24 +34,16 @@ def innermost(optimizer: Any) -> Any:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside that contain no others, at any depth; itself if it has none.
-
-    >>> import keras
-    >>> adam, sgd = keras.optimizers.Adam(), keras.optimizers.SGD()
-    >>> rules = keras.optimizers.OptimizerMap(default_optimizer=sgd, optimizer_map={"a/.*": adam})
-    >>> both = keras.optimizers.MultiOptimizer(rules)
-    >>> leaves(keras.optimizers.LossScaleOptimizer(both)) == [adam, sgd]
-    True
-    """
+    """Returns the optimizers inside that contain no others, at any depth; itself if it has none."""
     # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
     # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
-    inside = []
+    inside = {}
     for value in vars(optimizer).values():
-        items = value.values() if isinstance(value, Mapping) else value
-        candidates = items if isinstance(items, list | tuple | ValuesView) else [value]
-        inside += [one for one in candidates if isinstance(one, keras.optimizers.Optimizer)]
-    unique = {id(one): one for one in inside if one is not optimizer}
-    found = [leaf for one in unique.values() for leaf in leaves(one)] or [optimizer]
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        for one in items if isinstance(items, list | tuple) else [value]:
+            if isinstance(one, keras.optimizers.Optimizer) and one is not optimizer:
+                inside[id(one)] = one
+    found = [leaf for one in inside.values() for leaf in leaves(one)] or [optimizer]
     return list({id(leaf): leaf for leaf in found}.values())
 
 
@@ -117,20 +109,14 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             if key not in ("name", "code"):
                 yield from _flat(f"{name}.{key}", item)
-    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
+    elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _flat(f"{name}.{index}", item)
     else:
         yield name, _plain(value)
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) or hasattr(value, "get_config")
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if callable(value):
@@ -142,14 +128,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """Returns the floating-point state of a built optimizer, such as velocities, without rates.
-
-    >>> import keras
-    >>> adam = keras.optimizers.Adam()
-    >>> adam.build([keras.Variable([1.0, 2.0], name="weight")])
-    >>> [slot.name for slot in slots(adam)]
-    ['weight_momentum', 'weight_velocity']
-    """
+    """Returns the floating-point state of a built optimizer, such as velocities, without rates."""
     # This state belongs to a number of steps, with which optimizers such as Adam correct their
     # bias.
     return [
@@ -161,12 +140,7 @@ def slots(optimizer: Any) -> list[Any]:
 
 
 def rates(optimizer: Any) -> list[Any]:
-    """Returns the variables of learning rates; none for a schedule or a function.
-
-    >>> import keras
-    >>> [rate.name for rate in rates(keras.optimizers.SGD(0.1))]
-    ['learning_rate']
-    """
+    """Returns the variables of learning rates; none for a schedule or a function."""
     return [v for leaf in leaves(optimizer) for v in leaf.variables if v.name == _RATE]
 
 
@@ -193,14 +167,12 @@ def reset_slots(optimizer: Any) -> None:
     for leaf in leaves(optimizer):
         # Adagrad and Ftrl divide by these, so they do not start at 0.
         accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
-        # Nadam's product over its steps, whose counter is not reset.
-        product = getattr(leaf, "_u_product", None)
+        start = getattr(leaf, "initial_accumulator_value", 0.0)
         for variable in slots(leaf):
-            if variable is product:
-                continue
-            is_accumulator = id(variable) in accumulators
-            begin = getattr(leaf, "initial_accumulator_value", 0.0) if is_accumulator else 0.0
-            variable.assign(keras.ops.full_like(variable, begin))
+            # Nadam has a product over its steps, whose counter is not reset.
+            if variable is not getattr(leaf, "_u_product", None):
+                value = start if id(variable) in accumulators else 0.0
+                variable.assign(keras.ops.full_like(variable, value))
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
@@ -218,7 +190,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         name: str,
     ) -> None:
         super().__init__(
-            # Unused: the property `learning_rate` is that of the inner optimizer.
+            # The rate is unused: the property `learning_rate` is that of the inner optimizer.
             learning_rate=0.0,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
@@ -261,25 +233,24 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def _model_variables_moving_average(self) -> list[Any]:
         """Averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
-        averages: list[Any] = innermost(self)._model_variables_moving_average
-        return averages
+        return list(innermost(self)._model_variables_moving_average)
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
         """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set separately."""
-        found: list[keras.optimizers.Optimizer] = innermost(self).optimizers
-        return found
+        return list(innermost(self).optimizers)
 
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """Returns an optimizer from the result of `get_config`, without Horovod or a launcher."""
+        deserialize = keras.saving.deserialize_keras_object
         objects: dict[str, Any] = {
-            key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
+            key: deserialize(config[key], custom_objects=custom_objects)
             for key in cls._serialized
             if key in config
         }
-        return cls(**{**config, **objects})
+        return cls(**(config | objects))
 
     @override
     def set_weights(self, weights: Sequence[Any]) -> None:
@@ -322,8 +293,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
           Number of updates so far.
         """
         pairs = list(grads_and_vars)
-        grads, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        self.apply(grads, variables, sample_count)
+        self.apply([gradient for gradient, _ in pairs], [v for _, v in pairs], sample_count)
         return self.iterations
 
     @override

@@ -81,19 +81,24 @@ class Policy(Configured, ABC):
         return []
 
     @property
+    def parts(self) -> tuple[Policy, ...]:
+        """Policies that this policy combines; none by default."""
+        return ()
+
+    @property
     def reader(self) -> GradientReader | None:
         """Reader of the structure of gradients on which choices depend, if they depend on any."""
-        return None
+        return next((part.reader for part in self.parts if part.reader), None)
 
     @property
     def keeps_state(self) -> bool:
         """True if some of its schemes have state, even on one rank."""
-        return False
+        return any(part.keeps_state for part in self.parts)
 
     @property
     def corrects_momentum(self) -> bool:
         """True if some of its schemes accumulate velocity, so that the optimizer must not."""
-        return False
+        return any(part.corrects_momentum for part in self.parts)
 
     @property
     def planner(self) -> Callable[..., Any] | None:
@@ -101,7 +106,7 @@ class Policy(Configured, ABC):
 
         It is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces `choose`.
         """
-        return None
+        return next((part.planner for part in self.parts if part.planner), None)
 
     @property
     def is_fixed(self) -> bool:
@@ -125,7 +130,15 @@ class Uniform(Policy):
     scheme: Scheme
 
     def __post_init__(self) -> None:
-        _check_is_frozen(self.scheme)
+        # Check the class that defines `__init__`: a subclass that adds one may have other options.
+        made_by = next(cls for cls in type(self.scheme).__mro__ if "__init__" in vars(cls))
+        parameters = vars(made_by).get("__dataclass_params__")
+        if parameters is None or not parameters.frozen:
+            raise ValueError(
+                "A scheme must be a frozen dataclass: ranks compare its options, and models are "
+                f"saved with them. Received: scheme={self.scheme!r}. Put @dataclasses.dataclass("
+                f"frozen=True, kw_only=True) before the class {type(self.scheme).__name__}."
+            )
 
     def __str__(self) -> str:
         return str(self.scheme)
@@ -142,24 +155,9 @@ class Uniform(Policy):
     @property
     @override
     def keeps_state(self) -> bool:
-        # Test with a single rank, on which only schemes with state do anything.
-        single_rank = Topology(0, ((0,),))
-        return bool(self.scheme.slots(max(1, self.scheme.min_length), single_rank))
+        return bool(self.scheme.slots(max(1, self.scheme.min_length), Topology(0, ((0,),))))
 
     @property
     @override
     def corrects_momentum(self) -> bool:
         return self.scheme.corrects_momentum
-
-
-def _check_is_frozen(scheme: Scheme) -> None:
-    """Refuses a scheme whose options cannot be compared and saved."""
-    # Check the class that defines `__init__`: a subclass that adds one may have other options.
-    made_by = next(cls for cls in type(scheme).__mro__ if "__init__" in vars(cls))
-    parameters = vars(made_by).get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        raise ValueError(
-            "A scheme must be a frozen dataclass: ranks compare its options, and models are saved "
-            f"with them. Received: scheme={scheme!r}. Put @dataclasses.dataclass(frozen=True, "
-            f"kw_only=True) before the class {type(scheme).__name__}."
-        )

@@ -6,9 +6,8 @@ from typing import Any
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import names, stages
-from tfposeidon.schemes.base import Scheme, Slot, State
+from tfposeidon.schemes.base import ResidualScheme, Scheme, Slot, State
 from tfposeidon.schemes.dense import AllReduce, AllToAll, ParameterServer, Torus2D
-from tfposeidon.schemes.residual import ResidualScheme
 from tfposeidon.schemes.sparse import HiTopK, TopK
 from tfposeidon.schemes.stages import Cost, Stage, Transfer, Work
 

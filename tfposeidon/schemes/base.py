@@ -1,7 +1,8 @@
-"""Base class of schemes, the central abstraction of this package.
+"""Base classes of schemes, the central abstraction of this package.
 
 Think of a scheme as a pure function from a gradient and a state to the mean gradient and a new
-state.
+state. The residual is the part of earlier gradients that a scheme has not sent yet. Its size is
+that of the sum from which a scheme selects, which in a hierarchical exchange is the sum of a shard.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros
@@ -44,8 +46,8 @@ class Scheme(Configured, ABC):
     """Method that averages one bucket of gradients over all ranks.
 
     Subclasses are frozen, keyword-only dataclasses with `exchange` and `stages`. They have no
-    access to variables or learning rates, and store nothing between calls: whatever must persist is
-    `state`, which the optimizer stores.
+    access to variables or learning rates. They store nothing between calls, because the optimizer
+    stores their `state`.
 
     Policies, plans and exchanges read the properties declared here and do not test for classes, so
     a new scheme overrides the properties in which it differs. Options must be hashable: ranks
@@ -288,3 +290,50 @@ class Scheme(Configured, ABC):
           state: State of the bucket, as eager tensors.
         """
         return True
+
+
+class ResidualScheme(Scheme, ABC):
+    """Scheme that sends a part of the gradient and retains the rest as residual for later steps.
+
+    The first of its slots has shape `()`. It is 0 or more while the scheme sends parts, and
+    `FLUSHING` if the next exchange must send everything. That exchange returns `FLUSHED`. All other
+    slots are in the gradient's unit.
+
+    `benchmarks/baselines/one_bit.py` is an example.
+
+    Attributes:
+      min_elements: Option of each such scheme: variables with fewer elements are sent densely.
+    """
+
+    # A skipped step discards the new state, so the end of a flush needs a number of its own.
+    FLUSHING: ClassVar[float] = -1.0
+    """First number of the state if the next exchange must send everything."""
+    FLUSHED: ClassVar[float] = -2.0
+    """First number of the state after an exchange that sent everything."""
+
+    min_elements: int
+
+    @property
+    @override
+    def exact(self) -> bool:
+        return False
+
+    @property
+    @override
+    def min_length(self) -> int:
+        return self.min_elements
+
+    @override
+    def rescaled(self, state: State, factor: tf.Tensor) -> State:
+        # A residual stored at learning rate a and sent at rate b would otherwise count b / a times.
+        progress, *kept = state
+        return (progress, *(tensor * factor for tensor in kept))
+
+    @override
+    def flushing(self, state: State) -> State:
+        progress, *kept = state
+        return (tf.fill(tf.shape(progress), self.FLUSHING), *kept)
+
+    @override
+    def has_flushed(self, state: State) -> bool:
+        return float(state[0]) == self.FLUSHED

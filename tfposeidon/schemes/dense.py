@@ -29,7 +29,7 @@ class AllReduce(WithWireDtype, Scheme):
         `"float16"`, in which Horovod also sums.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
 
@@ -62,16 +62,9 @@ class AllReduce(WithWireDtype, Scheme):
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         width = wire_itemsize(self.wire_dtype, itemsize)
-        transfer = Transfer(
-            name="",
-            operation="all_reduce",
-            group=topology.world,
-            parts_bytes=(float(length * width),),
-            itemsize=width,
-        )
         return (
             *stages.encoding(length, self.wire_dtype, "encode"),
-            transfer,
+            Transfer.of_vector("all_reduce", topology.world, length, itemsize=width),
             *stages.encoding(length, self.wire_dtype, "decode"),
         )
 
@@ -86,7 +79,7 @@ class AllToAll(WithWireDtype, Scheme):
         values beyond 65504 become infinite.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
     Source: Ma, Mao and Taylor 2016 (Theano-MPI), section 3.2. Differs: parts differ by at most one
@@ -134,7 +127,7 @@ class Torus2D(WithWireDtype, Scheme):
         `"float16"` or `"bfloat16"`; see `AllToAll`.
 
     Raises:
-      ValueError: If `wire_dtype` is anything else.
+      ValueError: If `wire_dtype` has another value.
 
     Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
     and 2 d (m - 1) / (m n) across nodes, for d elements.
@@ -249,11 +242,6 @@ class Largest(Scheme):
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        parts_bytes = (float(length * itemsize),) * topology.size
+        gather = Transfer.of_vector("all_gather", topology.world, length, itemsize=itemsize)
         compared = length * topology.size
-        return (
-            Transfer(
-                name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
-            ),
-            Work(name="largest", kind="sum", elements=compared, operations=compared),
-        )
+        return gather, Work(name="largest", kind="sum", elements=compared, operations=compared)

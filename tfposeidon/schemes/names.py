@@ -39,7 +39,7 @@ POLICIES = _installed(
 """Modules of the names in `tfposeidon.policies`."""
 
 PLANNERS = _installed({"AutoPlanner": "tfposeidon.autotune.planner"})
-"""Modules of the planner that predicts steps, where the network is known."""
+"""Module of the planner that predicts steps."""
 
 _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
 """Classes by the name that users pass as `scheme=`."""

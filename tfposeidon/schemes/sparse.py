@@ -7,7 +7,6 @@ sends them over the slow network. In `TopK` (NaiveAG), every rank is a node of i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -17,8 +16,7 @@ from tfposeidon import checks, ops
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme, Slot, State
-from tfposeidon.schemes.residual import ErrorFeedback, FeedbackState, ResidualScheme, Selection
+from tfposeidon.schemes.base import ResidualScheme, Scheme, Slot, State
 from tfposeidon.schemes.stages import Stage, Work
 from tfposeidon.schemes.wire_format import (
     check_wire_dtype,
@@ -54,9 +52,11 @@ class _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Scheme that sends the elements of largest magnitude and retains the others as residual.
+    """Scheme that sends the largest elements, usually with error feedback and momentum correction.
 
-    Subclasses document the options.
+    Error feedback adds the elements that are not sent to the next gradient. Momentum correction
+    accumulates velocity before the selection, and masks it where elements were sent (Lin et al.
+    2018, section 3). Subclasses document the options.
     """
 
     density: float = 0.01
@@ -74,8 +74,14 @@ class SparseScheme(ResidualScheme):
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
             checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
-        # Build it now, so that invalid arguments are refused at construction.
-        _ = self._feedback
+        ops.check_method(self.select)
+        checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
+        if self.momentum and not self.error_feedback:
+            raise ValueError(
+                "Momentum correction requires error feedback. Received: "
+                f"momentum={self.momentum}, error_feedback=False. Use error_feedback=True, or "
+                "momentum=0.0."
+            )
 
     @property
     @override
@@ -114,23 +120,60 @@ class SparseScheme(ResidualScheme):
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), [layout.length])
 
         def dense() -> tuple[tf.Tensor, State]:
-            everything, new = self._feedback.select_all(shard, kept_before)
-            return self._dense_mean(everything, layout, wire, name), new.kept
+            everything, kept = self._select_all(shard, kept_before)
+            return self._dense_mean(everything, layout, wire, name), kept
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(layout.length, steps)
-            seed = self._selection_seed(steps, layout)
-            selection, new = self._feedback.select_from(shard, kept_before, k, seed)
-            return self._sparse_mean(selection, layout, steps, wire, name), new.kept
+            # Seeds differ between steps, and between ranks if there are fewer than the factor. With
+            # a fixed window of MSTopK and no residual, some tied elements would never be sent.
+            seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
+            packed, kept = self._select(shard, kept_before, k, seed)
+            return self._sparse_mean(packed, layout, steps, wire, name), kept
 
         if self._is_dense(layout):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
-        # A negative number is a mode, not a count: this step sent everything, so the scheme is
-        # flushed.
+        # A negative number is a mode and not a count. This step sent everything.
         steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
+
+    def _select(
+        self, gradient: tf.Tensor, kept: State, k: Any, seed: tf.Tensor
+    ) -> tuple[tf.Tensor, State]:
+        """Returns a message with `k` pairs, and the new residual and velocity.
+
+        With a residual, values are already rounded to the wire dtype, and the residual holds the
+        rounding error.
+        """
+        # In all cases, scatter(values) + new residual = residual + gradient, with the velocity
+        # instead of the gradient if there is one. Without a residual, rounding errors are lost.
+        options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
+        new: list[tf.Tensor] = []
+        if self.corrects_momentum:
+            residual, velocity = kept
+            values, indices, *new = ops.momentum_correction_top_k(
+                residual, gradient, velocity, k, self.momentum, self.select, **options
+            )
+        elif kept:
+            values, indices, *new = ops.error_feedback_top_k(
+                kept[0], gradient, k, self.select, **options
+            )
+        else:
+            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
+        return pack_pairs(values, indices, self.wire_dtype), tuple(new)
+
+    def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
+        """Selects all elements, as if `k` were `n`, except that velocity is not masked."""
+        if not kept:
+            return gradient, ()
+        residual, *velocity = kept
+        if not velocity:
+            return residual + gradient, (tf.zeros_like(gradient),)
+        # Masking velocity compensates for delayed elements, and here none is delayed.
+        moved = self.momentum * velocity[0] + gradient
+        return residual + moved, (tf.zeros_like(gradient), moved)
 
     def _dense_mean(
         self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str
@@ -143,43 +186,27 @@ class SparseScheme(ResidualScheme):
         return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
 
     def _sparse_mean(
-        self, selection: Selection, layout: _Layout, steps: Any, wire: Wire, name: str
+        self, packed: tf.Tensor, layout: _Layout, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        packed = pack_pairs(selection.values, selection.indices, self.wire_dtype)
+        node = layout.node
         if layout.across is not None:
             packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
-        if not self._gathers_pairs(layout):
-            messages = [(layout.node_count, self._selected_count(layout.length, steps))]
-            mean = self._sum_pairs(packed, messages, [0], layout.length, wire)
-            return stages.gather(mean, layout.node, wire, f"{name}.sums_in_node")
-        packed = wire.all_gather(packed, layout.node.group, f"{name}.pairs_in_node")
-        node = layout.node
-        messages = [(layout.node_count, self._selected_count(n, steps)) for n in node.lengths]
-        offsets = [node.offset_of(rank) for rank in node.group.ranks]
-        return self._sum_pairs(packed, messages, offsets, sum(node.lengths), wire)
-
-    def _sum_pairs(
-        self,
-        packed: tf.Tensor,
-        messages: list[tuple[int, Any]],
-        offsets: list[int],
-        length: int,
-        wire: Wire,
-    ) -> tf.Tensor:
-        """Returns the mean over all ranks, `[length]`, from the pairs that they selected."""
+        gathers, lengths, offsets = self._gathers_pairs(layout), [layout.length], [0]
+        if gathers:
+            packed = wire.all_gather(packed, node.group, f"{name}.pairs_in_node")
+            lengths, offsets = [*node.lengths], [node.offset_of(rank) for rank in node.group.ranks]
         # `packed` is ordered by position in the node, then by node. Per position, `messages` has
         # the number of messages and of pairs in each, and `offsets` the start of the shard in the
         # result.
+        messages = [(layout.node_count, self._selected_count(n, steps)) for n in lengths]
         values, indices, counts = unpack_pairs(packed, messages, self.wire_dtype)
         if any(offsets):
-            per_position = [
-                tf.fill([count * k], offset)
-                for (count, k), offset in zip(messages, offsets, strict=True)
-            ]
-            indices += tf.concat(per_position, 0)
+            pairs = zip(messages, offsets, strict=True)
+            indices += tf.concat([tf.fill([count * k], begin) for (count, k), begin in pairs], 0)
         # Divide before scattering: k values per rank instead of all elements.
-        mean = ops.scatter_add(values / wire.topology.size, indices, length, counts)
-        return tf.ensure_shape(mean, [length])
+        mean = ops.scatter_add(values / wire.topology.size, indices, sum(lengths), counts)
+        mean = tf.ensure_shape(mean, [sum(lengths)])
+        return mean if gathers else stages.gather(mean, node, wire, f"{name}.sums_in_node")
 
     # ------------------------------------------------------------------- cost
 
@@ -193,7 +220,7 @@ class SparseScheme(ResidualScheme):
 
     @staticmethod
     def _dense_stages(layout: _Layout, topology: Topology) -> tuple[Stage, ...]:
-        # Itemsize 4: after the scatter, values are float32 whatever the gradient's dtype.
+        # The itemsize is 4: after the scatter, values are float32 for any dtype of the gradient.
         back = stages.gather_stages(layout.node, 4, None, "node_gather")
         if layout.across is None:
             return back
@@ -205,29 +232,27 @@ class SparseScheme(ResidualScheme):
         )
 
     def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
-        width = pair_bytes(self.wire_dtype)
-        itemsize = wire_itemsize(self.wire_dtype, 4)
-        k, m = self._selected_count(layout.length), layout.node_count
-        across: tuple[Stage, ...] = (
+        width, itemsize = pair_bytes(self.wire_dtype), wire_itemsize(self.wire_dtype, 4)
+        k, node = self._selected_count(layout.length), layout.node
+        gathers = self._gathers_pairs(layout)
+        lengths = node.lengths if gathers else (layout.length,)
+        counts = [layout.node_count * self._selected_count(n) for n in lengths]
+        found: tuple[Stage, ...] = (
             Work(name="select", kind="select", elements=layout.length, pairs=k),
             *stages.encoding(k, self.wire_dtype, "encode"),
         )
         if layout.across is not None:
             parts_bytes = [float(width * k)] * layout.across.size
-            across += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
-        if not self._gathers_pairs(layout):
-            return (
-                *across,
-                _scatter_work(layout.length, m * k),
-                *stages.gather_stages(layout.node, 4, None, "sums_in_node"),
-            )
-        counts = [m * self._selected_count(n) for n in layout.node.lengths]
-        parts_bytes = [float(width * count) for count in counts]
-        return (
-            *across,
-            *stages.gathering(layout.node.group, parts_bytes, "pairs_in_node", itemsize),
-            _scatter_work(sum(layout.node.lengths), sum(counts)),
+            found += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
+        if gathers:
+            parts_bytes = [float(width * count) for count in counts]
+            found += stages.gathering(node.group, parts_bytes, "pairs_in_node", itemsize)
+        total = sum(counts)
+        work = Work(
+            name="scatter", kind="scatter", elements=sum(lengths), pairs=total, operations=total
         )
+        back = () if gathers else stages.gather_stages(node, 4, None, "sums_in_node")
+        return (*found, work, *back)
 
     @override
     def note(self, length: int, topology: Topology) -> str:
@@ -239,15 +264,6 @@ class SparseScheme(ResidualScheme):
         )
 
     # -------------------------------------------------------------- decisions
-
-    @cached_property
-    def _feedback(self) -> ErrorFeedback:
-        return ErrorFeedback(
-            select=self.select,
-            wire_dtype=self.wire_dtype,
-            keep=self.error_feedback,
-            momentum=self.momentum,
-        )
 
     def _layout(self, length: int, topology: Topology) -> _Layout:
         if length > MAX_LENGTH:
@@ -261,8 +277,8 @@ class SparseScheme(ResidualScheme):
         across = seen.across if seen.across is not None and seen.across.size > 1 else None
         return _Layout(node, across, len(seen.nodes), topology.rank)
 
-    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, FeedbackState]:
-        steps, *kept = state
+    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, State]:
+        """Returns the number of steps, and residual and velocity if the options need them."""
         expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
@@ -270,23 +286,16 @@ class SparseScheme(ResidualScheme):
                 f"State must match this rank's shard, {expected}. Received: shapes {received}. "
                 "The state was created for another layout of nodes, or another scheme."
             )
-        return steps, FeedbackState(*[*kept, None, None][:2])
+        return state[0], state[1:]
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
         """Returns how many elements of a shard are sent: at least one, if it has any."""
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
-        # In int64, because callers multiply by the number of nodes and by bytes.
+        # Use int64, because callers multiply by the number of nodes and by bytes.
         count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
-
-    @staticmethod
-    def _selection_seed(steps: tf.Tensor, layout: _Layout) -> tf.Tensor:
-        """Returns a seed with which MSTopK's window differs at every step and on every rank."""
-        # With a fixed window and no residual, tied elements outside of it would never be sent.
-        # Seeds differ between ranks as long as there are fewer ranks than the factor.
-        return tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
 
     def _is_dense(self, layout: _Layout) -> bool:
         """Returns whether all steps send values: on one rank, or if pairs would be more bytes."""
@@ -306,22 +315,17 @@ class SparseScheme(ResidualScheme):
         """Returns whether a step sends all values: while flushing, or early in the warm-up."""
         # All ranks must take the same branch, so this depends only on values that all ranks share:
         # the number of steps, and the longest shard instead of the rank's own.
-        is_flushing = steps < 0.0
         if not self.warmup_steps:
-            return is_flushing
+            return steps < 0.0
         longest = max(layout.node.lengths)
         k = self._selected_count(longest, steps)
-        return tf.logical_or(is_flushing, self._pairs_outweigh_values(layout, k, longest))
+        return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
         """Returns whether pairs in the node are fewer bytes than their sums, at final density."""
         width = pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
-
-
-def _scatter_work(length: int, count: int) -> Work:
-    return Work(name="scatter", kind="scatter", elements=length, pairs=count, operations=count)
 
 
 @dataclass(frozen=True, kw_only=True)

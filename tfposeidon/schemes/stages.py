@@ -118,13 +118,13 @@ class Transfer:
         p = self.group.size
         if self.operation == "all_reduce":
             return 2 * (p - 1)
-        # Gloo's broadcast is a binomial tree: at each step, all ranks that have the values send.
+        # Gloo's broadcast is a binomial tree: at each step, all ranks with the values send them.
         return (p - 1).bit_length() if self.operation == "broadcast" else p - 1
 
     def messages(self, rank: int) -> dict[int, float]:
         """Returns the payload bytes that a rank of the group sends to each receiver."""
-        # Patarasuk and Yuan 2009 for the rings, in Horovod's directions over Gloo: an all-reduce
-        # sends to the preceding rank, an all-gather to the following one.
+        # The rings are those of Patarasuk and Yuan 2009, in Horovod's directions over Gloo: an
+        # all-reduce sends to the preceding rank, an all-gather to the following one.
         p = self.group.size
         if p == 1:
             return {}
@@ -139,8 +139,8 @@ class Transfer:
         if self.operation == "all_to_all":
             parts = zip(self.group.ranks, self.parts_bytes, strict=True)
             return {receiver: size for receiver, size in parts if receiver != rank}
-        # Distance from the root in rank order, modulo p: at step i, ranks at distances below 2^i
-        # have the values.
+        # At step i, ranks at distances below 2^i from the root, in rank order modulo p, have the
+        # values.
         distance = (me - self.group.index(self.root)) % p
         receivers = [
             distance + 2**i for i in range(self.steps) if distance < 2**i and distance + 2**i < p
@@ -154,11 +154,8 @@ class Transfer:
         """Returns the steps, and the bytes that `topology.rank` sends within and across nodes."""
         me, messages = topology.rank, self.messages(topology.rank)
         within = sum((size for peer, size in messages.items() if topology.same_node(me, peer)), 0.0)
-        return Cost(
-            steps=self.steps,
-            node_bytes=within,
-            cross_bytes=sum(messages.values()) - within,
-        )
+        cross = sum(messages.values()) - within
+        return Cost(steps=self.steps, node_bytes=within, cross_bytes=cross)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +265,7 @@ def scatter_sum(
         # and drop the collective.
         return decode(received, wire_dtype, vector.dtype)
     # `received` is this shard from every rank, concatenated. Only the owner sums it and sends the
-    # result, so ranks get the same bits whatever the order of TensorFlow's additions.
+    # result, so ranks get the same bits for any order of TensorFlow's additions.
     received = tf.ensure_shape(received, [shards.group.size * own_length])
     return decode_sum(received, shards.group.size, wire_dtype, vector.dtype)
 
@@ -311,12 +308,9 @@ def scatter_sum_stages(
     if p == 1:
         return ()
     width = wire_itemsize(wire_dtype, itemsize)
+    sizes = tuple(float(n * width) for n in shards.lengths)
     transfer = Transfer(
-        name=name,
-        operation="all_to_all",
-        group=shards.group,
-        parts_bytes=tuple(float(n * width) for n in shards.lengths),
-        itemsize=width,
+        name=name, operation="all_to_all", group=shards.group, parts_bytes=sizes, itemsize=width
     )
     added = Work(name=f"{name}.sum", kind="sum", elements=p * own, operations=(p - 1) * own)
     return (*encoding(sum(shards.lengths), wire_dtype, f"{name}.encode"), transfer, added)
@@ -354,17 +348,11 @@ def gathering(
     Returns:
       The transfer; none for a group of one rank.
     """
-    if group.size == 1:
-        return ()
-    return (
-        Transfer(
-            name=name,
-            operation="all_gather",
-            group=group,
-            parts_bytes=tuple(parts_bytes),
-            itemsize=itemsize,
-        ),
+    sizes = tuple(parts_bytes)
+    transfer = Transfer(
+        name=name, operation="all_gather", group=group, parts_bytes=sizes, itemsize=itemsize
     )
+    return () if group.size == 1 else (transfer,)
 
 
 def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...]:
@@ -399,12 +387,12 @@ def own_mean_by_levels(
         return shard
     # Divide once, by the number of all ranks: a mean of node means would weight uneven nodes
     # equally.
-    size = tf.cast(wire.topology.size, vector.dtype)
+    size, name = tf.cast(wire.topology.size, vector.dtype), f"{name}.across_scatter"
     if wire_dtype is None:
         # Divide last, so that sums of integers are exact.
-        return scatter_sum(shard, across, wire, f"{name}.across_scatter", None) / size
+        return scatter_sum(shard, across, wire, name, None) / size
     # Divide before values are sent in 16 bits, because a node's sum may exceed their range.
-    return scatter_sum(shard / size, across, wire, f"{name}.across_scatter", wire_dtype)
+    return scatter_sum(shard / size, across, wire, name, wire_dtype)
 
 
 def gather_by_levels(

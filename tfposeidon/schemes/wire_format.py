@@ -60,8 +60,8 @@ def encode(tensor: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
     """Rounds values to the wire dtype; bfloat16 is returned as uint16, which Horovod supports."""
     if wire_dtype is None:
         return tensor
-    # A native op, because the CPU's cast instruction may flush denormals to zero, and ranks would
-    # differ.
+    # Use a native op, because the CPU's cast instruction may flush denormals to zero, and ranks
+    # would differ.
     encoded = ops.encode(tf.cast(tensor, tf.float32), wire_dtype)
     return tf.bitcast(encoded, tf.uint16) if wire_dtype == "bfloat16" else encoded
 
@@ -70,7 +70,7 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
     """Inverts `encode`, up to its rounding; `dtype` is ignored without a `wire_dtype`."""
     if wire_dtype is None:
         return tensor
-    return tf.cast(_sixteen_bits(tensor, wire_dtype), dtype)
+    return tf.cast(tf.bitcast(tensor, tf.as_dtype(wire_dtype)), dtype)
 
 
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
@@ -78,11 +78,7 @@ def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DT
     if wire_dtype is None:
         # `tf.reduce_sum` over the first axis takes four times as long for two or three vectors.
         return tf.add_n(tf.split(rows, count))
-    return tf.cast(ops.sum_rows(_sixteen_bits(rows, wire_dtype), count), dtype)
-
-
-def _sixteen_bits(tensor: tf.Tensor, wire_dtype: str) -> tf.Tensor:
-    return tf.bitcast(tensor, tf.bfloat16) if wire_dtype == "bfloat16" else tensor
+    return tf.cast(ops.sum_rows(tf.bitcast(rows, tf.as_dtype(wire_dtype)), count), dtype)
 
 
 def pair_bytes(wire_dtype: str | None) -> int:
@@ -96,9 +92,8 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
     if wire_dtype is None:
         return tf.concat([indices, tf.bitcast(values, tf.int32)], 0)
     # A message has one dtype, so float16 and int32 are bitcast to uint16.
-    encoded = encode(values, wire_dtype)
-    whole = encoded if encoded.dtype == tf.uint16 else tf.bitcast(encoded, tf.uint16)
-    return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), whole], 0)
+    encoded = tf.bitcast(encode(values, wire_dtype), tf.uint16)
+    return tf.concat([tf.reshape(tf.bitcast(indices, tf.uint16), [-1]), encoded], 0)
 
 
 def unpack_pairs(
@@ -114,20 +109,13 @@ def unpack_pairs(
         messages = tf.reshape(run, [count, width * k])
         # Each value occupies one element of a message; indices occupy the others.
         split = (width - 1) * k
-        indices.append(_indices(messages[:, :split]))
-        values.append(tf.reshape(_values(messages[:, split:], wire_dtype), [-1]))
+        index, value = messages[:, :split], messages[:, split:]
+        if wire_dtype is None:
+            value = tf.bitcast(value, tf.float32)
+        else:
+            index = tf.bitcast(tf.reshape(index, [-1, 2]), tf.int32)
+            value = decode(value, wire_dtype, tf.float32)
+        indices.append(tf.reshape(index, [-1]))
+        values.append(tf.reshape(value, [-1]))
         counts.append(tf.fill([count], tf.cast(k, tf.int64)))
     return tf.concat(values, 0), tf.concat(indices, 0), tf.concat(counts, 0)
-
-
-def _indices(messages: tf.Tensor) -> tf.Tensor:
-    if messages.dtype == tf.int32:
-        return tf.reshape(messages, [-1])
-    return tf.bitcast(tf.reshape(messages, [-1, 2]), tf.int32)
-
-
-def _values(messages: tf.Tensor, wire_dtype: str | None) -> tf.Tensor:
-    if wire_dtype is None:
-        return tf.bitcast(messages, tf.float32)
-    halves = tf.bitcast(messages, tf.float16) if wire_dtype == "float16" else messages
-    return decode(halves, wire_dtype, tf.float32)

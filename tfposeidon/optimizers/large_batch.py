@@ -1,7 +1,8 @@
-"""LARS: SGD with a learning rate per layer."""
+"""LARS and LAMB: SGD and Adam with a learning rate per layer, for large batches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,6 @@ from typing_extensions import override
 
 from tfposeidon import checks
 from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
-
-RATIOS = ("sum_of_norms", "norm_of_sum")
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -95,14 +94,24 @@ class LARS(LayerWiseOptimizer):
         self.momentum = checks.check_number(
             "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
         )
-        self.nesterov = _checked_nesterov(nesterov, self.momentum)
+        self.nesterov = checks.check_flag("nesterov", nesterov, "Leave it out for False.")
+        if nesterov and not self.momentum:
+            raise ValueError(
+                "`nesterov` requires momentum. Received: nesterov=True, "
+                f"momentum={self.momentum}. Use momentum=0.9, or leave nesterov out."
+            )
         self.trust_coefficient = checks.check_number(
             "trust_coefficient",
             trust_coefficient,
             checks.POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
-        self.ratio = _checked_ratio(ratio)
+        if ratio not in ("sum_of_norms", "norm_of_sum"):
+            raise ValueError(
+                f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. '
+                'Leave it out for "sum_of_norms", the form in the papers.'
+            )
+        self.ratio = ratio
         self.epsilon = checks.check_number(
             "epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none."
         )
@@ -123,13 +132,12 @@ class LARS(LayerWiseOptimizer):
         return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
-    def _direction(self, gradient: tf.Tensor, value: tf.Tensor, variable: Any) -> tf.Tensor:
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         decay = self._decay_of(variable)
-        return gradient + decay * value if decay else gradient
-
-    @override
-    def _compared_to_weights(self, gradient: tf.Tensor, direction: tf.Tensor) -> tf.Tensor:
-        return direction if self.ratio == "norm_of_sum" else gradient
+        step = gradient + decay * value if decay else gradient
+        return step, step if self.ratio == "norm_of_sum" else gradient
 
     @override
     def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
@@ -140,7 +148,7 @@ class LARS(LayerWiseOptimizer):
     @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         if not self.momentum:
-            self.assign_sub(variable, step)
+            super()._move(variable, step)
             return
         kept = self.momentums[self._index_of(variable)]
         velocity = tf.convert_to_tensor(kept) * self.momentum - step
@@ -148,20 +156,108 @@ class LARS(LayerWiseOptimizer):
         self.assign_add(variable, velocity * self.momentum - step if self.nesterov else velocity)
 
 
-def _checked_nesterov(nesterov: Any, momentum: float) -> bool:
-    checks.check_flag("nesterov", nesterov, "Leave it out for False.")
-    if nesterov and not momentum:
-        raise ValueError(
-            f"`nesterov` requires momentum. Received: nesterov=True, momentum={momentum}. Use "
-            "momentum=0.9, or leave nesterov out."
-        )
-    return nesterov
+@keras.saving.register_keras_serializable(package="tfposeidon")
+class LAMB(LayerWiseOptimizer):
+    """LAMB: layer-wise adaptive moments, for large batches.
 
+    For each variable with weights `w` and gradient `g`, learning rate `lr` and step t = 1, 2, ...::
 
-def _checked_ratio(ratio: Any) -> str:
-    if ratio not in RATIOS:
-        raise ValueError(
-            f'`ratio` must be "sum_of_norms" or "norm_of_sum". Received: ratio={ratio!r}. Leave '
-            'it out for "sum_of_norms", the form in the papers.'
+        m     = beta_1 m + (1 - beta_1) g
+        v     = beta_2 v + (1 - beta_2) g^2
+        r     = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay w
+        ratio = |w| / |r|, or 1 where one of them is 0
+        w     = w - lr ratio r
+
+    `keras.optimizers.Lamb` has no exclusion, and decays weights before the step, outside the ratio.
+
+    Args:
+      learning_rate: A number, a Keras schedule, or a function without arguments (default 0.001).
+      beta_1: Decay of the first moment, in [0, 1) (default 0.9).
+      beta_2: Decay of the second moment, in [0, 1) (default 0.999).
+      epsilon: Term added to the root of the second moment, above 0 (default 1e-6).
+      weight_decay: Weight decay inside the step, and so inside the ratio, from 0 (default 0).
+        Keras's decoupled decay is disabled.
+      exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
+        `None` (default) for biases and parameters of normalization layers, regular expressions to
+        search in the path, or a function of the variable.
+      parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
+        layers, or "auto" (default). As in `LARS`.
+      **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
+        scale.
+
+    Raises:
+      ValueError: If an argument is not in its range.
+
+    State: both moments ("momentum", "velocity"), in the order of Keras's Lamb; float32 for 16-bit
+    variables. Norms are those of whole variables, even if ranks hold shards of them
+    (`tfposeidon.ShardedOptimizer`).
+
+    Memory: in addition to the state, the steps of all variables at once, because all norms are
+    computed in one call.
+
+    Source: You et al. 2020 (Large batch optimization for deep learning), algorithm 2, with the
+    identity for phi. Differs: exclusion, as in the authors' code.
+
+    >>> import keras
+    >>> optimizer = LAMB(0.002, weight_decay=0.01, exclude=["bias", "gamma", "beta", "embedding"])
+    >>> optimizer.weight_decay
+    0.01
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-6,
+        *,
+        weight_decay: float = 0.0,
+        exclude: Exclude = None,
+        parallel: bool | str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-    return ratio
+        self.beta_1 = checks.check_number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
+        self.beta_2 = checks.check_number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
+        self.epsilon = checks.check_number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
+
+    @override
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates two moments per variable."""
+        if self.built:
+            return
+        super().build(variables)
+        self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
+
+    @override
+    def get_config(self) -> dict[str, Any]:
+        own = ("beta_1", "beta_2", "epsilon")
+        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
+
+    @override
+    def _direction(
+        self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        index = self._index_of(variable)
+        first = self._unbiased_average(self._momentums[index], gradient, self.beta_1)
+        second = self._unbiased_average(self._velocities[index], tf.square(gradient), self.beta_2)
+        step = first / (tf.sqrt(second) + self.epsilon)
+        if decay := self._decay_of(variable):
+            step += decay * value
+        return step, step
+
+    @override
+    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+        return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
+
+    def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
+        """Updates a moment with a sample, and returns it without its bias towards 0."""
+        average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
+        self.assign(kept, average)
+        # `-expm1(t log(beta))` is 1 - beta^t. In float32, the direct difference would lose four
+        # digits in the first steps at beta = 0.999, where it is about 0.001. With beta = 0 the
+        # logarithm is not defined, and the limit gives 1: no bias.
+        exponent = math.log(beta) if beta else -math.inf
+        return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)
