@@ -42,8 +42,15 @@ from tfposeidon.state.snapshots import (
     to_named_arrays,
     values_of,
 )
-from tfposeidon.training import layer_state, session
-from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
+from tfposeidon.training import session
+from tfposeidon.training.entries import (
+    assign_layers,
+    held_optimizers,
+    parts,
+    read_layers,
+    replicated_variables,
+    variables_of,
+)
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """State that each rank saves separately."""
@@ -233,7 +240,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._files.start(meta, shared, own)
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
-        found = layer_state.read(self.model, placement)
+        found = read_layers(self.model, placement)
         return {f"{_LAYER}{name}": value for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
@@ -289,7 +296,7 @@ class Checkpoint(keras.callbacks.Callback):
         assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
-        layer_state.assign(
+        assign_layers(
             self.model,
             {
                 name.removeprefix(_LAYER): value

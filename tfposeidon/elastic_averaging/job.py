@@ -28,7 +28,7 @@ from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapper import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.text import readable_size
-from tfposeidon.training import entries, layer_state, session
+from tfposeidon.training import entries, session
 
 log = logging.getLogger("tfposeidon")
 
@@ -134,7 +134,7 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     weights = [*model.weights, *seeds_of_layers(model)]
     rest = [v for v in weights if id(v) not in left_out]
     replicas.broadcast(rest, runtime.wire(), _server_rank())
-    layer_state.broadcast(model, runtime.wire(), _server_rank())
+    entries.broadcast_layers(model, runtime.wire(), _server_rank())
 
 
 def _optimizers(model: Any) -> list[Any]:
