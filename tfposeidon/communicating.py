@@ -23,7 +23,7 @@ from tfposeidon.gradients import describe
 from tfposeidon.optimizers.wrapper import OptimizerWrapper, innermost, leaves
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
-from tfposeidon.training import keras_patches, one_writer, session
+from tfposeidon.training import fit_arguments, keras_patches, session
 from tfposeidon.training.hooks import FitHooks
 
 HOROVODS = {
@@ -128,7 +128,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
     def save_own_variables(self, store: Any) -> None:
         """Saves nothing: Keras saves the inner optimizer as a part of this one."""
         if self._exchange.exchangers:
-            one_writer.warn_if_all_save()
+            fit_arguments.warn_if_all_save()
 
     # ------------------------------------------------------------------ steps
 

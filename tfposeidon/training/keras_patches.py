@@ -8,7 +8,7 @@ keep their behavior. Keras looks these methods up after the optimizer is constru
 - `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
   and passes the batch size to the optimizer, which weights unequal batches by it.
 - `fit`: prints on one rank only, without a progress bar where there is no terminal,
-  compares the data that ranks pass (`given_data`), ends epochs on all ranks after the same step
+  compares the data that ranks pass (`fit_arguments`), ends epochs on all ranks after the same step
   (`equal_steps`), and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
@@ -39,9 +39,8 @@ from tfposeidon.communication import runtime
 from tfposeidon.training import (
     entries,
     equal_steps,
-    given_data,
+    fit_arguments,
     global_metrics,
-    one_writer,
     session,
 )
 from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches
@@ -191,9 +190,9 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     synchronizes = all(one.synchronizes_model for one in hooks)
     if synchronizes:
         _begin_alike(model, callbacks)
-    given_data.compare(model, call.arguments)
+    fit_arguments.compare_data(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        one_writer.with_one_writer(callbacks),
+        fit_arguments.with_one_writer(callbacks),
         hooks,
         _rows_of_batches(call.arguments),
         synchronizes,
