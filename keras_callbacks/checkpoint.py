@@ -135,7 +135,7 @@ class Checkpoint(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
-        self._session.begin_where_asked()
+        self._session.reset_initial_epoch()
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         # Joins the ranks whose state is saved: all ranks, or a server alone.
@@ -205,7 +205,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
         # Keras would start the next `fit` at that epoch, too.
-        self._session.begin_where_asked()
+        self._session.reset_initial_epoch()
 
     # ---------------------------------------------------------------- writing
 

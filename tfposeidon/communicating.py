@@ -89,7 +89,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Here and not at import, because importing the module must not change Keras.
         keras_patches.patch_keras(CommunicatingOptimizer)
-        session.note_made(self)
+        session.register_optimizer(self)
 
     # ------------------------------------------------------------------ state
 
@@ -196,7 +196,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
             return None
         variables = list(self._trainable_variables if variables is None else variables)
         scale = self._around()
-        session.note_applied(scale or self, variables)
+        session.register_in_step(scale or self, variables)
         if not self.built:
             with runtime.made_before_the_trace():
                 self.build(variables)

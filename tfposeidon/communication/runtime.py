@@ -266,14 +266,14 @@ def local_size() -> int:
     return wire().topology.node.size
 
 
-def spokesman() -> int:
+def leader() -> int:
     """Returns the rank that logs for the job: the server if there is one, else rank 0."""
     return _server_rank or 0
 
 
 def say(text: str, *values: object) -> None:
     """Logs one line about the job, on one rank only; arguments as for `logging`."""
-    if rank() == spokesman():
+    if rank() == leader():
         # A warning, because without a logging configuration Python shows nothing below that level.
         log.warning(text, *values)
 

@@ -170,7 +170,9 @@ def has_weights(model: keras.Model) -> bool:
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
-def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False) -> None:
+def broadcast_state(
+    model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False
+) -> None:
     """Copies the state of one rank to all ranks; collective.
 
     State of inner optimizers that differs between ranks is copied only on request.
@@ -194,13 +196,13 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bo
             scatter(root_rank)
 
 
-def begin_alike(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
+def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """Makes all ranks start with the values of one, and each with its own seeds; collective."""
     # Within an epoch, a snapshot holds each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
-        share(model, wire, root_rank)
+        broadcast_state(model, wire, root_rank)
         runtime.say(
             "tfposeidon: %s All ranks start with the values of rank %d.", problem, root_rank
         )
@@ -226,9 +228,9 @@ def difference(
     layers = read_layers(model, Placement.REPLICATED) if with_layers else {}
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]
-    everybody = exchange_objects(own, wire, "tp.equal")
+    received = exchange_objects(own, wire, "tp.equal")
     # All ranks take the same branch, since the search for a difference is collective.
-    if all(other == everybody[0] for other in everybody):
+    if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))

@@ -106,7 +106,7 @@ class EqualSteps(keras.callbacks.Callback):
             _check_limit_is_known(self._limit)
         # A step traced earlier follows the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
-        has_changed = self._session.weigh_alike(are_equal)
+        has_changed = self._session.weight_equally(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
@@ -277,7 +277,7 @@ class AgreedStop(keras.callbacks.Callback):
             return
         if self._synchronizes_model and not self._was_built:
             # Ranks have made their weights in this step.
-            entries.begin_alike(self.model, runtime.wire())
+            entries.synchronize_start(self.model, runtime.wire())
         else:
             self._compare_values(WHERE_SET)
 
@@ -302,7 +302,7 @@ class AgreedStop(keras.callbacks.Callback):
         self._was_built = entries.has_weights(self.model)
         if not self._session.has_begun:
             if self._synchronizes_model:
-                entries.begin_alike(self.model, runtime.wire())
+                entries.synchronize_start(self.model, runtime.wire())
             self._session.has_begun = True
 
     @override
@@ -393,9 +393,9 @@ def _as_float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _check_equal(everybody: list[dict[str, Any]]) -> None:
+def _check_equal(received: list[dict[str, Any]]) -> None:
     require_equal(
-        everybody,
+        received,
         "All ranks must train with the same settings",
         "Run callbacks that set or restore it on all ranks, with the same values; instead of "
         "callbacks that restore only one rank, use keras_callbacks.Checkpoint.",

@@ -149,9 +149,8 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     `BackupAndRestore` resumes all ranks from the files of the lowest.
     """
     mine = [_written(callback) for callback in callbacks]
-    everybody = exchange_objects(mine, runtime.wire(), "tp.files")
     ranks: dict[str | None, list[int]] = {}
-    for rank, paths in enumerate(everybody):
+    for rank, paths in enumerate(exchange_objects(mine, runtime.wire(), "tp.files")):
         for path in filter(None, paths):
             ranks.setdefault(path, []).append(rank)
     for path, several in ranks.items():
@@ -208,7 +207,7 @@ class SharedBackup(keras.callbacks.Callback):
         own = session.of(self.model)
         epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
         if epoch is not None:
-            entries.share(self.model, runtime.wire(), self._writer, with_own_inner=True)
+            entries.broadcast_state(self.model, runtime.wire(), self._writer, with_own_inner=True)
             own.resume_at(epoch, 0)
 
     @override
@@ -227,7 +226,7 @@ class SharedBackup(keras.callbacks.Callback):
 @functools.cache
 def warn_if_all_save() -> None:
     """Warns once if another rank than the lowest saves a model: ranks might share the path."""
-    if runtime.rank() != runtime.spokesman():
+    if runtime.rank() != runtime.leader():
         log.warning(
             "tfposeidon: rank %d saves a model. Ranks that save to the same path at the same "
             "time may corrupt the file: save only where tp.rank() == 0, or use a different path "

@@ -32,8 +32,8 @@ class FitHooks:
     prepare: Callable[[list[Any]], Any] = lambda variables: None
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
-    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = lambda callbacks: (
-        contextlib.nullcontext()
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
     )
     # Called before and after each execution of the train function, also by `train_on_batch`;
     # `end_step` receives the execution's number of steps.

@@ -171,7 +171,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
     synchronizes = all(one.synchronizes_model for one in hooks)
     if synchronizes:
-        _begin_alike(model, callbacks)
+        _synchronize_start(model, callbacks)
     fit_arguments.compare_data(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
         fit_arguments.with_one_writer(callbacks),
@@ -180,7 +180,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         synchronizes,
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(session.of(model).weighing_as_agreed())
+        stack.enter_context(session.of(model).agreed_weighting())
         stack.enter_context(warnings.catch_warnings())
         for one in hooks:
             stack.enter_context(one.around(callbacks))
@@ -190,7 +190,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
 
 
-def _begin_alike(model: Any, callbacks: list[Any]) -> None:
+def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
     """Starts a model's first `fit` with the values of one rank, before callbacks see them."""
     global_metrics.check_saves(model, callbacks)
     # `AgreedStop` does so once more, since callbacks may restore values.
@@ -199,7 +199,7 @@ def _begin_alike(model: Any, callbacks: list[Any]) -> None:
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
         # A loop before `fit` leaves local weights, which each rank retains.
         with session.of(model).global_weights(assign=True):
-            entries.begin_alike(model, runtime.wire(), root)
+            entries.synchronize_start(model, runtime.wire(), root)
 
 
 def _can_shuffle(x: Any) -> bool:
@@ -362,7 +362,7 @@ def _array_specification(array: Any) -> tf.TensorSpec:
 
 def _verbosity() -> Any:
     """Returns the value for `verbose="auto"`: 2, one line per epoch, without a progress bar."""
-    if runtime.rank() != runtime.spokesman():
+    if runtime.rank() != runtime.leader():
         return 0
     # Keras takes `"auto"` for 1, a progress bar, everywhere. A pipe or file records the bar's
     # backspaces and carriage returns, so that an epoch fills pages under `horovodrun`. Notebooks

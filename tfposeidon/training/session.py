@@ -50,12 +50,12 @@ def without_loss_scale(optimizer: Any) -> Any:
     return inner if is_distributed(inner) else optimizer
 
 
-def note_made(optimizer: Any) -> None:
+def register_optimizer(optimizer: Any) -> None:
     """Records that a communicating optimizer exists."""
     _alive.add(optimizer)
 
 
-def note_applied(optimizer: Any, variables: list[Any]) -> None:
+def register_in_step(optimizer: Any, variables: list[Any]) -> None:
     """Registers an optimizer, or its loss scale, with the model whose step is being traced."""
     if join := _joined_by.get():
         join(optimizer, variables)
@@ -144,7 +144,7 @@ class Session:
         # The model holds its session: a strong reference back would leave both to the garbage
         # collector.
         self._reference = weakref.ref(model)
-        self._weighs_alike = False
+        self._weights_equally = False
         # On the CPU, since Python reads it after each execution.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
@@ -234,7 +234,7 @@ class Session:
 
     def begin_fit(self, callbacks: Sequence[Any]) -> None:
         """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
-        self.begin_where_asked()
+        self.reset_initial_epoch()
         self.only_reports = False
         self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
@@ -253,7 +253,7 @@ class Session:
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
 
-    def begin_where_asked(self) -> None:
+    def reset_initial_epoch(self) -> None:
         """Makes `fit` start at its own `initial_epoch`."""
         self._model._initial_epoch = None
 
@@ -367,7 +367,7 @@ class Session:
         before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
 
-    def weigh_alike(self, wanted: bool) -> bool:
+    def weight_equally(self, wanted: bool) -> bool:
         """Sets whether all ranks' batches have equal rows; returns whether to retrace.
 
         All ranks pass the same value. Optimizers that exchange in each step then count nothing.
@@ -375,21 +375,21 @@ class Session:
         counting = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
         for optimizer in counting:
             optimizer.exchange.batch.are_equal = wanted
-        before, self._weighs_alike = self._weighs_alike, wanted
+        before, self._weights_equally = self._weights_equally, wanted
         return bool(counting) and before != wanted
 
     @contextlib.contextmanager
-    def weighing_as_agreed(self) -> Iterator[None]:
+    def agreed_weighting(self) -> Iterator[None]:
         """Applies the agreed weighting within `fit`; batches outside of it may have other sizes."""
         left = self._model.train_function
         if isinstance(left, OutsideOfFit):
             self._model.train_function = left.train
-            self.weigh_alike(True)
+            self.weight_equally(True)
         try:
             yield
         finally:
             self._stop_skipping()
-            if self.weigh_alike(False):
+            if self.weight_equally(False):
                 self._model.train_function = OutsideOfFit(self._model)
 
     @property
