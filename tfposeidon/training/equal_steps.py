@@ -102,8 +102,13 @@ class EqualSteps(keras.callbacks.Callback):
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
             # Eager collectives match by their order alone, and a rank with exhausted input does not
             # know the order in which several optimizers exchange.
-            self._watches = self._limit is None
-            _check_limit_is_known(self._limit)
+            if self._limit is None:
+                raise ValueError(
+                    "With run_eagerly=True and several optimizers, each rank must know its number "
+                    "of batches. Received: data of unknown length. Leave run_eagerly out, or pass "
+                    "steps_per_epoch to fit."
+                )
+            self._watches = False
         # A step traced earlier follows the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
         has_changed = self._session.weight_equally(are_equal)
@@ -268,11 +273,9 @@ class AgreedStop(keras.callbacks.Callback):
             self._wants_to_stop, self.model.stop_training = True, False
         if self._equal_steps.is_over:
             raise StopIteration
-        if not self._has_stepped and not self._session.was_skipped:
-            self._has_stepped = True
-            self._compare_first_step()
-
-    def _compare_first_step(self) -> None:
+        if self._has_stepped or self._session.was_skipped:
+            return
+        self._has_stepped = True
         if not self._session.is_in_step:
             return
         if self._synchronizes_model and not self._was_built:
@@ -360,15 +363,6 @@ class PlannerCallbacks(keras.callbacks.Callback):
             callback.on_train_batch_end(batch, logs)
 
 
-def _check_limit_is_known(limit: int | None) -> None:
-    if limit is None:
-        raise ValueError(
-            "With run_eagerly=True and several optimizers, each rank must know its number of "
-            "batches. Received: data of unknown length. Leave run_eagerly out, or pass "
-            "steps_per_epoch to fit."
-        )
-
-
 def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, apart from values, as JSON."""
     settings: dict[str, Any] = {
@@ -384,13 +378,13 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
             # changes learning rates that depend on the step.
             if optimizer.fit_hooks(model).is_in_step:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
-            settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
-            settings[f"weight decay{which}"] = _as_float(leaf.weight_decay)
+            others = {
+                "momentum": getattr(leaf, "momentum", None),
+                "weight decay": leaf.weight_decay,
+            }
+            for name, value in others.items():
+                settings[f"{name}{which}"] = None if value is None else float(value)
     return settings
-
-
-def _as_float(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _check_equal(received: list[dict[str, Any]]) -> None:
