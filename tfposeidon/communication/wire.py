@@ -123,28 +123,16 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
-        # branches, so names ignore scopes.
         ops = _horovod_ops()
         return ops._allreduce(
-            tensor,
-            name=name + _suffix.get(),
-            op=ops.Sum,
-            postscale_factor=scale,
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
+            tensor, op=ops.Sum, postscale_factor=scale, **self._options(name, group)
         )
 
     @override
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        return _horovod_ops().allgather(
-            tensor,
-            name=name + _suffix.get(),
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
-        )
+        return _horovod_ops().allgather(tensor, **self._options(name, group))
 
     @override
     def all_to_all(
@@ -152,27 +140,24 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        received, _ = _horovod_ops().alltoall(
-            tensor,
-            splits=list(splits),
-            name=name + _suffix.get(),
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
-        )
+        options = self._options(name, group)
+        received, _ = _horovod_ops().alltoall(tensor, splits=list(splits), **options)
         return received
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
-        return _horovod_ops().broadcast(
-            tensor, root_rank, name=name + _suffix.get(), ignore_name_scope=True
-        )
+        options = self._options(name, self.topology.world)
+        return _horovod_ops().broadcast(tensor, root_rank, **options)
 
-    def _process_set(self, group: Group) -> Any:
-        if group == self.topology.world:
-            return _horovod_ops().global_process_set
-        return self._process_sets[group]
+    def _options(self, name: str, group: Group) -> dict[str, Any]:
+        is_world = group == self.topology.world
+        process_set = _horovod_ops().global_process_set if is_world else self._process_sets[group]
+        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
+        # branches, so names ignore scopes.
+        own_name = name + _suffix.get()
+        return {"name": own_name, "ignore_name_scope": True, "process_set": process_set}
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
@@ -240,12 +225,9 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
     """Returns the bytes of `root_rank` on all ranks; all ranks call it together, eagerly."""
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
     # A broadcast requires the same number of bytes on every rank.
-    mine = (
-        np.frombuffer(content, np.uint8)
-        if wire.topology.rank == root_rank
-        else np.zeros(int(length[0]), np.uint8)
-    )
-    return wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
+    mine = content if wire.topology.rank == root_rank else bytes(int(length[0]))
+    sent = tf.constant(np.frombuffer(mine, np.uint8))
+    return wire.broadcast(sent, root_rank, f"{name}.bytes").numpy().tobytes()
 
 
 def _horovod_ops() -> Any:
