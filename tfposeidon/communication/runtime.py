@@ -96,8 +96,7 @@ def init(
     """
     global _wire, _server_rank
     if _wire is not None:
-        check_same_layout(_wire.topology, ranks_per_node)
-        _check_same_server(server_rank)
+        check_same_job(_wire.topology, ranks_per_node, server_rank)
         if network is not None:
             _take_links(network, _wire.topology)
         return _wire.topology
@@ -200,17 +199,17 @@ def _take_links(given: Any, topology: Topology) -> None:
         given = UNKNOWN if on_gpu else MEASURE
     if given in (MEASURE, UNKNOWN):
         set_links(MEASURE if given == MEASURE else None)
-    else:
-        found = parse_links(given, topology, "v100" if on_gpu else "cpu")
-        here = socket.gethostname()
-        if found.hosts and here not in found.hosts:
-            say(
-                "tfposeidon: the network profile was measured on %s, but this host is %s; the "
-                "profile is valid only if the nodes are of the same kind.",
-                ", ".join(found.hosts),
-                here,
-            )
-        set_links(found)
+        return
+    found = parse_links(given, topology, "v100" if on_gpu else "cpu")
+    here = socket.gethostname()
+    if found.hosts and here not in found.hosts:
+        say(
+            "tfposeidon: the network profile was measured on %s, but this host is %s; the "
+            "profile is valid only if the nodes are of the same kind.",
+            ", ".join(found.hosts),
+            here,
+        )
+    set_links(found)
 
 
 def rank() -> int:
@@ -278,25 +277,22 @@ def say(text: str, *values: object) -> None:
         log.warning(text, *values)
 
 
-def _check_same_server(server_rank: int | None) -> None:
-    if server_rank not in (None, _server_rank):
-        raise RuntimeError(
-            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
-            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
-            "tfposeidon.init()."
-        )
-
-
-def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
-    """Refuses a number of ranks per node other than that of the running job."""
-    if ranks_per_node is None:
-        return
-    asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
+def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: int | None) -> None:
+    """Refuses arguments of a later `init` that differ from those of the running job."""
+    asked = topology
+    if ranks_per_node is not None:
+        asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
     if asked.nodes != topology.nodes:
         raise RuntimeError(
             "Process sets are created once per process. Received: "
             f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
             "`ranks_per_node` to the first tfposeidon.init()."
+        )
+    if server_rank not in (None, _server_rank):
+        raise RuntimeError(
+            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
+            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
+            "tfposeidon.init()."
         )
 
 
