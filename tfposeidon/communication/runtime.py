@@ -120,7 +120,7 @@ def has_begun() -> bool:
     return _wire is not None
 
 
-def wire() -> Wire:
+def wire() -> HorovodWire:
     """Returns the collectives of this process; starts Horovod with default arguments if needed."""
     if _wire is None:
         init()
