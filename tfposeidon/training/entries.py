@@ -127,10 +127,7 @@ def statistics_of(model: Any, optimizer: Any) -> list[Any]:
 
 
 def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
-    """Yields per-rank optimizer state, which a checkpoint redistributes over other ranks.
-
-    An optimizer without a plan makes its plan here, which is collective over all ranks.
-    """
+    """Yields per-rank optimizer state; collective for optimizers that have no plan yet."""
     for number, held in enumerate(held_optimizers(model)):
         optimizer = session.without_loss_scale(held)
         # Keras's own optimizers have none.
@@ -173,10 +170,7 @@ def has_weights(model: keras.Model) -> bool:
 def broadcast_state(
     model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False
 ) -> None:
-    """Copies the state of one rank to all ranks; collective.
-
-    State of inner optimizers that differs between ranks is copied only on request.
-    """
+    """Copies one rank's state, on request also that of its inner optimizers; collective."""
     own_inner = [v for held in held_optimizers(model) if with_own_inner for v in _own_inner(held)]
     variables = [
         *replicated_variables(model),
@@ -217,11 +211,10 @@ def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> Non
 def difference(
     model: keras.Model, wire: Wire, with_layers: bool = False, *placements: Placement
 ) -> str | None:
-    """Compares values across ranks by one checksum; returns the first difference or `None`.
+    """Returns the first value that differs between ranks, or `None`, on all ranks; collective.
 
-    Compares replicated variables and those with other `placements`. Collective, and the result is
-    the same on all ranks. It costs one pass over all values, on their device, and one small
-    exchange. It raises on all ranks if they have different variables.
+    It compares one checksum over replicated variables and those with other `placements`. It raises
+    on all ranks if they have different variables.
     """
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)

@@ -1,7 +1,7 @@
 """End of an epoch: metrics over the samples of all ranks, and averages of layer state.
 
-Afterwards, logs and layer state are equal on all ranks, so callbacks act alike. Callbacks that save
-before that, and layers that Keras would synchronize in each step, are refused.
+Afterwards, logs and layer state are equal on all ranks, so callbacks act identically.
+Callbacks that save before that, and layers that Keras would synchronize in each step, are refused.
 """
 
 from __future__ import annotations

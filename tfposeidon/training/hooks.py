@@ -49,7 +49,8 @@ class FitHooks:
     wire: Callable[[], Wire] | None = None
     # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True
-    # True if `fit` starts ranks alike, averages layer state and metrics, and compares replicas.
+    # True if `fit` starts all ranks with equal values, averages layer state and metrics, and
+    # compares replicas.
     synchronizes_model: bool = True
 
 

@@ -212,12 +212,10 @@ class Session:
         return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
-        """Returns an upper bound of the steps until these optimizers have exchanged.
-
-        Gradient accumulation exchanges once in several steps, and callbacks run once per
-        `steps_per_execution`. The optimizers are arguments, as a search of all layers is too slow
-        per batch.
-        """
+        """Returns an upper bound of the steps until these optimizers have exchanged."""
+        # Gradient accumulation exchanges once in several steps, and callbacks run once per
+        # execution. The optimizers are arguments, since a search of all layers takes too long for
+        # each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
 
@@ -295,10 +293,7 @@ class Session:
             optimizer.exchange.plans.planner.forget_steps()
 
     def change_scheme(self, policy: Any) -> None:
-        """Applies another policy to all optimizers from the next step, which is traced again.
-
-        All ranks must call it with the same policy at the same step.
-        """
+        """Applies a policy to all optimizers; all ranks call it with the same policy and step."""
         for optimizer in self.optimizers:
             optimizer.change_scheme(policy)
         self.retrace()
@@ -354,11 +349,8 @@ class Session:
         _check_variables_are_apart(self._model, optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
-        """Makes steps detect ranks with exhausted input; returns whether to retrace.
-
-        All ranks pass the same value. All ranks drop the updates of a step in which a rank is
-        absent.
-        """
+        """Makes steps detect ranks with exhausted input; returns whether to retrace."""
+        # All ranks pass the same value, and drop the updates of a step in which a rank is absent.
         # Cached: searching for optimizers takes longer than a small step.
         self.watched = self.optimizers if wanted else []
         # An optimizer may have trained another model since this one was traced.
@@ -368,10 +360,8 @@ class Session:
         return before != wanted
 
     def weight_equally(self, wanted: bool) -> bool:
-        """Sets whether all ranks' batches have equal rows; returns whether to retrace.
-
-        All ranks pass the same value. Optimizers that exchange in each step then count nothing.
-        """
+        """Makes all ranks weight their batches equally, or not; returns whether to retrace."""
+        # Optimizers that exchange in each step then count no samples.
         counting = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
         for optimizer in counting:
             optimizer.exchange.batch.are_equal = wanted
@@ -422,10 +412,8 @@ def _check_is_in_step(optimizer: Any, model: Any) -> None:
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
-    """Refuses optimizers that synchronize the same weights.
-
-    Each would mistake the other's changes for updates of this rank.
-    """
+    """Refuses optimizers that synchronize the same weights."""
+    # Each would mistake the other's changes for updates of this rank.
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
         if not optimizer.built or optimizer.fit_hooks(model).is_in_step:
