@@ -13,8 +13,14 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import as_carried, from_carried
-from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero
+from tfposeidon.communication.wire import (
+    Wire,
+    as_carried,
+    exchange_objects,
+    from_carried,
+    opaque,
+    unknown_zero,
+)
 from tfposeidon.exchange import replicas
 
 # Private: TensorFlow has no public way to distinguish branches and loops from named functions.

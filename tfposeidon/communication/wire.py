@@ -1,4 +1,6 @@
-"""Four collectives on groups of ranks, in the only module that uses Horovod's collectives.
+"""Four collectives on groups of ranks, and the packing of tensors for them.
+
+This is the only module that uses Horovod's collectives.
 
 Horovod's TensorFlow ops look like arithmetic to Grappler: a collective with a constant input is
 folded (it runs once, or hangs), an unused one is pruned, and two equal ones are merged. Therefore
@@ -15,6 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
@@ -26,6 +29,14 @@ _MORE_THAN_A_CONSTANT = 256
 """Size of a tensor that `tf.function` captures as an input; TensorFlow's limit is 128 elements."""
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes an object."""
+_SAME_BITS = {
+    "bfloat16": tf.uint16,
+    "uint32": tf.int32,
+    "uint64": tf.int64,
+    "complex64": tf.int64,
+    # With an additional axis of two.
+    "complex128": tf.int64,
+}
 
 # Suffix of the names of all collectives that are called or traced within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
@@ -206,12 +217,12 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     # includes the name, which reveals ranks that call from different places.
     text = json.dumps([name, value]).encode()
     own = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "big") + text, np.uint8)
-    joined = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
+    received = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
     pairs = []
-    while joined:
-        end = _LENGTH_BYTES + int.from_bytes(joined[:_LENGTH_BYTES], "big")
-        pairs.append(json.loads(joined[_LENGTH_BYTES:end]))
-        joined = joined[end:]
+    while received:
+        end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "big")
+        pairs.append(json.loads(received[_LENGTH_BYTES:end]))
+        received = received[end:]
     require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",
@@ -259,3 +270,46 @@ class GroupWire(HorovodWire):
     def _options(self, name: str, group: Group) -> dict[str, Any]:
         in_job = Group(tuple(self._ranks[rank] for rank in group.ranks))
         return self._wire._options(name, in_job)
+
+
+# ------------------------------------------------------------------ packing of tensors
+
+
+def as_carried(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor in a dtype that Horovod supports."""
+    name = tensor.dtype.name
+    if name in _SAME_BITS:
+        return tf.bitcast(tensor, _SAME_BITS[name])
+    # TensorFlow cannot bitcast float8, but float32 represents each of its values exactly.
+    return tf.cast(tensor, tf.float32) if name.startswith("float8") else tensor
+
+
+def from_carried(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Inverts `as_carried` for a tensor of the given dtype."""
+    if dtype.name in _SAME_BITS:
+        return tf.bitcast(carried, dtype)
+    return tf.cast(carried, dtype)
+
+
+def summed_dtype(values: Sequence[Any]) -> tf.DType:
+    """Returns float64 if any value has it, or else float32: means lose no bits of their values."""
+    wide = [value for value in values if tf.as_dtype(value.dtype) == tf.float64]
+    return tf.float64 if wide else tf.float32
+
+
+def joined(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
+    """Returns floating-point values, concatenated to a vector."""
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), dtype), [-1]) for v in values]
+    return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
+
+
+def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the parts of a vector from `joined`, in the shapes and dtypes of `like`."""
+    if not like:
+        return []
+    shapes = [tf.TensorShape(value.shape) for value in like]
+    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
+    return [
+        tf.cast(tf.reshape(part, shape), keras.backend.standardize_dtype(value.dtype))
+        for part, shape, value in zip(parts, shapes, like, strict=True)
+    ]

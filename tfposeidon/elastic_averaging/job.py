@@ -20,8 +20,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
-from tfposeidon.communication.packing import joined, parted
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects, joined, parted
 from tfposeidon.elastic_averaging.calls import OptimizerState, ServedState, Worker
 from tfposeidon.elastic_averaging.server import ServedCenter, Server
 from tfposeidon.exchange import replicas

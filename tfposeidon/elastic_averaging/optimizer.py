@@ -19,8 +19,7 @@ from typing_extensions import override
 from tfposeidon import checks, communicating, policies
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import joined, parted
-from tfposeidon.communication.wire import Wire
+from tfposeidon.communication.wire import Wire, joined, parted
 from tfposeidon.elastic_averaging import fit, job
 from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
 from tfposeidon.exchange.plan import Plan

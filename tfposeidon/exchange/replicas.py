@@ -14,8 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.checks import at_first_item, different_ranks, first_difference, require_equal
-from tfposeidon.communication.packing import as_carried, from_carried, joined, parted, summed_dtype
-from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
+from tfposeidon.communication.wire import (
+    Wire,
+    as_carried,
+    broadcast_bytes,
+    exchange_objects,
+    from_carried,
+    joined,
+    parted,
+    summed_dtype,
+)
 from tfposeidon.gradients import Description, path_of
 from tfposeidon.state.placement import another_seed, is_seed
 

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import joined, parted, summed_dtype
+from tfposeidon.communication.wire import joined, parted, summed_dtype
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
