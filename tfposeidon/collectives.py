@@ -44,7 +44,6 @@ _WIDER = {
     # Modulo 2**64, signed and unsigned sums have the same bits.
     "uint64": tf.int64,
 }
-_REMEDY = "Give every rank the same structure, with values of the same shapes and dtypes."
 
 
 @tf.autograph.experimental.do_not_convert
@@ -260,16 +259,16 @@ def _on_each(
 
 def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name: str) -> None:
     """Raises an error on all ranks if one refused its arguments, or if their arguments differ."""
-    everybody = exchange_objects([str(refusal or ""), given], wire, name)
-    refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text]
+    ranks = exchange_objects([str(refusal or ""), given], wire, name)
+    refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(ranks) if text]
     if refused:
         raise refusal or ValueError(
             f"Another rank rejected the arguments of this collective: {refused[0]}"
         )
     require_equal(
-        [one for _, one in everybody],
+        [described for _, described in ranks],
         "All ranks must pass values of the same structure and type to a collective",
-        _REMEDY,
+        "Give every rank the same structure, with values of the same shapes and dtypes.",
         at_first_entry(),
     )
 
