@@ -115,14 +115,12 @@ class EqualSteps(keras.callbacks.Callback):
         if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
-    def _agree_on_limit(self, steps: list[int | None]) -> None:
-        known = None not in steps
-        fewest = min(number for number in steps if number is not None) if known else None
-        self._fewest = fewest
+    def _agree_on_limit(self, steps: list[Any]) -> None:
+        self._fewest = fewest = None if None in steps else min(steps)
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if its number of steps is.
         self.params["steps"] = fewest
-        equal = known and len(set(steps)) == 1
+        equal = fewest is not None and len(set(steps)) == 1
         # An execution of several steps cannot end within them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
         if not equal:
@@ -134,9 +132,8 @@ class EqualSteps(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._done = 0
+        self._done = self._steps = 0
         self._is_open, self._has_trained, self._is_finished = True, False, False
-        self._steps = 0
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -259,11 +256,11 @@ class AgreedStop(keras.callbacks.Callback):
         self._session = session.of(self.model)
         # Ranks that do not watch for absent ones would be left alone by a stop within an epoch.
         waits = self._session.is_in_step and self._session.watches_absence
-        self._puts_off = self._session.knows_lengths and not waits
+        self._defers_stop = self._session.knows_lengths and not waits
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._puts_off and self.model.stop_training:
+        if self._defers_stop and self.model.stop_training:
             if not self._wants_to_stop:
                 log.warning(
                     "tfposeidon: rank %d requested a stop within an epoch; training ends on all "
@@ -286,27 +283,22 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # In a model's first `fit`, `_begin` compares and broadcasts the values.
-        is_first = not self._session.has_begun
-        if not self._has_begun:
-            self._begin(epoch)
-        if not is_first:
-            remedy = WHERE_SET if self._has_begun else WHERE_BEGUN
-            self._compare_values(remedy, with_layers=not self._has_begun)
-        self._has_begun = True
-
-    def _begin(self, epoch: int) -> None:
-        # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
-        # epoch.
-        settings = _settings(self.model, epoch)
-        # The comparison of values names the first variable that differs.
-        del settings["trainable variables"]
-        _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-        self._was_built = entries.has_weights(self.model)
-        if not self._session.has_begun:
-            if self._synchronizes_model:
-                entries.synchronize_start(self.model, runtime.wire())
-            self._session.has_begun = True
+        begins, self._has_begun = not self._has_begun, True
+        if begins:
+            # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
+            # epoch.
+            settings = _settings(self.model, epoch)
+            # The comparison of values names the first variable that differs.
+            del settings["trainable variables"]
+            _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
+            self._was_built = entries.has_weights(self.model)
+        if self._session.has_begun:
+            self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
+            return
+        # This is the model's first `fit`.
+        if self._synchronizes_model:
+            entries.synchronize_start(self.model, runtime.wire())
+        self._session.has_begun = True
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

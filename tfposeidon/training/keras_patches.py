@@ -155,10 +155,11 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     call.apply_defaults()
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
-    session.of(model).begin_fit(callbacks)
-    session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
+    own = session.of(model)
+    own.begin_fit(callbacks)
+    own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
     # Before anything is built: the hooks give optimizers access to their model.
-    hooks = session.of(model).hooks
+    hooks = own.hooks
     for one in hooks:
         one.check(callbacks)
     _prepare(model, call.arguments)
@@ -179,9 +180,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         _rows_of_batches(call.arguments),
         synchronizes,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(session.of(model).agreed_weighting())
-        stack.enter_context(warnings.catch_warnings())
+    with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))
         # Keras's warning about epochs that end early is wrong where another rank has fewer batches;
@@ -212,9 +211,7 @@ def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
     """Returns the number of rows of each batch of `fit`, or `None` if unknown or not constant."""
     x = arguments["x"]
     if isinstance(x, tf.data.Dataset):
-        specs = [
-            spec for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)
-        ]
+        specs = [one for one in tf.nest.flatten(x.element_spec) if isinstance(one, tf.TensorSpec)]
         rows = {spec.shape[0] if spec.shape.rank else None for spec in specs}
         return rows.pop() if len(rows) == 1 else None
     arrays = [array for array in keras.tree.flatten(x) if isinstance(array, np.ndarray | tf.Tensor)]
@@ -341,14 +338,12 @@ def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
     """Returns shapes and dtypes of a batch, or `None` for data without them."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
-    arrays = (
-        x[0]
-        if isinstance(x, keras.utils.PyDataset)
-        else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-    )
-    if not all(
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)
-    ):
+    if isinstance(x, keras.utils.PyDataset):
+        arrays = x[0]
+    else:
+        arrays = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    leaves = keras.tree.flatten(arrays)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         return None
     return keras.tree.map_structure(_array_specification, arrays)
 
