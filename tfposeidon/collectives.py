@@ -15,10 +15,10 @@ from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import (
     Wire,
-    as_carried,
     exchange_objects,
-    from_carried,
+    from_horovod_dtype,
     opaque,
+    to_horovod_dtype,
     unknown_zero,
 )
 from tfposeidon.exchange import replicas
@@ -315,8 +315,8 @@ def _gathered(tensor: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
     rows = tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
     if rows.dtype == tf.string:
         return _gathered_text(rows, wire, name)
-    carried = opaque(as_carried(rows), unknown_zero())
-    return from_carried(wire.all_gather(carried, wire.topology.world, name), rows.dtype)
+    carried = opaque(to_horovod_dtype(rows), unknown_zero())
+    return from_horovod_dtype(wire.all_gather(carried, wire.topology.world, name), rows.dtype)
 
 
 def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:

@@ -263,7 +263,7 @@ class GroupWire(HorovodWire):
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        # Horovod would number the root among all ranks of the job.
+        # Horovod numbers the root among all ranks of the job.
         return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
 
     @override
@@ -275,7 +275,7 @@ class GroupWire(HorovodWire):
 # ------------------------------------------------------------------ packing of tensors
 
 
-def as_carried(tensor: tf.Tensor) -> tf.Tensor:
+def to_horovod_dtype(tensor: tf.Tensor) -> tf.Tensor:
     """Returns the tensor in a dtype that Horovod supports."""
     name = tensor.dtype.name
     if name in _SAME_BITS:
@@ -284,8 +284,8 @@ def as_carried(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if name.startswith("float8") else tensor
 
 
-def from_carried(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Inverts `as_carried` for a tensor of the given dtype."""
+def from_horovod_dtype(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Inverts `to_horovod_dtype` for a tensor of the given dtype."""
     if dtype.name in _SAME_BITS:
         return tf.bitcast(carried, dtype)
     return tf.cast(carried, dtype)
@@ -297,14 +297,14 @@ def summed_dtype(values: Sequence[Any]) -> tf.DType:
     return tf.float64 if wide else tf.float32
 
 
-def joined(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
+def pack(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
     """Returns floating-point values, concatenated to a vector."""
     flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), dtype), [-1]) for v in values]
     return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
 
 
-def parted(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the parts of a vector from `joined`, in the shapes and dtypes of `like`."""
+def unpack(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the parts of a vector from `pack`, in the shapes and dtypes of `like`."""
     if not like:
         return []
     shapes = [tf.TensorShape(value.shape) for value in like]

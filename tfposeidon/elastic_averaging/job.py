@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
-from tfposeidon.communication.wire import exchange_objects, joined, parted
+from tfposeidon.communication.wire import exchange_objects, pack, unpack
 from tfposeidon.elastic_averaging.calls import OptimizerState, ServedState, Worker
 from tfposeidon.elastic_averaging.server import ServedCenter, Server
 from tfposeidon.exchange import replicas
@@ -175,7 +175,7 @@ def start_server(optimizers: Sequence[Any]) -> Server:
                 "in Python, or as integers."
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
-    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    centers = [ServedCenter(pack(o.exchanged_variables), o.server_alpha) for o in optimizers]
     states = [ServedState(state_of(o.inner_optimizer)) for o in optimizers]
     server = Server(wires, centers, states, runtime.stall_limit_s())
     server.start()
@@ -226,7 +226,7 @@ def run(
 def release_workers(server: Server, optimizers: Sequence[Any]) -> None:
     """Sends the server's variables to all workers, after all of them have finished training."""
     for center, optimizer in zip(server.centers, optimizers, strict=True):
-        center.values = joined(optimizer.exchanged_variables)
+        center.values = pack(optimizer.exchanged_variables)
     server.release()
     _end_together()
 
@@ -254,7 +254,7 @@ def sent_variables(inner_optimizer: Any) -> list[Any]:
 def state_of(inner_optimizer: Any) -> OptimizerState:
     """Returns the optimizer state in the form in which it is sent."""
     steps = int(step_counter(inner_optimizer).numpy())
-    return OptimizerState(joined(sent_variables(inner_optimizer)), steps)
+    return OptimizerState(pack(sent_variables(inner_optimizer)), steps)
 
 
 def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
@@ -264,8 +264,8 @@ def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns the parts of a vector from `joined` to variables."""
-    for variable, part in zip(variables, parted(vector, variables), strict=True):
+    """Assigns the parts of a vector from `pack` to variables."""
+    for variable, part in zip(variables, unpack(vector, variables), strict=True):
         variable.assign(part)
 
 

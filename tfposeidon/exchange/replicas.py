@@ -16,13 +16,13 @@ import tensorflow as tf
 from tfposeidon.checks import at_first_item, different_ranks, first_difference, require_equal
 from tfposeidon.communication.wire import (
     Wire,
-    as_carried,
     broadcast_bytes,
     exchange_objects,
-    from_carried,
-    joined,
-    parted,
+    from_horovod_dtype,
+    pack,
     summed_dtype,
+    to_horovod_dtype,
+    unpack,
 )
 from tfposeidon.gradients import Description, path_of
 from tfposeidon.state.placement import another_seed, is_seed
@@ -126,9 +126,9 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
     if wire.topology.size == 1 or not variables:
         return
     world = wire.topology.world
-    values = joined(variables, summed_dtype(variables))
+    values = pack(variables, summed_dtype(variables))
     mean = wire.all_reduce(values, world, "tp.average", scale=1.0 / world.size)
-    for variable, part in zip(variables, parted(mean, variables), strict=True):
+    for variable, part in zip(variables, unpack(mean, variables), strict=True):
         variable.assign(part)
 
 
@@ -235,7 +235,7 @@ def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, 
 
 def _broadcast(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:
     value = tf.convert_to_tensor(variable)
-    return from_carried(wire.broadcast(as_carried(value), root_rank, name), value.dtype)
+    return from_horovod_dtype(wire.broadcast(to_horovod_dtype(value), root_rank, name), value.dtype)
 
 
 def _broadcast_text(variable: Any, wire: Wire, root_rank: int, name: str) -> tf.Tensor:

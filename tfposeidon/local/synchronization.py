@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import joined, parted, summed_dtype
+from tfposeidon.communication.wire import pack, summed_dtype, unpack
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
@@ -309,14 +309,14 @@ class Synchronization:
         if not statistics:
             return []
         wire = exchanger.wire
-        flat = joined(statistics, summed_dtype(statistics))
+        flat = pack(statistics, summed_dtype(statistics))
         weight = tf.cast(weight, flat.dtype)
         # The statistics of a rank with zero weight may be NaN or infinite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(
             flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
         )
-        return parted(mean, statistics)
+        return unpack(mean, statistics)
 
     def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
         """Updates global weights and this rank; returns whether its statistics were finite."""
