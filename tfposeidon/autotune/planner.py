@@ -114,7 +114,7 @@ class AutoPlanner(Planner):
     def is_tunable(self) -> bool:
         """True if predictions choose plans, and may choose others once steps have run."""
         # A plan that depends on measured times would differ in the next run.
-        knows_links = runtime.links() is not None or runtime.measures_links()
+        knows_links = runtime.network_profile() is not None or runtime.measures_network()
         return not self.policy.is_fixed and knows_links and not is_deterministic()
 
     @property
@@ -134,10 +134,10 @@ class AutoPlanner(Planner):
 
     def measure_network(self) -> None:
         """Measures the network profile if it is needed and unknown; all ranks call it together."""
-        if self.is_tunable and runtime.links() is None:
+        if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
-                runtime.keep_links(measurement.measure(runtime.wire()))
-            runtime.say("tfposeidon: network: %s.", runtime.links())
+                runtime.store_network_profile(measurement.measure(runtime.wire()))
+            runtime.say("tfposeidon: network: %s.", runtime.network_profile())
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
@@ -158,7 +158,7 @@ class AutoPlanner(Planner):
             descriptions,
             self.policy,
             self._wire().topology,
-            runtime.links(),
+            runtime.network_profile(),
             bucket_bytes=self.bucket_bytes,
             timeline=timeline,
             notes=self._notes(),
@@ -232,7 +232,7 @@ class AutoPlanner(Planner):
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         if self.policy.is_fixed:
             return {}
-        links = runtime.links()
+        links = runtime.network_profile()
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
@@ -256,9 +256,9 @@ class AutoPlanner(Planner):
             differs = "the layout of ranks differs"
         elif is_same:
             links = NetworkProfile.from_json(saved["links"], "the snapshot")
-            if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
-                runtime.keep_links(links)
-            differs = "the network profile differs" if runtime.links() != links else ""
+            if runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
+                runtime.store_network_profile(links)
+            differs = "the network profile differs" if runtime.network_profile() != links else ""
         decisions, proposed = (
             {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
             for key in ("plans", "proposed")

@@ -276,7 +276,7 @@ FORMS = (
 )
 
 
-def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
+def read_profile(path: str | os.PathLike[str]) -> NetworkProfile:
     """Reads a profile from a file; raises `ValueError` if it is missing or invalid."""
     try:
         text = Path(path).read_text()
@@ -288,28 +288,28 @@ def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
     return NetworkProfile.from_json(text, os.fspath(path))
 
 
-def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
+def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile:
     """Returns the profile for the argument `network` of `init`; `device` names the preset."""
     if isinstance(given, NetworkProfile):
-        links = given
+        profile = given
     elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
         ranks_per_node = max(len(node) for node in topology.nodes)
-        links = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
+        profile = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
     elif isinstance(given, str | os.PathLike):
-        links = read_links(given)
+        profile = read_profile(given)
     else:
         raise ValueError(f"{FORMS}. Received: network={given!r}")
-    links.check_fits(topology)
+    profile.check_fits(topology)
     # Only measured profiles must match the job's device: plans from presets may be for other
     # machines.
-    if links.measured_at and (links.device == "cpu") != (device == "cpu"):
+    if profile.measured_at and (profile.device == "cpu") != (device == "cpu"):
         raise ValueError(
             "A measured network profile must come from the type of device that trains, because "
             "it includes the speed of the device. Received: a profile measured on "
-            f"{links.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it on "
-            "that type of device."
+            f"{profile.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it "
+            "on that type of device."
         )
-    return links
+    return profile
 
 
 def _payload_rate(text: Any) -> float:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfposeidon import native
 from tfposeidon.communication import failure, launcher, start
-from tfposeidon.communication.network_profile import NetworkProfile, parse_links
+from tfposeidon.communication.network_profile import NetworkProfile, parse_network
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
 from tfposeidon.peers import rendezvous
@@ -35,8 +35,8 @@ _OF_FUNCTIONS = 50
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
 _server_rank: int | None = None
-_links: NetworkProfile | None = None
-_measures_links = False
+_network_profile: NetworkProfile | None = None
+_measures_network = False
 
 
 def init(
@@ -98,7 +98,7 @@ def init(
     if _wire is not None:
         check_same_job(_wire.topology, ranks_per_node, server_rank)
         if network is not None:
-            _take_links(network, _wire.topology)
+            _set_network(network, _wire.topology)
         return _wire.topology
     start.check_horovod()
     # Before Horovod starts, because it then reads its environment.
@@ -111,7 +111,7 @@ def init(
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
-    _take_links(network, _wire.topology)
+    _set_network(network, _wire.topology)
     return _wire.topology
 
 
@@ -168,29 +168,29 @@ def stall_limit_s() -> float:
     return float(os.environ.get(launcher.STALL_LIMIT, start.DEFAULT_STALL_TIMEOUT_S))
 
 
-def links() -> NetworkProfile | None:
+def network_profile() -> NetworkProfile | None:
     """Returns the network profile of this job, or `None` if it is not known (yet)."""
-    return _links
+    return _network_profile
 
 
-def measures_links() -> bool:
+def measures_network() -> bool:
     """Returns whether this job measures its network, at the first step that needs the profile."""
-    return _measures_links
+    return _measures_network
 
 
-def set_links(given: NetworkProfile | Literal["measure"] | None) -> None:
+def set_network_profile(given: NetworkProfile | Literal["measure"] | None) -> None:
     """Sets the network profile for later plans, which must be the same on all ranks."""
-    global _links, _measures_links
-    _links, _measures_links = (None, True) if given == MEASURE else (given, False)
+    global _network_profile, _measures_network
+    _network_profile, _measures_network = (None, True) if given == MEASURE else (given, False)
 
 
-def keep_links(measured: NetworkProfile) -> None:
+def store_network_profile(measured: NetworkProfile) -> None:
     """Stores a measured profile, the same on all ranks, of this job or the one that it resumes."""
-    global _links
-    _links = measured
+    global _network_profile
+    _network_profile = measured
 
 
-def _take_links(given: Any, topology: Topology) -> None:
+def _set_network(given: Any, topology: Topology) -> None:
     # A single rank has no network, even if the script describes one for larger jobs.
     if topology.size == 1:
         return
@@ -198,9 +198,9 @@ def _take_links(given: Any, topology: Topology) -> None:
     if given is None:
         given = UNKNOWN if on_gpu else MEASURE
     if given in (MEASURE, UNKNOWN):
-        set_links(MEASURE if given == MEASURE else None)
+        set_network_profile(MEASURE if given == MEASURE else None)
         return
-    found = parse_links(given, topology, "v100" if on_gpu else "cpu")
+    found = parse_network(given, topology, "v100" if on_gpu else "cpu")
     here = socket.gethostname()
     if found.hosts and here not in found.hosts:
         say(
@@ -209,7 +209,7 @@ def _take_links(given: Any, topology: Topology) -> None:
             ", ".join(found.hosts),
             here,
         )
-    set_links(found)
+    set_network_profile(found)
 
 
 def rank() -> int:

@@ -101,7 +101,7 @@ class Planner:
 def planner_for(policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire]) -> Planner:
     """Returns the policy's planner, or one that predicts steps if the network is known."""
     make = policy.planner or Planner
-    if policy.is_fixed and runtime.links() is not None and names.PLANNERS:
+    if policy.is_fixed and runtime.network_profile() is not None and names.PLANNERS:
         make = names.resolve(names.PLANNERS, __name__, "AutoPlanner")
     planner: Planner = make(policy, bucket_bytes, wire)
     return planner
@@ -210,11 +210,11 @@ class AgreedPlans:
             # A script that has caught the error below must not train with the plan.
             check_optimizer(exchanger.plan, inner_optimizer)
             return
-        links = runtime.links()
+        links = runtime.network_profile()
         own = {
             "scheme": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "links": links.to_json() if links else runtime.measures_links(),
+            "links": links.to_json() if links else runtime.measures_network(),
         }
         exchanger.agree(self._prefix(), grads, own | settings)
         if self.planner.plans_steps:
