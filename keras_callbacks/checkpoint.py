@@ -177,7 +177,9 @@ class Checkpoint(keras.callbacks.Callback):
         elif pending:
             # Keras builds metrics in the first step if it cannot build them earlier, as with
             # `run_eagerly`.
-            runtime.say("tfposeidon: the metrics of this epoch omit the batches before resuming.")
+            runtime.log_once(
+                "tfposeidon: the metrics of this epoch omit the batches before resuming."
+            )
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -287,7 +289,7 @@ class Checkpoint(keras.callbacks.Callback):
         if batches:
             self._check_samples(snapshot)
         if batches and self._session.shuffles:
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: `fit` shuffles the data in another order than the interrupted run, so "
                 "the %d skipped batches differ from the batches that were trained on before. Pass "
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
@@ -311,7 +313,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",
             self.folder,
             snapshot.meta["epoch"],

@@ -82,7 +82,7 @@ class ReplicaCheck(keras.callbacks.Callback):
                 f'{problem} Use ReplicaCheck(action="repair") to continue with rank 0\'s values.'
             )
         repairs = self.action == "repair"
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: %s%s",
             problem,
             " All ranks receive the values of rank 0." if repairs else "",

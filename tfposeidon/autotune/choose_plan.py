@@ -281,7 +281,7 @@ class ChoosePlan(keras.callbacks.Callback):
                 plans.planner.proposed.clear()
             self._apply()
         elif any(plans.planner.changing(plans) for plans in self._plans):
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
                 1e3 * saved_s,

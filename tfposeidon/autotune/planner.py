@@ -137,7 +137,7 @@ class AutoPlanner(Planner):
         if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
                 runtime.store_network_profile(measurement.measure(runtime.wire()))
-            runtime.say("tfposeidon: network: %s.", runtime.network_profile())
+            runtime.log_once("tfposeidon: network: %s.", runtime.network_profile())
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
@@ -199,7 +199,7 @@ class AutoPlanner(Planner):
                 before = forecast.of_plan(plan)
                 if abs(one.step_s - before.step_s) > WRONG_BY * before.step_s:
                     wrong = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
-                    runtime.say(wrong, 1e3 * one.step_s, 1e3 * before.step_s)
+                    runtime.log_once(wrong, 1e3 * one.step_s, 1e3 * before.step_s)
                 if best.buckets == plan.buckets:
                     exchanger.plan = best
                     continue
@@ -270,7 +270,7 @@ class AutoPlanner(Planner):
             what = (
                 "with residuals stay until steps are timed" if decisions else "are computed again"
             )
-            runtime.say("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
+            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
         self._decisions, self.proposed = decisions, proposed
         self.has_decided = not differs and saved["has_decided"]
         return bool(decisions)

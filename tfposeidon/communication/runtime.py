@@ -203,7 +203,7 @@ def _set_network(given: Any, topology: Topology) -> None:
     found = parse_network(given, topology, "v100" if on_gpu else "cpu")
     here = socket.gethostname()
     if found.hosts and here not in found.hosts:
-        say(
+        log_once(
             "tfposeidon: the network profile was measured on %s, but this host is %s; the "
             "profile is valid only if the nodes are of the same kind.",
             ", ".join(found.hosts),
@@ -270,7 +270,7 @@ def leader() -> int:
     return _server_rank or 0
 
 
-def say(text: str, *values: object) -> None:
+def log_once(text: str, *values: object) -> None:
     """Logs one line about the job, on one rank only; arguments as for `logging`."""
     if rank() == leader():
         # A warning, because without a logging configuration Python shows nothing below that level.

@@ -332,7 +332,7 @@ def _notes(
             yield f"{path}: no gradient on rank {runtime.rank()}, zeros are sent"
     for text in (sparsity_advice(plan, inner_optimizer), cpu_advice(plan)):
         if text:
-            runtime.say("tfposeidon: %s.", text)
+            runtime.log_once("tfposeidon: %s.", text)
             yield text
 
 

@@ -146,7 +146,7 @@ class Synchronization:
         """Warns if training ended before the first synchronization."""
         has_none = int(self._number.numpy()) <= self._is_pending
         if has_none and (self._is_pending or self._steps > 0):
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
                 "synchronization, so the model holds its initial weights. Use a smaller "
                 "`sync_every`, or train for longer.",

@@ -197,7 +197,7 @@ def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> Non
     problem = difference(model, wire, True, *placements)
     if problem:
         broadcast_state(model, wire, root_rank)
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: %s All ranks start with the values of rank %d.", problem, root_rank
         )
     seeds = seeds_of_layers(model)

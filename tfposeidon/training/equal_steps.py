@@ -124,7 +124,7 @@ class EqualSteps(keras.callbacks.Callback):
         # An execution of several steps cannot end within them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
         if not equal:
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch "
                 "ends on all ranks after the smallest number of batches of any rank.",
                 ", ".join("unknown" if n is None else str(n) for n in sorted(set(steps), key=str)),
@@ -317,7 +317,7 @@ class AgreedStop(keras.callbacks.Callback):
             return
         problem = entries.difference(self.model, runtime.wire(), with_layers)
         if problem and self._session.only_reports:
-            runtime.say("tfposeidon: %s", problem)
+            runtime.log_once("tfposeidon: %s", problem)
         elif problem:
             raise RuntimeError(f"{problem} {remedy}")
 

@@ -64,9 +64,9 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
         if (steps := max(calls, default=1)) > 1:
             terms = f"({terms}) x {steps} accumulated steps"
         total = sum(sizes) * steps
-        runtime.say("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
+        runtime.log_once("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
     if data.samples and all(samples == data.samples for _, samples in ranks):
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: all ranks pass the same data to fit, by its length and some samples. Pass "
             "each rank its share: tp.shard(data)."
         )
@@ -155,7 +155,7 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
             ranks.setdefault(path, []).append(rank)
     for path, several in ranks.items():
         if len(several) > 1:
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: only rank %d writes %s, because several ranks share this path.",
                 several[0],
                 path,

@@ -223,7 +223,7 @@ class Session:
         """Logs once that XLA is off for the model's steps."""
         if not self._has_logged_xla:
             self._has_logged_xla = True
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
                 "nor selection."
             )
