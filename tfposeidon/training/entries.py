@@ -74,7 +74,7 @@ def entries(model: Any) -> list[StateEntry]:
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)
         replicated += (optimizer if _has_own_inner(optimizer) else held).variables
-    callbacks = session.of(model).callbacks_with_state
+    callbacks = session.of(model).callbacks_with_state.values()
     return [
         *placed([(variable, Placement.REPLICATED) for variable in replicated]),
         *entries_of_layers(model),

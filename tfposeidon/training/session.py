@@ -84,7 +84,7 @@ def held_by(model: Any) -> list[Any]:
     found = [
         getattr(model, "optimizer", None),
         *(value for holder in holders for value in _attributes(holder)),
-        *(own.applied if own else ()),
+        *(own.applied.values() if own else ()),
     ]
     held: dict[int, Any] = {}
     for value in found:
@@ -151,8 +151,12 @@ class Session:
         # Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
         self.watched: list[Any] = []
         self.watches_absence = False
-        self._applied: list[weakref.ref[Any]] = []
-        self._with_state: list[weakref.ref[Any]] = []
+        # By identity: optimizers found in a train step, or the loss scales around them, and
+        # callbacks of the last `fit` that have a method `state`.
+        self.applied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.callbacks_with_state: weakref.WeakValueDictionary[int, Any] = (
+            weakref.WeakValueDictionary()
+        )
         self._has_logged_xla = False
         # True if a callback changes the schemes: a resumed run then uses the saved schemes.
         self.has_scheme_changes = False
@@ -197,16 +201,6 @@ class Session:
             yield
 
     @property
-    def applied(self) -> list[Any]:
-        """Optimizers found in a train step, or the loss scales around them."""
-        return [optimizer for one in self._applied if (optimizer := one()) is not None]
-
-    @property
-    def callbacks_with_state(self) -> list[Any]:
-        """Callbacks of the last `fit` that have a method `state`."""
-        return [callback for one in self._with_state if (callback := one()) is not None]
-
-    @property
     def wire(self) -> Wire:
         """Communicator of the ranks in step with this one: all ranks, or this rank alone."""
         return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
@@ -236,8 +230,8 @@ class Session:
         self.only_reports = False
         self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
-        said = [one for one in callbacks if callable(getattr(one, "state", None))]
-        self._with_state = [weakref.ref(one) for one in said]
+        found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
+        self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
     def _stop_skipping(self) -> None:
         left = self._model.train_function
@@ -335,7 +329,7 @@ class Session:
                     return
                 _check_is_in_step(optimizer, self._model)
                 optimizers.append(optimizer)
-                self._applied.append(weakref.ref(held))
+                self.applied[id(held)] = held
                 optimizer.exchange.absence.watch(self.watches_absence)
                 if self.watches_absence:
                     self.watched.append(optimizer)
