@@ -129,9 +129,13 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
     read = steps[: min(end, pipelines.first_random(steps))]
     if pipelines.is_share(dataset) or not read:
         return None
-    unwrapped = pipelines.unwrapped_datasets(read[-1])
-    if any(n.op in pipelines.PYTHON_OPS for s in unwrapped for n in pipelines.nodes_of_step(s)):
-        # Python code may count epochs, or end for good.
+    nodes = (
+        node
+        for step in pipelines.unwrapped_datasets(read[-1])
+        for node in pipelines.nodes_of_step(step)
+    )
+    # Python code may count epochs, or may not restart.
+    if any(node.op in pipelines.PYTHON_OPS for node in nodes):
         return None
     found = [int(read[-1].cardinality())]
     for sample in read[-1].take(1):
