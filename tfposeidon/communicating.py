@@ -198,7 +198,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         scale = self._around()
         session.register_in_step(scale or self, variables)
         if not self.built:
-            with runtime.made_before_the_trace():
+            with runtime.variables_outside_trace():
                 self.build(variables)
         if scale is not None and not scale.built:
             # In the trace: the step is traced again, because `scale_loss` ran without these

@@ -266,7 +266,7 @@ def local_size() -> int:
 
 
 def leader() -> int:
-    """Returns the rank that logs for the job: the server if there is one, else rank 0."""
+    """Returns the rank whose log lines are about the job: the server if there is one, else 0."""
     return _server_rank or 0
 
 
@@ -326,7 +326,7 @@ def check_graph() -> None:
 
 
 @contextlib.contextmanager
-def made_before_the_trace() -> Iterator[None]:
+def variables_outside_trace() -> Iterator[None]:
     """Creates variables as if before the current trace, so that they cause no retracing."""
     # `tf.init_scope` is not sufficient: `tf.function` still registers these variables, and retraces
     # without creating any. Private, because there is no public alternative.

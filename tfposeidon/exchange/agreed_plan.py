@@ -154,7 +154,7 @@ class AgreedPlans:
         if key not in self._exchangers:
             plan = self.planner.plan([describe(v) for v in variables])
             check_optimizer(plan, inner_optimizer)
-            with runtime.made_before_the_trace():
+            with runtime.variables_outside_trace():
                 exchanger = Exchanger(plan, self._wire(), self._zeros)
                 exchanger.observer = self.planner.observer(plan.descriptions)
                 self._exchangers[key] = exchanger
