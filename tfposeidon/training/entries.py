@@ -130,7 +130,7 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
     """Yields per-rank optimizer state; collective for optimizers that have no plan yet."""
     for number, held in enumerate(held_optimizers(model)):
         optimizer = session.without_loss_scale(held)
-        # Keras's own optimizers have none.
+        # Keras's own optimizers have no such state.
         found = list(getattr(optimizer, "rank_state", ()))
         if held is not optimizer and _has_own_inner(optimizer):
             known = set(map(id, optimizer.variables))
@@ -246,7 +246,7 @@ def _outside_variables(model: keras.Model) -> list[StateEntry]:
     """Returns the layers with state outside of variables, including those of inner models."""
     known = (keras.layers.Normalization, keras.layers.Discretization, *_LOOKUPS)
     return [
-        # Indexed, since several layers may have the same name.
+        # Names have an index, because several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
         # The state of a `TextVectorization` belongs to the lookup layer inside it, which is a layer
@@ -302,7 +302,7 @@ def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None
         assign_layers(model, received)
     except ValueError as error:
         problem = str(error)
-    # Every rank must raise: a rank that continued would wait for the others in a collective.
+    # All ranks must raise: a rank that continued would wait for the others in a collective.
     problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
     for rank, other in enumerate(problems):
         if other:

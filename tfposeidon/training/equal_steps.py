@@ -163,8 +163,8 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _finish(self, has_trained: bool) -> bool:
         """Ends the epoch on all ranks; returns whether its last execution counts."""
-        # Collective: callbacks may communicate at the end of a batch, so all ranks must agree
-        # first.
+        # This is collective: callbacks may communicate at the end of a batch, so all ranks must
+        # agree first.
         self._is_finished = True
         self._join_others()
         own = [has_trained, self._steps]
@@ -218,7 +218,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._end_steps()
 
     def _end_steps(self) -> None:
-        # Called twice in epochs with validation.
+        # Epochs with validation call this twice.
         if not self._is_open:
             return
         self._is_open = False
@@ -276,7 +276,7 @@ class AgreedStop(keras.callbacks.Callback):
         if not self._session.is_in_step:
             return
         if self._synchronizes_model and not self._was_built:
-            # Ranks have made their weights in this step.
+            # Ranks have created their weights in this step.
             entries.synchronize_start(self.model, runtime.wire())
         else:
             self._compare_values(WHERE_SET)

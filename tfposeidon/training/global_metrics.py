@@ -182,7 +182,7 @@ def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
     """Returns the variables of metrics, aggregated over ranks as they declare; collective."""
     layouts = _agree_on_layouts(phases, wire)
     values = {key: value for phase in phases for key, value in phase.values.items()}
-    # Never empty, even if no metric has variables.
+    # The vector must not be empty, even if no metric has variables.
     parts = [np.zeros(1)]
     for key, (holders, layout) in layouts.items():
         is_first = holders[0] == wire.topology.rank
@@ -292,7 +292,7 @@ def average_layer_state(model: keras.Model) -> None:
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
     if averaged and wire.topology.size > 1:
-        # Equal values, as of frozen layers, stay as they are: their mean may be another number.
+        # Equal values, as of frozen layers, remain unchanged: their mean may be another number.
         own = replicas.checksum(averaged, on_device=True)
         if len(set(exchange_objects(own, wire, "tp.layer_state"))) > 1:
             replicas.average(averaged, wire)

@@ -80,7 +80,7 @@ class SkipBatches:
         if self.remaining <= 0:
             # Metrics that are not built have no result.
             with contextlib.suppress(ValueError):
-                # In case that no batches are left: those of the snapshot.
+                # If no batches are left, the metrics are those of the snapshot.
                 return self.model.get_metrics_result()
         return {}
 

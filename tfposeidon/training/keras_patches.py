@@ -90,8 +90,8 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     _count_samples(model)
     own = session.of(model)
     own.counts_steps = bool(_step_hooks(own)) and model.steps_per_execution != 1
-    # Restored afterwards, since evaluation can use XLA. Keras does not record whether "auto" or the
-    # user set `jit_compile=True`.
+    # The setting is restored afterwards, because evaluation can use XLA. Keras does not record
+    # whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
     if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
         own.log_xla_is_off()
@@ -113,7 +113,7 @@ def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable
 def _call_step_hooks(model: keras.Model) -> None:
     """Makes the train function call the hooks of the model's optimizers around each execution."""
     own, train = session.of(model), model.train_function
-    # Complete: an optimizer with such hooks that is first found in its first step is refused.
+    # This list is complete, because such an optimizer is refused if its first step finds it.
     hooks = _step_hooks(own)
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
     if not hooks or is_other or getattr(train, "_tfposeidon", False):
@@ -158,7 +158,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     own = session.of(model)
     own.begin_fit(callbacks)
     own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Before anything is built: the hooks give optimizers access to their model.
+    # Create the hooks before anything is built: they give optimizers access to their model.
     hooks = own.hooks
     for one in hooks:
         one.check(callbacks)
@@ -194,7 +194,7 @@ def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
     global_metrics.check_saves(model, callbacks)
     # `AgreedStop` does so once more, since callbacks may restore values.
     if not session.of(model).has_begun:
-        # That of `BroadcastVariables`, whose values would be lost.
+        # Use the root of `BroadcastVariables`, whose values would be lost otherwise.
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
         # A loop before `fit` leaves local weights, which each rank retains.
         with session.of(model).global_weights(assign=True):
@@ -281,8 +281,8 @@ _FUNCTION: Any = type(tf.function(lambda: None))
 @contextlib.contextmanager
 def _functions_run_as_python() -> Iterator[None]:
     """Leaves functions of metrics untraced: a trace would keep tensors of the build's graph."""
-    # In this thread only, unlike `tf.config.run_functions_eagerly`: other threads exchange samples
-    # and weights by functions, whose collectives would lose their names.
+    # Unlike `tf.config.run_functions_eagerly`, this affects the current thread only: other threads
+    # exchange samples and weights by functions, whose collectives would lose their names.
     thread = threading.get_ident()
     with _building:
         call = _FUNCTION.__call__
@@ -314,7 +314,7 @@ def _zeros(specification: Any) -> Any:
     if isinstance(specification, tf.RaggedTensorSpec):
         dense = tf.zeros([size or 1 for size in shape], specification.dtype)
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
-    # Raises if a dimension is unknown: layers may depend on its size.
+    # This raises if a dimension is unknown, because layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
 
 

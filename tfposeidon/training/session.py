@@ -97,8 +97,8 @@ def held_by(model: Any) -> list[Any]:
 def _attributes(holder: Any) -> list[Any]:
     """Returns attribute values that may be optimizers, and the first items of collections."""
     found = []
-    # A copy, since other threads may assign attributes meanwhile. Layers have dozens of attributes
-    # and `fit` calls this often, so the loop allocates nothing per attribute.
+    # Iterate over a copy, because other threads may assign attributes meanwhile. Layers have dozens
+    # of attributes and `fit` calls this often, so the loop allocates nothing per attribute.
     for value in list(vars(holder).values()):
         if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
             found.append(value)
@@ -145,14 +145,14 @@ class Session:
         # collector.
         self._reference = weakref.ref(model)
         self._weights_equally = False
-        # On the CPU, since Python reads it after each execution.
+        # The counter is on the CPU, because Python reads it after each execution.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
         # Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
         self.watched: list[Any] = []
         self.watches_absence = False
-        # By identity: optimizers found in a train step, or the loss scales around them, and
-        # callbacks of the last `fit` that have a method `state`.
+        # Optimizers found in a train step, or the loss scales around them, and callbacks of the
+        # last `fit` that have a method `state`. The keys are their identities.
         self.applied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.callbacks_with_state: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
@@ -240,7 +240,7 @@ class Session:
 
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
-        # Keras's own attribute, which `fit` reads after `on_train_begin`, for `BackupAndRestore`.
+        # `fit` reads this attribute of Keras after `on_train_begin`, for `BackupAndRestore`.
         self._model._initial_epoch = epoch
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
@@ -320,7 +320,7 @@ class Session:
                 # Otherwise a step that finds no data could change counters and copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if self.watches_absence or self.counts_steps:
-                # An op of the traced step, so that it also counts the steps within an execution.
+                # This op is part of the traced step, and also counts the steps within an execution.
                 self._step_counter.assign_add(1)
 
             def join(held: Any, variables: list[Any]) -> None:
@@ -345,7 +345,7 @@ class Session:
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace."""
         # All ranks pass the same value, and drop the updates of a step in which a rank is absent.
-        # Cached: searching for optimizers takes longer than a small step.
+        # Cache the list, because searching for optimizers takes longer than a small step.
         self.watched = self.optimizers if wanted else []
         # An optimizer may have trained another model since this one was traced.
         for optimizer in self.optimizers:
