@@ -23,7 +23,7 @@ from tfposeidon.communication.wire import (
 )
 from tfposeidon.exchange import replicas
 
-# Private: TensorFlow has no public way to distinguish branches and loops from named functions.
+# TensorFlow has no public way to distinguish branches and loops from named functions.
 _OF_CONTROL_FLOW = (
     func_graphs.CondBranchFuncGraph,
     func_graphs.WhileCondFuncGraph,
@@ -302,8 +302,8 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Keep the shape, so that Horovod refuses different ones. `opaque`, because Grappler folds a
-    # collective on a constant, which a script may pass.
+    # Keep the shape, so that Horovod refuses different ones. The tensor must be opaque, because
+    # Grappler folds a collective on a constant, which a script may pass.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0
     total = wire.all_reduce(opaque(row, unknown_zero()), wire.topology.world, name, scale)

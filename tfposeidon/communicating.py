@@ -87,7 +87,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
-        # Here and not at import, because importing the module must not change Keras.
+        # Do this here and not at import, because importing the module must not change Keras.
         keras_patches.patch_keras(CommunicatingOptimizer)
         session.register_optimizer(self)
 
@@ -172,7 +172,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         # Keras does the same for the inner optimizer of a loss scale, so that gradients are
         # unscaled only once.
         self.inner_optimizer.loss_scale_factor = None
-        # A weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
+        # Use a weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
         before, self._around = self._around, weakref.ref(loss_scale)
         # Gradients are averaged first, so that all ranks see the same infinity. The loss scale is
         # the `updater`: it tests whether the means are finite, and passes them to `apply`.
@@ -201,8 +201,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
             with runtime.variables_outside_trace():
                 self.build(variables)
         if scale is not None and not scale.built:
-            # In the trace: the step is traced again, because `scale_loss` ran without these
-            # variables.
+            # This is in the trace, and the step is traced again, because `scale_loss` ran without
+            # these variables.
             with tf.init_scope():
                 scale.build(variables)
         for variable in variables:

@@ -154,7 +154,7 @@ def _print(text: str) -> None:
 
 def is_broken_collective(error: BaseException) -> bool:
     """Returns whether another rank's failure caused this error of a collective."""
-    # Type and op must match as well as the text: reading a file over a network also fails with
+    # The type and the op must match, too: reading a file over a network also fails with
     # "Connection reset", and is a cause itself.
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)

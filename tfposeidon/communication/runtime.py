@@ -101,7 +101,7 @@ def init(
             _set_network(network, _wire.topology)
         return _wire.topology
     start.check_horovod()
-    # Before Horovod starts, because it then reads its environment.
+    # Set them before Horovod starts, because it then reads its environment.
     start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
@@ -273,7 +273,7 @@ def leader() -> int:
 def log_once(text: str, *values: object) -> None:
     """Logs one line about the job, on one rank only; arguments as for `logging`."""
     if rank() == leader():
-        # A warning, because without a logging configuration Python shows nothing below that level.
+        # Log a warning: without a logging configuration, Python shows nothing below that level.
         log.warning(text, *values)
 
 
@@ -329,7 +329,7 @@ def check_graph() -> None:
 def variables_outside_trace() -> Iterator[None]:
     """Creates variables as if before the current trace, so that they cause no retracing."""
     # `tf.init_scope` is not sufficient: `tf.function` still registers these variables, and retraces
-    # without creating any. Private, because there is no public alternative.
+    # without creating any. There is no public alternative to the private attribute.
     graph = tf.compat.v1.get_default_graph()
     before = graph._variable_creator_stack
     graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]

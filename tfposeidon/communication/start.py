@@ -58,8 +58,8 @@ def start_horovod(
         return start_over_mpi(hvd, own, server_rank)
     topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
-    # Passed at the start: process sets that are added later make each cycle of Horovod's thread
-    # wait for all ranks.
+    # Pass process sets at the start: those that are added later make each cycle of Horovod's
+    # thread wait for all ranks.
     process_sets = {g: hvd.ProcessSet(list(g.ranks)) for g in topology.groups(server_rank)}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)

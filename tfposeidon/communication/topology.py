@@ -145,8 +145,8 @@ class Topology:
 
     def groups(self, server_rank: int | None = None) -> tuple[Group, ...]:
         """Returns the groups of two or more ranks, except the world, that need a process set."""
-        # Nodes, positions, then pairs with the server, without duplicates, as a node of two ranks
-        # may be a pair: the order must be the same on all ranks.
+        # The order must be the same on all ranks: nodes, positions, then pairs with the server. A
+        # node of two ranks may be such a pair, so duplicates are removed.
         found = [*map(Group, self.nodes), *map(self.position_group, range(self.positions))]
         if server_rank is not None:
             others = (rank for rank in self.world.ranks if rank != server_rank)
@@ -183,7 +183,7 @@ def balanced_parts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     [(0, 1), (1, 4), (4, 5)]
     """
     smallest = max(sizes, default=0)
-    # The smallest limit with which greedy filling needs no more than `parts` parts.
+    # Search the smallest limit with which greedy filling needs no more than `parts` parts.
     limit = smallest + bisect.bisect_left(
         range(smallest, sum(sizes)), True, key=lambda limit: len(_filled(sizes, limit)) <= parts
     )

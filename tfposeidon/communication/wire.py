@@ -34,7 +34,7 @@ _SAME_BITS = {
     "uint32": tf.int32,
     "uint64": tf.int64,
     "complex64": tf.int64,
-    # With an additional axis of two.
+    # The result has an additional axis of two.
     "complex128": tf.int64,
 }
 
@@ -45,7 +45,7 @@ _suffix = contextvars.ContextVar("suffix", default="")
 @contextlib.contextmanager
 def names_ending_in(suffix: str) -> Iterator[None]:
     """Appends a suffix to the names of collectives within this context, which may be nested."""
-    # For code that one graph calls several times. TensorFlow makes names unique too, but
+    # Code that one graph calls several times needs it. TensorFlow makes names unique too, but
     # differently in branches, and on ranks that have exhausted their input.
     token = _suffix.set(suffix + _suffix.get())
     try:
@@ -173,8 +173,8 @@ class HorovodWire(Wire):
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
     """Returns a scalar 0 that TensorFlow does not recognize as a constant."""
-    # For functions inside a user's `tf.function`, which may not create variables. TensorFlow
-    # captures small outer tensors as constants, and large ones as inputs.
+    # Functions inside a user's `tf.function` may not create variables. TensorFlow captures small
+    # outer tensors as constants, and large ones as inputs.
     with tf.init_scope(), tf.device("/CPU:0"):
         outside = tf.zeros([_MORE_THAN_A_CONSTANT], dtype)
     with tf.device("/CPU:0"):
@@ -201,8 +201,8 @@ def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
 
 def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Returns the same tensor, without a copy, in a form that TensorFlow cannot fold."""
-    # A slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape is not
-    # sufficient: if all dimensions but one are known, TensorFlow infers the last.
+    # The result is a slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape
+    # is not sufficient: if all dimensions but one are known, TensorFlow infers the last.
     if tensor.shape.rank is None:
         return tensor
     begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
@@ -242,8 +242,7 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
 
 
 def _horovod_ops() -> Any:
-    # Imported late: tfposeidon can load models and plans without Horovod, and importing it starts
-    # nothing.
+    # Import it late, because tfposeidon can load models and plans without Horovod.
     from horovod.tensorflow import mpi_ops
 
     return mpi_ops
