@@ -27,6 +27,7 @@ _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """Communicating optimizers. If there are none, models are not searched."""
 _MOST_ITEMS = 100
 """Number of items per list or dictionary of a model in which optimizers are searched."""
+_Weak = weakref.WeakValueDictionary[int, Any]
 _Join = Callable[[Any, list[Any]], None]
 _joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
 """Within a train step, receives each optimizer that takes part and its variables."""
@@ -153,10 +154,7 @@ class Session:
         self.watches_absence = False
         # Optimizers found in a train step, or the loss scales around them, and callbacks of the
         # last `fit` that have a method `state`. The keys are their identities.
-        self.applied: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.callbacks_with_state: weakref.WeakValueDictionary[int, Any] = (
-            weakref.WeakValueDictionary()
-        )
+        self.applied, self.callbacks_with_state = _Weak(), _Weak()
         self._has_logged_xla = False
         # True if a callback changes the schemes: a resumed run then uses the saved schemes.
         self.has_scheme_changes = False
@@ -231,7 +229,7 @@ class Session:
         self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
-        self.callbacks_with_state = weakref.WeakValueDictionary(found)
+        self.callbacks_with_state = _Weak(found)
 
     def _stop_skipping(self) -> None:
         left = self._model.train_function
