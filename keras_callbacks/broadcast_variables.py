@@ -67,4 +67,4 @@ class BroadcastVariables(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_compared = False
-        entries.share(self.model, runtime.wire(), self.root_rank)
+        entries.broadcast_state(self.model, runtime.wire(), self.root_rank)

@@ -42,8 +42,15 @@ from tfposeidon.state.snapshots import (
     to_named_arrays,
     values_of,
 )
-from tfposeidon.training import layer_state, session
-from tfposeidon.training.entries import held_optimizers, parts, replicated_variables, variables_of
+from tfposeidon.training import session
+from tfposeidon.training.entries import (
+    assign_layers,
+    held_optimizers,
+    parts,
+    read_layers,
+    replicated_variables,
+    variables_of,
+)
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """Placements of the state that each rank saves separately."""
@@ -129,7 +136,7 @@ class Checkpoint(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._session = session.of(self.model)
-        self._session.begin_where_asked()
+        self._session.reset_initial_epoch()
         if self.every_n_steps:
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         # This communicator contains the ranks whose state is saved: all ranks, or only a server.
@@ -170,7 +177,7 @@ class Checkpoint(keras.callbacks.Callback):
         elif pending:
             # Keras builds metrics in the first step if it cannot build them earlier, as with
             # `run_eagerly`.
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: the metrics of this epoch exclude the batches that were trained on "
                 "before the job resumed."
             )
@@ -201,7 +208,7 @@ class Checkpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._files.finish()
         # Otherwise Keras would start the next `fit` at the epoch of the snapshot, too.
-        self._session.begin_where_asked()
+        self._session.reset_initial_epoch()
 
     # ---------------------------------------------------------------- writing
 
@@ -236,7 +243,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._files.start(meta, shared, own)
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
-        found = layer_state.read(self.model, placement)
+        found = read_layers(self.model, placement)
         return {f"{_LAYER}{name}": value for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
@@ -283,7 +290,7 @@ class Checkpoint(keras.callbacks.Callback):
         if batches:
             self._check_samples(snapshot)
         if batches and self._session.shuffles:
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: `fit` shuffles the data in another order than the interrupted run, so "
                 "the %d skipped batches differ from the batches that were trained on before. Pass "
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
@@ -292,7 +299,7 @@ class Checkpoint(keras.callbacks.Callback):
         assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
         layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
-        layer_state.assign(
+        assign_layers(
             self.model,
             {
                 name.removeprefix(_LAYER): value
@@ -307,7 +314,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._pending_metrics = to_array_list(own, "metric") if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: resumed from %s at epoch %d, batch %d.",
             self.folder,
             snapshot.meta["epoch"],

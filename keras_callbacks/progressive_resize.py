@@ -296,7 +296,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         gc.collect()
         first, last = phase.first_epoch, phase.end_epoch - 1
         scheme = self._setting("scheme", phase)
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: phase %d of %d: epochs %d to %d, %d pixels, batches of %d on each rank, "
             "learning rate %.3g to %.3g%s.",
             self.phases.index(phase) + 1,

@@ -11,7 +11,7 @@ from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
 from tfposeidon.state.placement import Placement
-from tfposeidon.training import layer_state, session
+from tfposeidon.training import entries, session
 from tfposeidon.training.entries import replicated_variables
 
 ACTIONS = ("stop", "repair", "report")
@@ -69,7 +69,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
-        layers = layer_state.read(self.model, Placement.REPLICATED)
+        layers = entries.read_layers(self.model, Placement.REPLICATED)
         found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
         if not found:
             return
@@ -84,11 +84,11 @@ class ReplicaCheck(keras.callbacks.Callback):
                 f'{problem} Use ReplicaCheck(action="repair") to continue with rank 0\'s values.'
             )
         repairs = self.action == "repair"
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: %s%s",
             problem,
             " All ranks receive the values of rank 0." if repairs else "",
         )
         if repairs:
             replicas.broadcast(variables, wire)
-            layer_state.broadcast(self.model, wire)
+            entries.broadcast_layers(self.model, wire)

@@ -112,7 +112,7 @@ class SchemeSchedule(keras.callbacks.Callback):
                 self._session.change_scheme(wanted)
             return
         if self.verbose:
-            runtime.say("tfposeidon: epoch %d changes the scheme to %s.", epoch, wanted)
+            runtime.log_once("tfposeidon: epoch %d changes the scheme to %s.", epoch, wanted)
         self._next = wanted
         if not self._session.has_flushed:
             self._session.flush()

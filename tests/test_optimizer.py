@@ -14,7 +14,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tfposeidon import native, policies, schemes
 from tfposeidon.exchange.means import Means
-from tfposeidon.training import layer_state
+from tfposeidon.training import entries
 from tfposeidon.training.session import optimizers_of
 
 SGD = keras.optimizers.SGD
@@ -316,7 +316,7 @@ def test_gradients_that_are_missing_together_are_elsewhere_together():
 def test_layers_that_are_not_built_hold_nothing():
     model = models.mlp()
     model.back = keras.layers.Normalization(mean=[1.0], variance=[2.0], invert=True)
-    assert layer_state.read(model) == {}
+    assert entries.read_layers(model) == {}
 
 
 def _forever():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables
     from tfposeidon.communicating import unwrap
     from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
-    from tfposeidon.communication.runtime import init, rank, size, workers
+    from tfposeidon.communication.runtime import init, local_rank, local_size, rank, size, workers
     from tfposeidon.elastic_averaging.optimizer import ElasticAveraging
     from tfposeidon.exchange.parallel_operator import parallel_tensor_operator
     from tfposeidon.inputs.shares import shard
@@ -53,36 +53,26 @@ __all__ = [
     "unwrap",
     "workers",
 ]
-
-_HOME = {
-    "DistributedOptimizer": "optimizer",
-    "ElasticAveraging": "elastic_averaging.optimizer",
-    "LocalUpdates": "local.optimizer",
-    "ShardedOptimizer": "sharded.optimizer",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
-    "barrier": "collectives",
-    "broadcast_variables": "collectives",
-    "parallel_tensor_operator": "exchange.parallel_operator",
-    "Link": "communication.network_profile",
-    "NetworkProfile": "communication.network_profile",
-    "Rates": "communication.network_profile",
-    "init": "communication.runtime",
-    "local_rank": "communication.runtime",
-    "local_size": "communication.runtime",
-    "rank": "communication.runtime",
-    "shard": "inputs.shares",
-    "size": "communication.runtime",
-    "unwrap": "communicating",
-    "workers": "communication.runtime",
+_NAMES_BY_MODULE = {
+    "collectives": ("all_gather", "all_reduce", "barrier", "broadcast_variables"),
+    "communicating": ("unwrap",),
+    "communication.network_profile": ("Link", "NetworkProfile", "Rates"),
+    "communication.runtime": ("init", "local_rank", "local_size", "rank", "size", "workers"),
+    "elastic_averaging.optimizer": ("ElasticAveraging",),
+    "exchange.parallel_operator": ("parallel_tensor_operator",),
+    "inputs.shares": ("shard",),
+    "local.optimizer": ("LocalUpdates",),
+    "optimizer": ("DistributedOptimizer",),
+    "sharded.optimizer": ("ShardedOptimizer",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("local", "ops", "optimizers", "policies", "sample_counts", "schemes", "state"):
+    for module, names in _NAMES_BY_MODULE.items():
+        if name in names:
+            return getattr(importlib.import_module(f"tfposeidon.{module}"), name)
+    if name in __all__:
         return importlib.import_module(f"tfposeidon.{name}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"tfposeidon.{_HOME[name]}"), name)
     raise AttributeError(f"module 'tfposeidon' has no attribute {name!r}")
 
 

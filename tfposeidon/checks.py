@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 Show = Callable[[Any, Any], tuple[str, str]]
 """Function from two different values to a text for each, in full or only where they differ."""
 
-_MISSING = object()
-
 
 # ------------------------------------------------------------------ arguments
 
@@ -96,11 +94,11 @@ def at_first_entry(show: Show = in_full) -> Show:
     """Returns a function that shows the first different entries of two dictionaries."""
 
     def shown(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
-        # A missing name is a difference even if the other value is None.
         name = next(
             name
             for name in dict.fromkeys([*first, *other])
-            if first.get(name, _MISSING) != other.get(name, _MISSING)
+            # A missing name is a difference even if the other value is None.
+            if (name in first, first.get(name)) != (name in other, other.get(name))
         )
         here, there = show(first.get(name), other.get(name))
         return f"{name} {here if name in first else 'none'}", there if name in other else "none"

@@ -13,11 +13,17 @@ from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs
 
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import as_carried, from_carried
-from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero
+from tfposeidon.communication.wire import (
+    Wire,
+    exchange_objects,
+    from_horovod_dtype,
+    opaque,
+    to_horovod_dtype,
+    unknown_zero,
+)
 from tfposeidon.exchange import replicas
 
-# Private: TensorFlow has no public way to distinguish branches and loops from named functions.
+# TensorFlow has no public way to distinguish branches and loops from named functions.
 _OF_CONTROL_FLOW = (
     func_graphs.CondBranchFuncGraph,
     func_graphs.WhileCondFuncGraph,
@@ -38,7 +44,6 @@ _WIDER = {
     # Modulo 2**64, signed and unsigned sums have the same bits.
     "uint64": tf.int64,
 }
-_REMEDY = "Give every rank the same structure, with values of the same shapes and dtypes."
 
 
 @tf.autograph.experimental.do_not_convert
@@ -254,16 +259,16 @@ def _on_each(
 
 def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name: str) -> None:
     """Raises an error on all ranks if one refused its arguments, or if their arguments differ."""
-    everybody = exchange_objects([str(refusal or ""), given], wire, name)
-    refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everybody) if text]
+    ranks = exchange_objects([str(refusal or ""), given], wire, name)
+    refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(ranks) if text]
     if refused:
         raise refusal or ValueError(
             f"Another rank rejected the arguments of this collective: {refused[0]}"
         )
     require_equal(
-        [one for _, one in everybody],
+        [described for _, described in ranks],
         "All ranks must pass values of the same structure and type to a collective",
-        _REMEDY,
+        "Give every rank the same structure, with values of the same shapes and dtypes.",
         at_first_entry(),
     )
 
@@ -297,8 +302,8 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Keep the shape, so that Horovod refuses different ones. `opaque`, because Grappler folds a
-    # collective on a constant, which a script may pass.
+    # Keep the shape, so that Horovod refuses different ones. The tensor must be opaque, because
+    # Grappler folds a collective on a constant, which a script may pass.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0
     total = wire.all_reduce(opaque(row, unknown_zero()), wire.topology.world, name, scale)
@@ -310,8 +315,8 @@ def _gathered(tensor: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
     rows = tf.reshape(tensor, [1]) if tensor.shape.rank == 0 else tensor
     if rows.dtype == tf.string:
         return _gathered_text(rows, wire, name)
-    carried = opaque(as_carried(rows), unknown_zero())
-    return from_carried(wire.all_gather(carried, wire.topology.world, name), rows.dtype)
+    carried = opaque(to_horovod_dtype(rows), unknown_zero())
+    return from_horovod_dtype(wire.all_gather(carried, wire.topology.world, name), rows.dtype)
 
 
 def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:

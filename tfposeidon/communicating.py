@@ -23,7 +23,7 @@ from tfposeidon.gradients import describe
 from tfposeidon.optimizers.wrapper import OptimizerWrapper, innermost, leaves
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
-from tfposeidon.training import keras_patches, one_writer, session
+from tfposeidon.training import fit_arguments, keras_patches, session
 from tfposeidon.training.hooks import FitHooks
 
 HOROVODS = {
@@ -87,9 +87,9 @@ class CommunicatingOptimizer(OptimizerWrapper):
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
-        # Here and not at import, because importing the module must not change Keras.
+        # Do this here and not at import, because importing the module must not change Keras.
         keras_patches.patch_keras(CommunicatingOptimizer)
-        session.note_made(self)
+        session.register_optimizer(self)
 
     # ------------------------------------------------------------------ state
 
@@ -128,7 +128,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
     def save_own_variables(self, store: Any) -> None:
         """Saves nothing: Keras saves the inner optimizer as a part of this one."""
         if self._exchange.exchangers:
-            one_writer.warn_if_all_save()
+            fit_arguments.warn_if_all_save()
 
     # ------------------------------------------------------------------ steps
 
@@ -172,7 +172,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         # Keras does the same for the inner optimizer of a loss scale, so that gradients are
         # unscaled only once.
         self.inner_optimizer.loss_scale_factor = None
-        # A weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
+        # Use a weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
         before, self._around = self._around, weakref.ref(loss_scale)
         # Gradients are averaged first, so that all ranks see the same infinity. The loss scale is
         # the `updater`: it tests whether the means are finite, and passes them to `apply`.
@@ -196,13 +196,13 @@ class CommunicatingOptimizer(OptimizerWrapper):
             return None
         variables = list(self._trainable_variables if variables is None else variables)
         scale = self._around()
-        session.note_applied(scale or self, variables)
+        session.register_in_step(scale or self, variables)
         if not self.built:
-            with runtime.made_before_the_trace():
+            with runtime.variables_outside_trace():
                 self.build(variables)
         if scale is not None and not scale.built:
-            # In the trace: the step is traced again, because `scale_loss` ran without these
-            # variables.
+            # This is in the trace, and the step is traced again, because `scale_loss` ran without
+            # these variables.
             with tf.init_scope():
                 scale.build(variables)
         for variable in variables:

@@ -279,7 +279,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         for leaf in leaves(self.inner_optimizer):
             if leaf.built:
                 step_counter(leaf).assign_sub(calls)
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: a rank exhausted its input in the middle of an update; all ranks "
             "discard the accumulated gradients of %d call(s).",
             calls,

@@ -7,7 +7,7 @@ from benchmarks.norms import drawn
 from benchmarks.workers.exchange import slowest
 from benchmarks.workers.task import Task
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import balanced_parts
+from tfposeidon.communication.topology import balanced_parts
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.parallel_operator import gather_results
 from tfposeidon.optimizers.layer_wise import local_norms

@@ -44,7 +44,7 @@ def test_links_are_measured_at_the_first_step(wire):
     optimizer = tp.DistributedOptimizer(sgd())
     with links("measure"), LogLines() as lines:
         check_equal(train_together(model, data, optimizer, wire), reference)
-        found = runtime.links()
+        found = runtime.network_profile()
     same_on_all_ranks(model.get_weights(), wire)
     assert len(set(exchange_objects(found.to_json(), wire, "links"))) == 1
     assert found.measured_at
@@ -113,7 +113,7 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
         checkpoint = keras_callbacks.Checkpoint(folder)
         with links(known), LogLines() as lines:
             train_together(model, data, optimizer, wire, callbacks=[checkpoint], epochs=epochs)
-            seen.append(runtime.links())
+            seen.append(runtime.network_profile())
         assert f"network: {seen[-1]}" in str(optimizer.plan)
         assert optimizer.plan.forecasts[0].knows_computation
         others = [line for line in lines if "differs from the snapshot" in line]
@@ -244,7 +244,7 @@ def test_a_saved_model_holds_the_policy_and_no_links(wire):
         exchange_objects(None, wire, "saved")
     with links("measure"):
         loaded = keras.saving.load_model(path)
-        assert runtime.links() is None
+        assert runtime.network_profile() is None
     assert loaded.optimizer.policy == policy
     assert "bytes_per_s" not in str(loaded.optimizer.get_config())
 

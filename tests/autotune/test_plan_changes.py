@@ -71,9 +71,9 @@ def test_once_it_has_decided_steps_have_no_clocks(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
     rosy = ideal(wire, bytes_per_s=1e12)
     with planning(LEAST_GAIN=0.0), links("measure"), LogLines() as lines:
-        runtime.keep_links(rosy)
+        runtime.store_network_profile(rosy)
         train_together(model, data, optimizer, wire)
-        assert runtime.links() == rosy
+        assert runtime.network_profile() == rosy
         measured_s = optimizer.plan.forecasts[0].measured_s
         exposed_s = optimizer.exposed_s
         train_together(model, data, optimizer, wire)

@@ -11,8 +11,8 @@ from tfposeidon.communication.network_profile import (
     Link,
     NetworkProfile,
     Rates,
-    parse_links,
-    read_links,
+    parse_network,
+    read_profile,
 )
 from tfposeidon.communication.topology import Topology
 
@@ -24,20 +24,22 @@ def test_files_hold_everything(tmp_path):
     links = dataclasses.replace(GIVEN, measured_at="2026-11-23T15:00:00")
     path = tmp_path / "links.json"
     path.write_text(links.to_json())
-    assert read_links(path) == links
+    assert read_profile(path) == links
     alone = dataclasses.replace(GIVEN, across=None)
     assert NetworkProfile.from_json(alone.to_json(), "x") == alone
 
 
 def test_what_users_give(tmp_path):
     topology = Topology.regular(0, 4, 2)
-    assert parse_links(GIVEN, topology, "cpu") is GIVEN
-    assert parse_links("1gbit", topology, "v100") == NetworkProfile.of(
+    assert parse_network(GIVEN, topology, "cpu") is GIVEN
+    assert parse_network("1gbit", topology, "v100") == NetworkProfile.of(
         "1gbit", ranks_per_node=2, device="v100"
     )
     path = tmp_path / "links.json"
     path.write_text(GIVEN.to_json())
-    assert parse_links(path, topology, "cpu") == parse_links(str(path), topology, "cpu") == GIVEN
+    assert (
+        parse_network(path, topology, "cpu") == parse_network(str(path), topology, "cpu") == GIVEN
+    )
 
 
 def test_rates_are_of_payload():
@@ -131,7 +133,7 @@ def test_links_of_more_nodes_are_those_of_two():
 
 
 def _parsed(given):
-    return parse_links(given, Topology.regular(0, 3, 1), "cpu")
+    return parse_network(given, Topology.regular(0, 3, 1), "cpu")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

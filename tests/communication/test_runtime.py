@@ -108,7 +108,7 @@ def test_a_horovod_that_runs_has_no_groups_to_offer():
 def test_another_layout_is_refused():
     topology = runtime.Topology.regular(0, 4, 2)
     with pytest.raises(RuntimeError, match="already runs as 4 rank"):
-        runtime.check_same_layout(topology, 4)
+        runtime.check_same_job(topology, 4, None)
 
 
 def test_each_rank_of_a_node_gets_its_gpu():

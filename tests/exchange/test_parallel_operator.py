@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.in_process import Cluster
-from tfposeidon.communication import packing
-from tfposeidon.communication.topology import Topology
+from tfposeidon.communication.topology import Topology, balanced_parts, even_parts
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.optimizers.layer_wise import local_norms
 
@@ -26,7 +25,7 @@ def largest(sizes, cuts):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_other_cuts_are_better(seed, parts):
     sizes = np.random.default_rng(seed).integers(0, 20, 7).tolist()
-    cut = packing.balanced_parts(sizes, parts)
+    cut = balanced_parts(sizes, parts)
     assert len(cut) == parts
     assert [cut[0][0], cut[-1][1]] == [0, 7]
     assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(cut))
@@ -39,7 +38,7 @@ def test_no_other_cuts_are_better(seed, parts):
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 3), (2, 5), (7, 3), (12, 4)])
 def test_even_parts(length, parts):
-    cut = packing.even_parts(length, parts)
+    cut = even_parts(length, parts)
     sizes = [end - begin for begin, end in cut]
     assert sum(sizes) == length
     assert max(sizes) - min(sizes) <= 1

@@ -22,12 +22,12 @@ WIDTH, LAYERS = 400, 4
 @contextlib.contextmanager
 def links(found):
     """Sets the links of the job; "measure" makes the next step measure them."""
-    before = runtime.links()
-    runtime.set_links(found)
+    before = runtime.network_profile()
+    runtime.set_network_profile(found)
     try:
         yield
     finally:
-        runtime.set_links(before)
+        runtime.set_network_profile(before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.over_ranks import exchange_objects
 from tfposeidon.state.placement import Placement
-from tfposeidon.training import layer_state
+from tfposeidon.training import entries
 
 pytestmark = pytest.mark.ranks("2")
 
@@ -99,7 +99,7 @@ def _predictions(model):
 
 def test_broadcast_sends_it(wire):
     model = _model(wire.topology.rank)
-    tables, weights = layer_state.read(model, *Placement), model.get_weights()
+    tables, weights = entries.read_layers(model, *Placement), model.get_weights()
     assert (
         len(set(map(str, exchange_objects(_predictions(model), wire, "before"))))
         == wire.topology.size
@@ -112,7 +112,7 @@ def test_broadcast_sends_it(wire):
     everybody = exchange_objects(_predictions(model), wire, "after")
     assert everybody[0] == everybody[1]
     if wire.topology.rank == 1:
-        for name, value in layer_state.read(model, *Placement).items():
+        for name, value in entries.read_layers(model, *Placement).items():
             np.testing.assert_array_equal(value, tables[name])
         for one, other in zip(begun[0], weights, strict=True):
             np.testing.assert_array_equal(one, other)

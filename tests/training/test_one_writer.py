@@ -14,7 +14,7 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects
 from tfposeidon.local.showing import reads_after_batches
-from tfposeidon.training import one_writer
+from tfposeidon.training import fit_arguments
 
 pytestmark = pytest.mark.ranks("2")
 
@@ -110,7 +110,7 @@ def test_one_rank_saves_with_orbax(wire):
     """A package that is not installed: the callback is made without it."""
     callback = keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint)
     callback.directory, callback.save_freq = "/nowhere", 2
-    kept = one_writer.with_one_writer([callback])
+    kept = fit_arguments.with_one_writer([callback])
     assert kept == ([callback] if wire.topology.rank == 0 else [])
     assert reads_after_batches(callback)
 
@@ -129,7 +129,7 @@ def test_ranks_that_all_save_are_warned(wire, folder):
     model = _compiled()
     _fit(model, wire)
     # An earlier test of this job may have been warned.
-    one_writer.warn_if_all_save.cache_clear()
+    fit_arguments.warn_if_all_save.cache_clear()
     with LogLines() as lines:
         for _ in range(2):
             model.save(f"{folder}/{wire.topology.rank}.keras")

@@ -213,7 +213,7 @@ class ChoosePlan(keras.callbacks.Callback):
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
         if not undecided or is_last:
             return
-        own = [bool(tf.config.list_physical_devices("GPU")), runtime.links() is None]
+        own = [bool(tf.config.list_physical_devices("GPU")), runtime.network_profile() is None]
         ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
         on_gpu, measures = zip(*ranks, strict=True)
         # All ranks must take the same branch, even if some of them have no GPU.
@@ -281,7 +281,7 @@ class ChoosePlan(keras.callbacks.Callback):
                 plans.planner.proposed.clear()
             self._apply()
         elif any(plans.planner.changing(plans) for plans in self._plans):
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
                 1e3 * saved_s,

@@ -112,7 +112,7 @@ class AutoPlanner(Planner):
     def is_tunable(self) -> bool:
         """True if predictions choose plans, and measured times may change them."""
         # With deterministic ops, plans must not depend on measured times, which vary between runs.
-        knows_links = runtime.links() is not None or runtime.measures_links()
+        knows_links = runtime.network_profile() is not None or runtime.measures_network()
         return not self.policy.is_fixed and knows_links and not is_deterministic()
 
     @property
@@ -132,10 +132,10 @@ class AutoPlanner(Planner):
 
     def measure_network(self) -> None:
         """Measures the network profile if it is needed and unknown; all ranks call it together."""
-        if self.is_tunable and runtime.links() is None:
+        if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
-                runtime.keep_links(measurement.measure(runtime.wire()))
-            runtime.say("tfposeidon: network: %s.", runtime.links())
+                runtime.store_network_profile(measurement.measure(runtime.wire()))
+            runtime.log_once("tfposeidon: network: %s.", runtime.network_profile())
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
@@ -156,7 +156,7 @@ class AutoPlanner(Planner):
             descriptions,
             self.policy,
             self._wire().topology,
-            runtime.links(),
+            runtime.network_profile(),
             bucket_bytes=self.bucket_bytes,
             timeline=timeline,
             notes=self._notes(),
@@ -197,7 +197,7 @@ class AutoPlanner(Planner):
                 before = forecast.of_plan(plan)
                 if abs(one.step_s - before.step_s) > WRONG_BY * before.step_s:
                     wrong = "tfposeidon: steps take %.3g ms instead of the predicted %.3g ms."
-                    runtime.say(wrong, 1e3 * one.step_s, 1e3 * before.step_s)
+                    runtime.log_once(wrong, 1e3 * one.step_s, 1e3 * before.step_s)
                 if best.buckets == plan.buckets:
                     exchanger.plan = best
                     continue
@@ -230,7 +230,7 @@ class AutoPlanner(Planner):
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         if self.policy.is_fixed:
             return {}
-        links = runtime.links()
+        links = runtime.network_profile()
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
@@ -254,9 +254,9 @@ class AutoPlanner(Planner):
             differs = "the layout of ranks differs"
         elif is_same:
             links = NetworkProfile.from_json(saved["links"], "the snapshot")
-            if runtime.measures_links() and links.hosts == measurement.hosts_of(wire):
-                runtime.keep_links(links)
-            differs = "the network profile differs" if runtime.links() != links else ""
+            if runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
+                runtime.store_network_profile(links)
+            differs = "the network profile differs" if runtime.network_profile() != links else ""
         decisions, proposed = (
             {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
             for key in ("plans", "proposed")
@@ -270,7 +270,7 @@ class AutoPlanner(Planner):
                 if decisions
                 else "are computed again"
             )
-            runtime.say("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
+            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
         self._decisions, self.proposed = decisions, proposed
         self.has_decided = not differs and saved["has_decided"]
         return bool(decisions)

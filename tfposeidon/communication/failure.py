@@ -77,35 +77,35 @@ class Reporter:
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
         if is_broken_collective(error):
-            self._put(self._fate(self.rank), "broken")
-            self._print(self._first_cause() or self._what_is_known(str(error)))
+            self._put(EXIT_STATUS.format(self.rank), "broken")
+            _print(self._first_cause() or self._known_state(str(error)))
         else:
             text = "".join(traceback.format_exception_only(error)).strip()
             cause = f"rank {self.rank} failed first: {text}"
-            self._leave_cause(cause)
-            self._print(cause)
+            self._put_cause(cause)
+            _print(cause)
 
     def report_signal(self, name: str) -> None:
         """Prints that a signal ends this rank, or an earlier failure, and stores the cause."""
         self.failed = True
         if self.size == 1:
             return
-        self._leave_cause(
+        self._put_cause(
             f"rank {self.rank} received {name}. Launchers send it after another rank has ended; "
             "batch systems send it when the job's time limit expires."
         )
-        self._print(str(self._get(FIRST_FAILURE) or f"rank {self.rank} received {name}."))
+        _print(str(self._get(FIRST_FAILURE) or f"rank {self.rank} received {name}."))
 
-    def _leave_cause(self, cause: str) -> None:
+    def _put_cause(self, cause: str) -> None:
         # The store has no atomic operations: if two ranks fail at once, either may be reported.
         if self._get(FIRST_FAILURE) is None:
             self._put(FIRST_FAILURE, cause)
-        self._put(self._fate(self.rank), "failed")
+        self._put(EXIT_STATUS.format(self.rank), "failed")
 
     def leave(self) -> None:
         """Writes to the store that the script ended normally, for ranks that still wait for it."""
         if not self.failed:
-            self._put(self._fate(self.rank), "ended")
+            self._put(EXIT_STATUS.format(self.rank), "ended")
 
     def _first_cause(self) -> str | None:
         # The failed rank may not have written its cause yet.
@@ -116,16 +116,15 @@ class Reporter:
             time.sleep(0.2)
         return None
 
-    def _what_is_known(self, text: str) -> str:
+    def _known_state(self, text: str) -> str:
         waiting = _WAITING.search(text)
         where = f" while it waited for tensor {waiting.group(1)!r}" if waiting else ""
         known = f"rank {self.rank} lost its peers{where}, and no rank reported a cause."
         if self.store is None:
             return known
-        fates = {rank: self._get(self._fate(rank)) for rank in range(self.size)}
-        silent = [rank for rank, fate in fates.items() if fate is None]
-        ended = [rank for rank, fate in fates.items() if fate == "ended"]
-        if silent:
+        statuses = [self._get(EXIT_STATUS.format(rank)) for rank in range(self.size)]
+        ended = [rank for rank, status in enumerate(statuses) if status == "ended"]
+        if silent := [rank for rank, status in enumerate(statuses) if status is None]:
             known += (
                 f" Rank(s) {silent} reported no status: they may be late, stopped, killed (out of "
                 "memory?) or disconnected."
@@ -136,10 +135,6 @@ class Reporter:
                 "their own messages, and check whether they have fewer batches or epochs."
             )
         return known
-
-    @staticmethod
-    def _fate(rank: int) -> str:
-        return EXIT_STATUS.format(rank)
 
     def _get(self, key: str) -> object:
         return self.store.get(key) if self.store else None
@@ -152,14 +147,14 @@ class Reporter:
             # The launcher has exited, so no rank can read it.
             self.store = None
 
-    @staticmethod
-    def _print(text: str) -> None:
-        print(f"\ntfposeidon: the job ends. {text}", file=sys.stderr, flush=True)
+
+def _print(text: str) -> None:
+    print(f"\ntfposeidon: the job ends. {text}", file=sys.stderr, flush=True)
 
 
 def is_broken_collective(error: BaseException) -> bool:
     """Returns whether another rank's failure caused this error of a collective."""
-    # Type and op must match as well as the text: reading a file over a network also fails with
+    # The type and the op must match, too: reading a file over a network also fails with
     # "Connection reset", and is a cause itself.
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)

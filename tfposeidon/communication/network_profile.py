@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,25 +93,23 @@ class Rates:
             checks.check_number(field.name, getattr(self, field.name), checks.NOT_NEGATIVE)
 
 
-V100 = Rates(
-    sum_s=2e-11, encode_s=1e-11, select_s=1.5e-10, pair_s=2e-9, half_s=0.0, operation_s=2.5e-14
-)
-"""Rates of an NVIDIA V100, from its memory bandwidth and its FLOP rate; not measured."""
 CPU = Rates(
     sum_s=1.6e-9, encode_s=1e-10, select_s=1.2e-9, pair_s=5.5e-9, half_s=5e-8, operation_s=4e-11
 )
 """Rates of one AMD EPYC core per rank, from a study of a few exchanges.
 
 Provisional: no command of this repository has printed them."""
-NVLINK = Link(latency_s=1e-5, bytes_per_s=1e11)
-LOOPBACK = Link(latency_s=3e-4, bytes_per_s=1.5e9)
-DEVICES: Mapping[str, tuple[Rates, Link, float]] = {
-    # Rates, the link within a node, and seconds that a collective waits for Horovod's thread.
-    "v100": (V100, NVLINK, 1.2e-3),
-    "cpu": (CPU, LOOPBACK, 3.3e-3),
+_V100 = Rates(
+    sum_s=2e-11, encode_s=1e-11, select_s=1.5e-10, pair_s=2e-9, half_s=0.0, operation_s=2.5e-14
+)
+"""Rates of an NVIDIA V100, from its memory bandwidth and its FLOP rate; not measured."""
+_DEVICES = {
+    # Rates, the link within a node, the latency between nodes, and seconds that a collective waits
+    # for Horovod's thread.
+    "v100": (_V100, Link(latency_s=1e-5, bytes_per_s=1e11), 3e-5, 1.2e-3),
+    "cpu": (CPU, Link(latency_s=3e-4, bytes_per_s=1.5e9), 3e-4, 3.3e-3),
 }
 """Presets by device name."""
-ETHERNET_LATENCY_S = 3e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +156,9 @@ class NetworkProfile:
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.check_number("collective_s", self.collective_s, checks.NOT_NEGATIVE)
+        for name in ("collective_s", "uncertainty", "ranks_per_core"):
+            checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE)
         checks.check_integer("ranks_per_node", self.ranks_per_node, 1)
-        checks.check_number("uncertainty", self.uncertainty, checks.NOT_NEGATIVE)
-        checks.check_number("ranks_per_core", self.ranks_per_core, checks.NOT_NEGATIVE)
         if self.node is None and self.across is None:
             raise ValueError(
                 "A network profile must hold `node` or `across`. Received: neither. A job of a "
@@ -187,12 +183,12 @@ class NetworkProfile:
         Raises:
           ValueError: If a rate has no unit or is out of its range, or the preset is unknown.
         """
-        if device not in DEVICES:
+        if device not in _DEVICES:
             raise ValueError(
-                f"`device` must be one of {', '.join(sorted(DEVICES))}. Received: "
+                f"`device` must be one of {', '.join(sorted(_DEVICES))}. Received: "
                 f"device={device!r}. Measure the network profile of other devices."
             )
-        rates, node, collective_s = DEVICES[device]
+        rates, node, latency_s, collective_s = _DEVICES[device]
         return cls(
             rates=rates,
             collective_s=collective_s,
@@ -200,7 +196,7 @@ class NetworkProfile:
             device=device,
             node=node if ranks_per_node > 1 else None,
             across=Link(
-                latency_s=LOOPBACK.latency_s if device == "cpu" else ETHERNET_LATENCY_S,
+                latency_s=latency_s,
                 bytes_per_s=_payload_rate(rate),
                 flow_bytes_per_s=None if flow is None else _payload_rate(flow),
             ),
@@ -262,17 +258,16 @@ class NetworkProfile:
             )
 
     def __str__(self) -> str:
-        parts = []
         if self.across is not None:
-            flow = self.across.flow_bytes_per_s
-            limit = "" if flow is None else f" ({readable_rate_of_payload(flow)} per connection)"
-            parts.append(f"{readable_rate_of_payload(self.across.bytes_per_s)} across nodes{limit}")
+            rate = f"{readable_rate_of_payload(self.across.bytes_per_s)} across nodes"
+            if flow := self.across.flow_bytes_per_s:
+                rate += f" ({readable_rate_of_payload(flow)} per connection)"
         else:
             assert self.node is not None
-            parts.append(f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node")
+            rate = f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node"
         when = f"measured {self.measured_at}" if self.measured_at else "specified"
         known = [f"rates uncertain by {self.uncertainty:.0%}"] if self.uncertainty else []
-        return ", ".join([*parts, self.device, when, *known])
+        return ", ".join([rate, self.device, when, *known])
 
 
 FORMS = (
@@ -281,7 +276,7 @@ FORMS = (
 )
 
 
-def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
+def read_profile(path: str | os.PathLike[str]) -> NetworkProfile:
     """Reads a profile from a file; raises `ValueError` if it is missing or invalid."""
     try:
         text = Path(path).read_text()
@@ -293,28 +288,28 @@ def read_links(path: str | os.PathLike[str]) -> NetworkProfile:
     return NetworkProfile.from_json(text, os.fspath(path))
 
 
-def parse_links(given: Any, topology: Topology, device: str) -> NetworkProfile:
+def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile:
     """Returns the profile for the argument `network` of `init`; `device` names the preset."""
     if isinstance(given, NetworkProfile):
-        links = given
+        profile = given
     elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
         ranks_per_node = max(len(node) for node in topology.nodes)
-        links = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
+        profile = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
     elif isinstance(given, str | os.PathLike):
-        links = read_links(given)
+        profile = read_profile(given)
     else:
         raise ValueError(f"{FORMS}. Received: network={given!r}")
-    links.check_fits(topology)
+    profile.check_fits(topology)
     # Only measured profiles must match the job's device: plans from presets may be for other
     # machines.
-    if links.measured_at and (links.device == "cpu") != (device == "cpu"):
+    if profile.measured_at and (profile.device == "cpu") != (device == "cpu"):
         raise ValueError(
             "A measured network profile must come from the type of device that trains, because "
             "it includes the speed of the device. Received: a profile measured on "
-            f"{links.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it on "
-            "that type of device."
+            f"{profile.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it "
+            "on that type of device."
         )
-    return links
+    return profile
 
 
 def _payload_rate(text: Any) -> float:

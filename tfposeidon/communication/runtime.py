@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfposeidon import native
 from tfposeidon.communication import failure, launcher, start
-from tfposeidon.communication.network_profile import NetworkProfile, parse_links
+from tfposeidon.communication.network_profile import NetworkProfile, parse_network
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
 from tfposeidon.peers import rendezvous
@@ -35,8 +35,8 @@ _OF_FUNCTIONS = 50
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
 _server_rank: int | None = None
-_links: NetworkProfile | None = None
-_measures_links = False
+_network_profile: NetworkProfile | None = None
+_measures_network = False
 
 
 def init(
@@ -96,13 +96,12 @@ def init(
     """
     global _wire, _server_rank
     if _wire is not None:
-        check_same_layout(_wire.topology, ranks_per_node)
-        _check_same_server(server_rank)
+        check_same_job(_wire.topology, ranks_per_node, server_rank)
         if network is not None:
-            _take_links(network, _wire.topology)
+            _set_network(network, _wire.topology)
         return _wire.topology
     start.check_horovod()
-    # Before Horovod starts, because it then reads its environment.
+    # Set them before Horovod starts, because it then reads its environment.
     start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
@@ -112,7 +111,7 @@ def init(
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
-    _take_links(network, _wire.topology)
+    _set_network(network, _wire.topology)
     return _wire.topology
 
 
@@ -121,7 +120,7 @@ def has_begun() -> bool:
     return _wire is not None
 
 
-def wire() -> Wire:
+def wire() -> HorovodWire:
     """Returns the collectives of this process; starts Horovod with default arguments if needed."""
     if _wire is None:
         init()
@@ -169,29 +168,29 @@ def stall_limit_s() -> float:
     return float(os.environ.get(launcher.STALL_LIMIT, start.DEFAULT_STALL_TIMEOUT_S))
 
 
-def links() -> NetworkProfile | None:
+def network_profile() -> NetworkProfile | None:
     """Returns the network profile of this job, or `None` if it is not known (yet)."""
-    return _links
+    return _network_profile
 
 
-def measures_links() -> bool:
+def measures_network() -> bool:
     """Returns whether this job measures its network, at the first step that needs the profile."""
-    return _measures_links
+    return _measures_network
 
 
-def set_links(given: NetworkProfile | Literal["measure"] | None) -> None:
+def set_network_profile(given: NetworkProfile | Literal["measure"] | None) -> None:
     """Sets the network profile for later plans, which must be the same on all ranks."""
-    global _links, _measures_links
-    _links, _measures_links = (None, True) if given == MEASURE else (given, False)
+    global _network_profile, _measures_network
+    _network_profile, _measures_network = (None, True) if given == MEASURE else (given, False)
 
 
-def keep_links(measured: NetworkProfile) -> None:
+def store_network_profile(measured: NetworkProfile) -> None:
     """Stores a measured profile, the same on all ranks, of this job or the one that it resumes."""
-    global _links
-    _links = measured
+    global _network_profile
+    _network_profile = measured
 
 
-def _take_links(given: Any, topology: Topology) -> None:
+def _set_network(given: Any, topology: Topology) -> None:
     # A single rank has no network, even if the script describes one for larger jobs.
     if topology.size == 1:
         return
@@ -199,18 +198,18 @@ def _take_links(given: Any, topology: Topology) -> None:
     if given is None:
         given = UNKNOWN if on_gpu else MEASURE
     if given in (MEASURE, UNKNOWN):
-        set_links(MEASURE if given == MEASURE else None)
-    else:
-        found = parse_links(given, topology, "v100" if on_gpu else "cpu")
-        here = socket.gethostname()
-        if found.hosts and here not in found.hosts:
-            say(
-                "tfposeidon: the network profile was measured on %s, but this host is %s; the "
-                "profile is valid only if the nodes are of the same kind.",
-                ", ".join(found.hosts),
-                here,
-            )
-        set_links(found)
+        set_network_profile(MEASURE if given == MEASURE else None)
+        return
+    found = parse_network(given, topology, "v100" if on_gpu else "cpu")
+    here = socket.gethostname()
+    if found.hosts and here not in found.hosts:
+        log_once(
+            "tfposeidon: the network profile was measured on %s, but this host is %s; the "
+            "profile is valid only if the nodes are of the same kind.",
+            ", ".join(found.hosts),
+            here,
+        )
+    set_network_profile(found)
 
 
 def rank() -> int:
@@ -266,37 +265,34 @@ def local_size() -> int:
     return wire().topology.node.size
 
 
-def spokesman() -> int:
-    """Returns the rank that logs for the job: the server if there is one, else rank 0."""
+def leader() -> int:
+    """Returns the rank whose log lines are about the job: the server if there is one, else 0."""
     return _server_rank or 0
 
 
-def say(text: str, *values: object) -> None:
+def log_once(text: str, *values: object) -> None:
     """Logs one line about the job, on one rank only; arguments as for `logging`."""
-    if rank() == spokesman():
-        # A warning, because without a logging configuration Python shows nothing below that level.
+    if rank() == leader():
+        # Log a warning: without a logging configuration, Python shows nothing below that level.
         log.warning(text, *values)
 
 
-def _check_same_server(server_rank: int | None) -> None:
-    if server_rank not in (None, _server_rank):
-        raise RuntimeError(
-            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
-            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
-            "tfposeidon.init()."
-        )
-
-
-def check_same_layout(topology: Topology, ranks_per_node: int | None) -> None:
-    """Refuses a number of ranks per node other than that of the running job."""
-    if ranks_per_node is None:
-        return
-    asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
+def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: int | None) -> None:
+    """Refuses arguments of a later `init` that differ from those of the running job."""
+    asked = topology
+    if ranks_per_node is not None:
+        asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
     if asked.nodes != topology.nodes:
         raise RuntimeError(
             "Process sets are created once per process. Received: "
             f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
             "`ranks_per_node` to the first tfposeidon.init()."
+        )
+    if server_rank not in (None, _server_rank):
+        raise RuntimeError(
+            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
+            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
+            "tfposeidon.init()."
         )
 
 
@@ -330,10 +326,10 @@ def check_graph() -> None:
 
 
 @contextlib.contextmanager
-def made_before_the_trace() -> Iterator[None]:
+def variables_outside_trace() -> Iterator[None]:
     """Creates variables as if before the current trace, so that they cause no retracing."""
     # `tf.init_scope` is not sufficient: `tf.function` still registers these variables, and retraces
-    # without creating any. Private, because there is no public alternative.
+    # without creating any. There is no public alternative to the private attribute.
     graph = tf.compat.v1.get_default_graph()
     before = graph._variable_creator_stack
     graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]

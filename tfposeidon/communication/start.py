@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -57,8 +58,8 @@ def start_horovod(
         return start_over_mpi(hvd, own, server_rank)
     topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
-    # Passed at the start: process sets that are added later make each cycle of Horovod's thread
-    # wait for all ranks.
+    # Pass process sets at the start: those that are added later make each cycle of Horovod's
+    # thread wait for all ranks.
     process_sets = {g: hvd.ProcessSet(list(g.ranks)) for g in topology.groups(server_rank)}
     hvd.init(process_sets=list(process_sets.values()))
     _check_layout(hvd, topology)
@@ -74,9 +75,10 @@ def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None)
     _check_layout(hvd, own)
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
-    everybody = exchange_objects([socket.gethostname(), server_rank], world, "tp.hosts")
-    _require_same_servers([server for _, server in everybody])
-    topology = Topology(hvd.rank(), rendezvous.nodes_of([host for host, _ in everybody]))
+    own_host = [socket.gethostname(), server_rank]
+    hosts, servers = zip(*exchange_objects(own_host, world, "tp.hosts"), strict=True)
+    _require_same_servers(servers)
+    topology = Topology(hvd.rank(), rendezvous.nodes_of(hosts))
     groups = topology.groups(server_rank)
     return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
 
@@ -91,11 +93,9 @@ def _find_topology(
     store = launcher.Store.of_launcher()
     if store is None or own.size == 1:
         return Topology(0, ((0,),))
+    ranks = itertools.count()
     sizes = launcher.node_sizes(store, own)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return Topology(
-        own.rank, tuple(tuple(range(s, s + n)) for s, n in zip(starts, sizes, strict=True))
-    )
+    return Topology(own.rank, tuple(tuple(itertools.islice(ranks, size)) for size in sizes))
 
 
 def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
@@ -147,9 +147,8 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
     """Uses a Horovod that the script started, if no process sets are needed."""
     check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
-    described = launcher.process_rank().size if hvd.size() == 1 else 1
     problem = None
-    if described > 1:
+    if hvd.size() == 1 and (described := launcher.process_rank().size) > 1:
         problem = f"found one rank, but the environment describes {described}"
     elif missing := topology.groups(server_rank):
         problem = f"{topology} need {len(missing)} process sets"
@@ -181,10 +180,8 @@ def set_limits(
     """Sets Horovod's variables for time limits, except those that the user has set."""
     if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
         transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
-    for name, value in (
-        ("stall_timeout_s", stall_timeout_s),
-        ("transport_timeout_s", transport_timeout_s),
-    ):
+    limits = {"stall_timeout_s": stall_timeout_s, "transport_timeout_s": transport_timeout_s}
+    for name, value in limits.items():
         if value is not None:
             checks.check_number(name, value, checks.AT_LEAST_1, "The unit is seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:

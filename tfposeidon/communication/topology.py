@@ -1,10 +1,13 @@
-"""Ranks of a job, their nodes, and the groups that communicate.
+"""Ranks of a job, their nodes, the groups that communicate, and the parts of work of each rank.
 
 Everything here is pure: `launcher` reads the environment, and `start` starts Horovod.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -142,8 +145,8 @@ class Topology:
 
     def groups(self, server_rank: int | None = None) -> tuple[Group, ...]:
         """Returns the groups of two or more ranks, except the world, that need a process set."""
-        # Nodes, positions, then pairs with the server, without duplicates, as a node of two ranks
-        # may be a pair: the order must be the same on all ranks.
+        # The order must be the same on all ranks: nodes, positions, then pairs with the server. A
+        # node of two ranks may be such a pair, so duplicates are removed.
         found = [*map(Group, self.nodes), *map(self.position_group, range(self.positions))]
         if server_rank is not None:
             others = (rank for rank in self.world.ranks if rank != server_rank)
@@ -160,3 +163,41 @@ class Topology:
             f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
         )
         return f"{self.size} rank(s) on {len(sizes)} node(s) ({layout})"
+
+
+def even_parts(length: int, parts: int) -> list[tuple[int, int]]:
+    """Returns start and end of each part; lengths differ by one at most, larger parts first.
+
+    >>> even_parts(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    quotient, remainder = divmod(length, parts)
+    begins = [quotient * part + min(part, remainder) for part in range(parts + 1)]
+    return list(itertools.pairwise(begins))
+
+
+def balanced_parts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Returns start and end of each part so that the largest sum of a part is minimal.
+
+    >>> balanced_parts([5, 1, 1, 1, 4], 3)
+    [(0, 1), (1, 4), (4, 5)]
+    """
+    smallest = max(sizes, default=0)
+    # Search the smallest limit with which greedy filling needs no more than `parts` parts.
+    limit = smallest + bisect.bisect_left(
+        range(smallest, sum(sizes)), True, key=lambda limit: len(_filled(sizes, limit)) <= parts
+    )
+    ends = _filled(sizes, limit)
+    ends += [len(sizes)] * (parts - len(ends))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def _filled(sizes: Sequence[int], limit: int) -> list[int]:
+    """Returns the ends of parts that are filled greedily up to a limit on their sum."""
+    ends, total = [], 0
+    for index, size in enumerate(sizes):
+        if total + size > limit and total:
+            ends.append(index)
+            total = 0
+        total += size
+    return [*ends, len(sizes)]

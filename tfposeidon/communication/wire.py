@@ -1,4 +1,6 @@
-"""Four collectives on groups of ranks, in the only module that uses Horovod's collectives.
+"""Four collectives on groups of ranks, and the packing of tensors for them.
+
+This is the only module that uses Horovod's collectives.
 
 Horovod's TensorFlow ops look like arithmetic to Grappler: a collective with a constant input is
 folded (it runs once, or hangs), an unused one is pruned, and two equal ones are merged. Therefore
@@ -15,6 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
@@ -26,6 +29,14 @@ _MORE_THAN_A_CONSTANT = 256
 """Size of a tensor that `tf.function` captures as an input; TensorFlow's limit is 128 elements."""
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes an object."""
+_SAME_BITS = {
+    "bfloat16": tf.uint16,
+    "uint32": tf.int32,
+    "uint64": tf.int64,
+    "complex64": tf.int64,
+    # The result has an additional axis of two.
+    "complex128": tf.int64,
+}
 
 # Suffix of the names of all collectives that are called or traced within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
@@ -34,7 +45,7 @@ _suffix = contextvars.ContextVar("suffix", default="")
 @contextlib.contextmanager
 def names_ending_in(suffix: str) -> Iterator[None]:
     """Appends a suffix to the names of collectives within this context, which may be nested."""
-    # For code that one graph calls several times. TensorFlow makes names unique too, but
+    # Code that one graph calls several times needs it. TensorFlow makes names unique too, but
     # differently in branches, and on ranks that have exhausted their input.
     token = _suffix.set(suffix + _suffix.get())
     try:
@@ -123,28 +134,16 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
-        # branches, so names ignore scopes.
         ops = _horovod_ops()
         return ops._allreduce(
-            tensor,
-            name=name + _suffix.get(),
-            op=ops.Sum,
-            postscale_factor=scale,
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
+            tensor, op=ops.Sum, postscale_factor=scale, **self._options(name, group)
         )
 
     @override
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        return _horovod_ops().allgather(
-            tensor,
-            name=name + _suffix.get(),
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
-        )
+        return _horovod_ops().allgather(tensor, **self._options(name, group))
 
     @override
     def all_to_all(
@@ -152,33 +151,30 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor
-        received, _ = _horovod_ops().alltoall(
-            tensor,
-            splits=list(splits),
-            name=name + _suffix.get(),
-            ignore_name_scope=True,
-            process_set=self._process_set(group),
-        )
+        options = self._options(name, group)
+        received, _ = _horovod_ops().alltoall(tensor, splits=list(splits), **options)
         return received
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
-        return _horovod_ops().broadcast(
-            tensor, root_rank, name=name + _suffix.get(), ignore_name_scope=True
-        )
+        options = self._options(name, self.topology.world)
+        return _horovod_ops().broadcast(tensor, root_rank, **options)
 
-    def _process_set(self, group: Group) -> Any:
-        if group == self.topology.world:
-            return _horovod_ops().global_process_set
-        return self._process_sets[group]
+    def _options(self, name: str, group: Group) -> dict[str, Any]:
+        is_world = group == self.topology.world
+        process_set = _horovod_ops().global_process_set if is_world else self._process_sets[group]
+        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
+        # branches, so names ignore scopes.
+        own_name = name + _suffix.get()
+        return {"name": own_name, "ignore_name_scope": True, "process_set": process_set}
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
     """Returns a scalar 0 that TensorFlow does not recognize as a constant."""
-    # For functions inside a user's `tf.function`, which may not create variables. TensorFlow
-    # captures small outer tensors as constants, and large ones as inputs.
+    # Functions inside a user's `tf.function` may not create variables. TensorFlow captures small
+    # outer tensors as constants, and large ones as inputs.
     with tf.init_scope(), tf.device("/CPU:0"):
         outside = tf.zeros([_MORE_THAN_A_CONSTANT], dtype)
     with tf.device("/CPU:0"):
@@ -205,8 +201,8 @@ def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
 
 def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
     """Returns the same tensor, without a copy, in a form that TensorFlow cannot fold."""
-    # A slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape is not
-    # sufficient: if all dimensions but one are known, TensorFlow infers the last.
+    # The result is a slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape
+    # is not sufficient: if all dimensions but one are known, TensorFlow infers the last.
     if tensor.shape.rank is None:
         return tensor
     begin = tf.stack([tf.convert_to_tensor(zero), *([0] * (tensor.shape.rank - 1))])
@@ -221,12 +217,12 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     # includes the name, which reveals ranks that call from different places.
     text = json.dumps([name, value]).encode()
     own = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "big") + text, np.uint8)
-    joined = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
+    received = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
     pairs = []
-    while joined:
-        end = _LENGTH_BYTES + int.from_bytes(joined[:_LENGTH_BYTES], "big")
-        pairs.append(json.loads(joined[_LENGTH_BYTES:end]))
-        joined = joined[end:]
+    while received:
+        end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "big")
+        pairs.append(json.loads(received[_LENGTH_BYTES:end]))
+        received = received[end:]
     require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",
@@ -240,55 +236,79 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
     """Returns the bytes of `root_rank` on all ranks; all ranks call it together, eagerly."""
     length = wire.broadcast(tf.constant([len(content)], tf.int64), root_rank, f"{name}.length")
     # A broadcast requires the same number of bytes on every rank.
-    mine = (
-        np.frombuffer(content, np.uint8)
-        if wire.topology.rank == root_rank
-        else np.zeros(int(length[0]), np.uint8)
-    )
-    return wire.broadcast(tf.constant(mine), root_rank, f"{name}.bytes").numpy().tobytes()
+    mine = content if wire.topology.rank == root_rank else bytes(int(length[0]))
+    sent = tf.constant(np.frombuffer(mine, np.uint8))
+    return wire.broadcast(sent, root_rank, f"{name}.bytes").numpy().tobytes()
 
 
 def _horovod_ops() -> Any:
-    # Imported late: tfposeidon can load models and plans without Horovod, and importing it starts
-    # nothing.
+    # Import it late, because tfposeidon can load models and plans without Horovod.
     from horovod.tensorflow import mpi_ops
 
     return mpi_ops
 
 
-class GroupWire(Wire):
+class GroupWire(HorovodWire):
     """Collectives between some ranks of a job, numbered from 0, including this rank.
 
     Horovod must have a process set for these ranks. `topology` describes them and their nodes.
     """
 
-    def __init__(self, wire: Wire, ranks: Iterable[int]) -> None:
+    def __init__(self, wire: HorovodWire, ranks: Iterable[int]) -> None:
         self._wire, self._ranks = wire, tuple(sorted(ranks))
-        job = wire.topology
-        nodes = [[r for r in node if r in self._ranks] for node in job.nodes]
+        nodes = [[r for r in node if r in self._ranks] for node in wire.topology.nodes]
         numbered = [tuple(self._ranks.index(r) for r in node) for node in nodes if node]
-        self.topology = Topology(self._ranks.index(job.rank), tuple(numbered))
-
-    @override
-    def all_reduce(
-        self, tensor: tf.Tensor, group: Group, name: str, scale: float = 1.0
-    ) -> tf.Tensor:
-        return self._wire.all_reduce(tensor, self._in_job(group), name, scale)
-
-    @override
-    def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-        return self._wire.all_gather(tensor, self._in_job(group), name)
-
-    @override
-    def all_to_all(
-        self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
-    ) -> tf.Tensor:
-        return self._wire.all_to_all(tensor, splits, self._in_job(group), name)
+        super().__init__(Topology(self._ranks.index(wire.topology.rank), tuple(numbered)), {})
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        # `HorovodWire.broadcast` always includes the whole job.
+        # Horovod numbers the root among all ranks of the job.
         return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
 
-    def _in_job(self, group: Group) -> Group:
-        return Group(tuple(self._ranks[rank] for rank in group.ranks))
+    @override
+    def _options(self, name: str, group: Group) -> dict[str, Any]:
+        in_job = Group(tuple(self._ranks[rank] for rank in group.ranks))
+        return self._wire._options(name, in_job)
+
+
+# ------------------------------------------------------------------ packing of tensors
+
+
+def to_horovod_dtype(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor in a dtype that Horovod supports."""
+    name = tensor.dtype.name
+    if name in _SAME_BITS:
+        return tf.bitcast(tensor, _SAME_BITS[name])
+    # TensorFlow cannot bitcast float8, but float32 represents each of its values exactly.
+    return tf.cast(tensor, tf.float32) if name.startswith("float8") else tensor
+
+
+def from_horovod_dtype(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Inverts `to_horovod_dtype` for a tensor of the given dtype."""
+    if dtype.name in _SAME_BITS:
+        return tf.bitcast(carried, dtype)
+    return tf.cast(carried, dtype)
+
+
+def summed_dtype(values: Sequence[Any]) -> tf.DType:
+    """Returns float64 if any value has it, or else float32: means lose no bits of their values."""
+    wide = [value for value in values if tf.as_dtype(value.dtype) == tf.float64]
+    return tf.float64 if wide else tf.float32
+
+
+def pack(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
+    """Returns floating-point values, concatenated to a vector."""
+    flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), dtype), [-1]) for v in values]
+    return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
+
+
+def unpack(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the parts of a vector from `pack`, in the shapes and dtypes of `like`."""
+    if not like:
+        return []
+    shapes = [tf.TensorShape(value.shape) for value in like]
+    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
+    return [
+        tf.cast(tf.reshape(part, shape), keras.backend.standardize_dtype(value.dtype))
+        for part, shape, value in zip(parts, shapes, like, strict=True)
+    ]

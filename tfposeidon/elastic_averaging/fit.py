@@ -113,7 +113,7 @@ class _Worker(keras.callbacks.Callback):
     def end(self) -> None:
         """Waits for the other workers, and takes the final global weights."""
         job.end_worker(self.link, self._optimizers)
-        session.of(self.model).begin_where_asked()
+        session.of(self.model).reset_initial_epoch()
 
 
 # ------------------------------------------------------------------ server
@@ -147,7 +147,7 @@ def _run_server(arguments: dict[str, Any]) -> Any:
         # Call this before the release of workers, because callbacks may change the weights.
         callbacks.on_train_end(logs)
         job.release_workers(own.server, optimizers)
-    session.of(model).begin_where_asked()
+    session.of(model).reset_initial_epoch()
     return model.history
 
 

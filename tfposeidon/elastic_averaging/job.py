@@ -20,15 +20,14 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
-from tfposeidon.communication.packing import joined, parted
-from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.communication.wire import exchange_objects, pack, unpack
 from tfposeidon.elastic_averaging.calls import OptimizerState, ServedState, Worker
 from tfposeidon.elastic_averaging.server import ServedCenter, Server
 from tfposeidon.exchange import replicas
 from tfposeidon.optimizers.wrapper import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.text import readable_size
-from tfposeidon.training import entries, layer_state, session
+from tfposeidon.training import entries, session
 
 log = logging.getLogger("tfposeidon")
 
@@ -133,7 +132,7 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     weights = [*model.weights, *seeds_of_layers(model)]
     rest = [v for v in weights if id(v) not in left_out]
     replicas.broadcast(rest, runtime.wire(), _server_rank())
-    layer_state.broadcast(model, runtime.wire(), _server_rank())
+    entries.broadcast_layers(model, runtime.wire(), _server_rank())
 
 
 def _optimizers(model: Any) -> list[Any]:
@@ -175,7 +174,7 @@ def start_server(optimizers: Sequence[Any]) -> Server:
                 "layers in Python, or as integers."
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
-    centers = [ServedCenter(joined(o.exchanged_variables), o.server_alpha) for o in optimizers]
+    centers = [ServedCenter(pack(o.exchanged_variables), o.server_alpha) for o in optimizers]
     states = [ServedState(state_of(o.inner_optimizer)) for o in optimizers]
     server = Server(wires, centers, states, runtime.stall_limit_s())
     server.start()
@@ -226,7 +225,7 @@ def run(
 def release_workers(server: Server, optimizers: Sequence[Any]) -> None:
     """Sends the server's variables to all workers, after all of them have finished training."""
     for center, optimizer in zip(server.centers, optimizers, strict=True):
-        center.values = joined(optimizer.exchanged_variables)
+        center.values = pack(optimizer.exchanged_variables)
     server.release()
     _end_together()
 
@@ -254,7 +253,7 @@ def sent_variables(inner_optimizer: Any) -> list[Any]:
 def state_of(inner_optimizer: Any) -> OptimizerState:
     """Returns the optimizer state as one vector to send, and the step counter."""
     steps = int(step_counter(inner_optimizer).numpy())
-    return OptimizerState(joined(sent_variables(inner_optimizer)), steps)
+    return OptimizerState(pack(sent_variables(inner_optimizer)), steps)
 
 
 def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
@@ -264,8 +263,8 @@ def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns a vector that `joined` returned for equal variables."""
-    for variable, part in zip(variables, parted(vector, variables), strict=True):
+    """Assigns a vector that `pack` returned for equal variables."""
+    for variable, part in zip(variables, unpack(vector, variables), strict=True):
         variable.assign(part)
 
 

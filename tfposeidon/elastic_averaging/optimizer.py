@@ -19,8 +19,7 @@ from typing_extensions import override
 from tfposeidon import checks, communicating, policies
 from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_built
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import joined, parted
-from tfposeidon.communication.wire import Wire
+from tfposeidon.communication.wire import Wire, pack, unpack
 from tfposeidon.elastic_averaging import fit, job
 from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
 from tfposeidon.exchange.plan import Plan
@@ -266,9 +265,9 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     def _swap(self) -> None:
         variables = self.exchanged_variables
-        values = joined(variables)
+        values = pack(variables)
         difference = tf.py_function(self._swap_values, [values], tf.float32)
-        parts = parted(tf.ensure_shape(difference, values.shape), variables)
+        parts = unpack(tf.ensure_shape(difference, values.shape), variables)
         # Each worker keeps its own statistics.
         for variable, part in zip(self._trainable_variables, parts, strict=False):
             variable.assign_sub(self.alpha * part)

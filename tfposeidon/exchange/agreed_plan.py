@@ -123,7 +123,7 @@ class AgreedPlans:
         """Planner of the current policy, or one that predicts steps if the network is known."""
         if self._planner is None:
             make = self.policy.planner or Planner
-            if self.policy.is_fixed and runtime.links() is not None and names.PLANNERS:
+            if self.policy.is_fixed and runtime.network_profile() is not None and names.PLANNERS:
                 make = names.resolve(names.PLANNERS, __name__, "AutoPlanner")
             self._planner = make(self.policy, self.bucket_bytes, self._wire)
         return self._planner
@@ -134,7 +134,7 @@ class AgreedPlans:
         if key not in self._exchangers:
             plan = self.planner.plan([describe(v) for v in variables])
             check_optimizer(plan, inner_optimizer)
-            with runtime.made_before_the_trace():
+            with runtime.variables_outside_trace():
                 exchanger = Exchanger(plan, self._wire(), self._zeros)
                 exchanger.observer = self.planner.observer(plan.descriptions)
                 self._exchangers[key] = exchanger
@@ -187,11 +187,11 @@ class AgreedPlans:
             # A script that has caught the error below must not train with the plan.
             check_optimizer(exchanger.plan, inner_optimizer)
             return
-        links = runtime.links()
+        links = runtime.network_profile()
         own = {
             "scheme": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "links": links.to_json() if links else runtime.measures_links(),
+            "links": links.to_json() if links else runtime.measures_network(),
         }
         exchanger.agree(self._prefix(), grads, own | settings)
         if self.planner.plans_steps:
@@ -291,7 +291,7 @@ def _notes(
             yield f"{path}: no gradient on rank {runtime.rank()}, zeros are sent"
     for text in (sparsity_advice(plan, inner_optimizer), cpu_advice(plan)):
         if text:
-            runtime.say("tfposeidon: %s.", text)
+            runtime.log_once("tfposeidon: %s.", text)
             yield text
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfposeidon.checks import at_first_item, require_equal
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import balanced_parts, even_parts
+from tfposeidon.communication.topology import balanced_parts, even_parts
 from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknown_zero, zeros
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapper import innermost

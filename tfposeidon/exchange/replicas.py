@@ -14,8 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.checks import at_first_item, different_ranks, first_difference, require_equal
-from tfposeidon.communication.packing import as_carried, from_carried, joined, parted, summed_dtype
-from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
+from tfposeidon.communication.wire import (
+    Wire,
+    broadcast_bytes,
+    exchange_objects,
+    from_horovod_dtype,
+    pack,
+    summed_dtype,
+    to_horovod_dtype,
+    unpack,
+)
 from tfposeidon.gradients import Description, path_of
 from tfposeidon.state.placement import another_seed, is_seed
 
@@ -97,9 +105,11 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
 
     def received() -> list[tf.Tensor]:
         values = [tf.convert_to_tensor(variable) for variable in numbers]
-        carried = enumerate(map(as_carried, values))
+        carried = enumerate(map(to_horovod_dtype, values))
         sent = [wire.broadcast(value, root_rank, f"tp.broadcast_{i}") for i, value in carried]
-        return [from_carried(one, value.dtype) for one, value in zip(sent, values, strict=True)]
+        return [
+            from_horovod_dtype(one, value.dtype) for one, value in zip(sent, values, strict=True)
+        ]
 
     # In a graph, broadcasts need not wait for one another. Use a concrete function, because
     # TensorFlow warns about functions that are traced in each of many fits.
@@ -118,9 +128,9 @@ def average(variables: Sequence[Any], wire: Wire) -> None:
     if wire.topology.size == 1 or not variables:
         return
     world = wire.topology.world
-    values = joined(variables, summed_dtype(variables))
+    values = pack(variables, summed_dtype(variables))
     mean = wire.all_reduce(values, world, "tp.average", scale=1.0 / world.size)
-    for variable, part in zip(variables, parted(mean, variables), strict=True):
+    for variable, part in zip(variables, unpack(mean, variables), strict=True):
         variable.assign(part)
 
 

@@ -284,7 +284,7 @@ def check_nothing_counts_twice(outer: Rule, policy: Any, has_state: bool) -> Non
 def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
     """Warns if inner and outer momentum add up within few steps."""
     if outer.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
-        runtime.say(
+        runtime.log_once(
             "tfposeidon: LocalUpdates(sync_every=%d): with inner momentum (%g) and outer "
             "momentum (%g), fewer than %d steps between synchronizations are known to be "
             "harmful. Use a larger `sync_every`, or an inner optimizer without momentum.",

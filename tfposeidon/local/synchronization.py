@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.packing import joined, parted, summed_dtype
+from tfposeidon.communication.wire import pack, summed_dtype, unpack
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.means import weight_of
 from tfposeidon.exchange.step import Step
@@ -146,7 +146,7 @@ class Synchronization:
         """Warns if training ended before the first synchronization."""
         has_none = int(self._number.numpy()) <= self._is_pending
         if has_none and (self._is_pending or self._steps > 0):
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: LocalUpdates(sync_every=%d): training ended before the first "
                 "synchronization, so the model holds its initial weights. Use a smaller "
                 "`sync_every`, or train for longer.",
@@ -309,14 +309,14 @@ class Synchronization:
         if not statistics:
             return []
         wire = exchanger.wire
-        flat = joined(statistics, summed_dtype(statistics))
+        flat = pack(statistics, summed_dtype(statistics))
         weight = tf.cast(weight, flat.dtype)
         # Replace the statistics of a rank with zero weight, which may be NaN or infinite.
         flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
         mean = wire.all_reduce(
             flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
         )
-        return parted(mean, statistics)
+        return unpack(mean, statistics)
 
     def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> tf.Tensor:
         """Updates global and local weights; returns whether this rank's statistics were finite."""

@@ -16,8 +16,7 @@ from typing import Literal
 
 import tensorflow as tf
 
-from tfposeidon.communication import packing
-from tfposeidon.communication.topology import Group, Topology
+from tfposeidon.communication.topology import Group, Topology, even_parts
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes.wire_format import decode, decode_sum, encode, wire_itemsize
 
@@ -105,7 +104,7 @@ class Transfer:
         """
         parts = {
             "all_gather": [length] * group.size,
-            "all_to_all": [end - begin for begin, end in packing.even_parts(length, group.size)],
+            "all_to_all": [end - begin for begin, end in even_parts(length, group.size)],
         }.get(operation, [length])
         parts_bytes = tuple(float(itemsize * part) for part in parts)
         return cls(
@@ -221,7 +220,7 @@ class Shards:
           The shards, longer ones first; ranks after the owners have empty ones.
         """
         owners = group.size if owners is None else owners
-        lengths = [end - begin for begin, end in packing.even_parts(length, owners)]
+        lengths = [end - begin for begin, end in even_parts(length, owners)]
         return cls(group, (*lengths, *([0] * (group.size - owners))))
 
     def length_of(self, rank: int) -> int:

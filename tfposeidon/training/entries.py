@@ -1,20 +1,28 @@
 """All state of a model, its optimizers and its callbacks, with the placement of each entry.
 
 Checkpoints, broadcasts and comparisons read this one list, so that they cover the same state.
+
+Layers also hold state outside of variables: preprocessing layers adapt to data before training,
+usually each rank to its own shard. The result (statistics, bins, vocabularies) is in tensors,
+lists, tables and files, which `model.variables` does not include.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.communication.wire import Wire, broadcast_bytes, exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.replicas import check_same_variables, variables_as_json
 from tfposeidon.gradients import of_tensorflow
@@ -26,9 +34,27 @@ from tfposeidon.state.placement import (
     by_dtype,
     entries_of_layers,
     placed,
+    placement_outside_variables,
     seeds_of_layers,
 )
-from tfposeidon.training import layer_state, session
+from tfposeidon.training import hooks, session
+
+LayerState = dict[str, np.ndarray]
+"""Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
+
+_LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+# Their `finalize_state` would start from the counts of this rank's `adapt` and discard the assigned
+# values.
+_FINALIZED_FROM_COUNTS = (
+    *_LOOKUPS,
+    keras.layers.TextVectorization,
+    keras.layers.Discretization,
+)
+_TABLES = (
+    tf.lookup.StaticHashTable
+    | tf.lookup.experimental.MutableHashTable
+    | tf.lookup.experimental.DenseHashTable
+)
 
 
 def held_optimizers(model: Any) -> list[Any]:
@@ -44,23 +70,17 @@ def optimizers(model: Any) -> list[Any]:
 
 def entries(model: Any) -> list[StateEntry]:
     """Returns all state of a model except for `parts`, in the same order on all ranks."""
-    replicated = [
-        *model.trainable_variables,
-        *(variable for held in held_optimizers(model) for variable in _replicated(held)),
-    ]
-    callbacks = session.of(model).callbacks_with_state
+    replicated = list(model.trainable_variables)
+    for held in held_optimizers(model):
+        optimizer = session.without_loss_scale(held)
+        replicated += (optimizer if _has_own_inner(optimizer) else held).variables
+    callbacks = session.of(model).callbacks_with_state.values()
     return [
         *placed([(variable, Placement.REPLICATED) for variable in replicated]),
         *entries_of_layers(model),
         *placed([pair for callback in callbacks for pair in callback.state()]),
-        *layer_state.entries(model),
+        *_outside_variables(model),
     ]
-
-
-def _replicated(held: Any) -> list[Any]:
-    optimizer = session.without_loss_scale(held)
-    variables: list[Any] = (optimizer if _has_own_inner(optimizer) else held).variables
-    return variables
 
 
 def _has_own_inner(optimizer: Any) -> bool:
@@ -107,29 +127,21 @@ def statistics_of(model: Any, optimizer: Any) -> list[Any]:
 
 
 def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
-    """Yields per-rank optimizer state, which a checkpoint redistributes over other ranks.
-
-    An optimizer without a plan makes its plan here, which is collective over all ranks.
-    """
+    """Yields per-rank optimizer state; collective for optimizers that have no plan yet."""
     for number, held in enumerate(held_optimizers(model)):
-        for variable, part in _parts(held):
+        optimizer = session.without_loss_scale(held)
+        # Keras's own optimizers have no such state.
+        found = list(getattr(optimizer, "rank_state", ()))
+        if held is not optimizer and _has_own_inner(optimizer):
+            known = set(map(id, optimizer.variables))
+            of_scale = [variable for variable in held.variables if id(variable) not in known]
+            found += [
+                (v, StateDescription(name=f"loss scale {index}", placement=by_dtype(v)))
+                for index, v in enumerate(of_scale)
+            ]
+        for variable, part in found:
             name = f"{part.name} of optimizer {number}" if number else part.name
             yield variable, dataclasses.replace(part, name=name)
-
-
-def _parts(held: Any) -> list[tuple[Any, StateDescription]]:
-    """Returns per-rank state of an optimizer and of its loss scale."""
-    optimizer = session.without_loss_scale(held)
-    # Keras's own optimizers have none.
-    found = list(getattr(optimizer, "rank_state", ()))
-    if held is not optimizer and _has_own_inner(optimizer):
-        known = {id(variable) for variable in optimizer.variables}
-        of_scale = [variable for variable in held.variables if id(variable) not in known]
-        found += [
-            (variable, StateDescription(name=f"loss scale {index}", placement=by_dtype(variable)))
-            for index, variable in enumerate(of_scale)
-        ]
-    return found
 
 
 def replicated_variables(model: keras.Model) -> list[Any]:
@@ -155,11 +167,10 @@ def has_weights(model: keras.Model) -> bool:
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
 
-def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False) -> None:
-    """Copies the state of one rank to all ranks; collective.
-
-    State of inner optimizers that differs between ranks is copied only on request.
-    """
+def broadcast_state(
+    model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False
+) -> None:
+    """Copies one rank's state, on request also that of its inner optimizers; collective."""
     own_inner = [v for held in held_optimizers(model) if with_own_inner for v in _own_inner(held)]
     variables = [
         *replicated_variables(model),
@@ -171,7 +182,7 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bo
     if wire.topology.rank != root_rank:
         # The sum over ranks must be the root's value.
         replicas.clear(variables_of(model, Placement.PARTIAL))
-    layer_state.broadcast(model, wire, root_rank)
+    broadcast_layers(model, wire, root_rank)
     for optimizer in optimizers(model):
         # Other optimizers hold their whole state on each rank.
         scatter = getattr(optimizer, "scatter_state", None)
@@ -179,14 +190,14 @@ def share(model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bo
             scatter(root_rank)
 
 
-def begin_alike(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
+def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """Makes all ranks start with the values of one, and each with its own seeds; collective."""
     # Within an epoch, a snapshot holds each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
-        share(model, wire, root_rank)
-        runtime.say(
+        broadcast_state(model, wire, root_rank)
+        runtime.log_once(
             "tfposeidon: %s All ranks start with the values of rank %d.", problem, root_rank
         )
     seeds = seeds_of_layers(model)
@@ -200,20 +211,19 @@ def begin_alike(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
 def difference(
     model: keras.Model, wire: Wire, with_layers: bool = False, *placements: Placement
 ) -> str | None:
-    """Compares values across ranks by one checksum; returns the first difference or `None`.
+    """Returns the first value that differs between ranks, or `None`, on all ranks; collective.
 
-    Compares replicated variables and those with other `placements`. Collective, and the result is
-    the same on all ranks. It costs one pass over all values, on their device, and one small
-    exchange. It raises on all ranks if they have different variables.
+    It compares one checksum over replicated variables and those with other `placements`. It raises
+    on all ranks if they have different variables.
     """
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)
-    layers = layer_state.read(model, Placement.REPLICATED) if with_layers else {}
+    layers = read_layers(model, Placement.REPLICATED) if with_layers else {}
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]
-    everybody = exchange_objects(own, wire, "tp.equal")
+    received = exchange_objects(own, wire, "tp.equal")
     # All ranks take the same branch, since the search for a difference is collective.
-    if all(other == everybody[0] for other in everybody):
+    if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))
@@ -226,4 +236,167 @@ def difference(
         "All ranks must hold the same weights, optimizer state and state of layers. Received: "
         f"{path!r}, which differs on rank(s) {ranks} from rank 0, the first of {len(found)} "
         f"differences in {len(variables) + len(layers)} values."
+    )
+
+
+# ------------------------------------------------------------------ state outside of variables
+
+
+def _outside_variables(model: keras.Model) -> list[StateEntry]:
+    """Returns the layers with state outside of variables, including those of inner models."""
+    known = (keras.layers.Normalization, keras.layers.Discretization, *_LOOKUPS)
+    return [
+        # Names have an index, because several layers may have the same name.
+        StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
+        for index, layer in enumerate(model._flatten_layers())
+        # The state of a `TextVectorization` belongs to the lookup layer inside it, which is a layer
+        # of the model, too.
+        if not isinstance(layer, keras.layers.TextVectorization)
+        and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
+    ]
+
+
+def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
+    """Returns the state with one of these placements that layers hold outside of variables."""
+    return {
+        f"{entry.name}.{name}": value
+        for entry in _outside_variables(model)
+        if entry.placement in placements
+        for name, value in _read(entry.value).items()
+    }
+
+
+def assign_layers(model: keras.Model, state: LayerState) -> None:
+    """Assigns to the layers a state from `read_layers`, possibly of another process."""
+    before = read_layers(model, *Placement)
+    # Layers that derive values from their variables (`finalize_state`) do so first.
+    for index, layer in enumerate(model._flatten_layers()):
+        if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
+            layer.finalize_state()
+        values = {
+            key.rsplit(".", 1)[1]: value
+            for key, value in state.items()
+            if key.split(".", 1)[0] == str(index)
+        }
+        if values and not _equal(_read(layer), values):
+            _assign(layer, values)
+    # Functions traced before hold the old values as constants and must be traced again.
+    if not _equal(read_layers(model, *Placement), before):
+        model.test_function = model.predict_function = None
+        if model.train_function is not None:
+            hooks.retrace(model)
+
+
+def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
+    """Copies one rank's state outside of variables to all; raises on all if a rank refuses it."""
+    if wire.topology.size == 1:
+        return
+    stream = io.BytesIO()
+    if wire.topology.rank == root_rank:
+        np.savez(stream, **read_layers(model, Placement.REPLICATED))  # type: ignore[arg-type]
+    content = broadcast_bytes(stream.getvalue(), wire, root_rank, "tp.layer_state")
+    with np.load(io.BytesIO(content)) as archive:
+        received = dict(archive)
+    problem = None
+    try:
+        assign_layers(model, received)
+    except ValueError as error:
+        problem = str(error)
+    # All ranks must raise: a rank that continued would wait for the others in a collective.
+    problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
+    for rank, other in enumerate(problems):
+        if other:
+            raise ValueError(f"{other} (rank {rank})")
+
+
+def _equal(a: LayerState, b: LayerState) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def _read(layer: Any) -> LayerState:
+    if isinstance(layer, keras.layers.Normalization):
+        # A layer that is not built has no variance.
+        found = {name: getattr(layer, name, None) for name in ("mean", "variance")}
+        return {k: np.asarray(v, "float32") for k, v in found.items() if v is not None}
+    if isinstance(layer, keras.layers.Discretization):
+        bins = layer.bin_boundaries
+        return {} if bins is None else {"bin_boundaries": np.asarray(bins, "float64")}
+    if isinstance(layer, _LOOKUPS):
+        return _read_lookup(layer)
+    if hasattr(layer, "save_assets"):
+        return _read_files(layer)
+    return {name: _pairs(table) for name, table in _tables(layer).items()}
+
+
+def _assign(layer: Any, values: LayerState) -> None:
+    if isinstance(layer, keras.layers.Normalization):
+        for name, value in values.items():
+            setattr(layer, name, tf.cast(value, layer.compute_dtype))
+    elif isinstance(layer, keras.layers.Discretization):
+        layer.bin_boundaries = values["bin_boundaries"].tolist()
+    elif isinstance(layer, _LOOKUPS):
+        _assign_lookup(layer, values)
+    elif hasattr(layer, "load_assets"):
+        _assign_files(layer, values)
+    else:
+        raise ValueError(
+            "Lookup tables of layers must be equal on all ranks, or the layer must implement "
+            f"save_assets and load_assets. Received: layer {layer.name!r}, whose "
+            f"{', '.join(sorted(values))} differ. Initialize them with the same values, or "
+            "implement these methods."
+        )
+
+
+def _read_lookup(layer: Any) -> LayerState:
+    vocabulary = layer.get_vocabulary(include_special_tokens=False)
+    if not vocabulary:
+        return {}
+    # Integers are stored as text, too: NumPy's files cannot hold objects.
+    state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
+    weights = getattr(layer, "idf_weights_const", None)
+    return state if weights is None else state | {"idf_weights": np.asarray(weights)}
+
+
+def _assign_lookup(layer: Any, values: LayerState) -> None:
+    to_token = int if isinstance(layer, keras.layers.IntegerLookup) else str
+    tokens = [to_token(token) for token in values["vocabulary"]]
+    if "idf_weights" not in values:
+        layer.set_vocabulary(tokens)
+        return
+    # Keras accepts the weights of regular tokens only, and computes those of special tokens
+    # (unknown ones) from them. The saved weights of all tokens are assigned afterwards.
+    begin = layer.vocabulary_size() - len(layer.get_vocabulary(include_special_tokens=False))
+    layer.set_vocabulary(tokens, idf_weights=values["idf_weights"][begin : begin + len(tokens)])
+    layer.load_own_variables({"idf_weights": values["idf_weights"]})
+
+
+def _read_files(layer: Any) -> LayerState:
+    with tempfile.TemporaryDirectory() as folder:
+        layer.save_assets(folder)
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        names = np.asarray([str(path.relative_to(folder)) for path in files], dtype=str)
+        sizes = np.asarray([path.stat().st_size for path in files], "int64")
+        content = np.frombuffer(b"".join(path.read_bytes() for path in files), "uint8")
+    return {"files": names, "sizes": sizes, "content": content}
+
+
+def _assign_files(layer: Any, values: LayerState) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        start = 0
+        for name, size in zip(values["files"], values["sizes"], strict=True):
+            path = Path(folder) / str(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(values["content"][start : start + size].tobytes())
+            start += int(size)
+        layer.load_assets(folder)
+
+
+def _tables(layer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if isinstance(value, _TABLES)}
+
+
+def _pairs(table: Any) -> np.ndarray:
+    keys, values = table.export()
+    return np.asarray(
+        sorted(f"{key}: {value}" for key, value in zip(keys.numpy(), values.numpy(), strict=True))
     )

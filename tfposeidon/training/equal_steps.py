@@ -102,26 +102,29 @@ class EqualSteps(keras.callbacks.Callback):
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
             # Eager collectives match by their order alone, and a rank with exhausted input does not
             # know the order in which several optimizers exchange.
-            self._watches = self._limit is None
-            _check_limit_is_known(self._limit)
+            if self._limit is None:
+                raise ValueError(
+                    "With run_eagerly=True and several optimizers, each rank must know its number "
+                    "of batches. Received: data of unknown length. Leave run_eagerly out, or pass "
+                    "steps_per_epoch to fit."
+                )
+            self._watches = False
         # A step traced earlier follows the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
-        has_changed = self._session.weigh_alike(are_equal)
+        has_changed = self._session.weight_equally(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
-    def _agree_on_limit(self, steps: list[int | None]) -> None:
-        known = None not in steps
-        fewest = min(number for number in steps if number is not None) if known else None
-        self._fewest = fewest
+    def _agree_on_limit(self, steps: list[Any]) -> None:
+        self._fewest = fewest = None if None in steps else min(steps)
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if its number of steps is.
         self.params["steps"] = fewest
-        equal = known and len(set(steps)) == 1
+        equal = fewest is not None and len(set(steps)) == 1
         # An execution of several steps cannot end within them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
         if not equal:
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch "
                 "ends on all ranks after the smallest number of batches of any rank.",
                 ", ".join("unknown" if n is None else str(n) for n in sorted(set(steps), key=str)),
@@ -129,9 +132,8 @@ class EqualSteps(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._done = 0
+        self._done = self._steps = 0
         self._is_open, self._has_trained, self._is_finished = True, False, False
-        self._steps = 0
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -161,8 +163,8 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _finish(self, has_trained: bool) -> bool:
         """Ends the epoch on all ranks; returns whether its last execution counts."""
-        # Collective: callbacks may communicate at the end of a batch, so all ranks must agree
-        # first.
+        # This is collective: callbacks may communicate at the end of a batch, so all ranks must
+        # agree first.
         self._is_finished = True
         self._join_others()
         own = [has_trained, self._steps]
@@ -216,7 +218,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._end_steps()
 
     def _end_steps(self) -> None:
-        # Called twice in epochs with validation.
+        # Epochs with validation call this twice.
         if not self._is_open:
             return
         self._is_open = False
@@ -254,11 +256,11 @@ class AgreedStop(keras.callbacks.Callback):
         self._session = session.of(self.model)
         # Ranks that do not watch for absent ones would be left alone by a stop within an epoch.
         waits = self._session.is_in_step and self._session.watches_absence
-        self._puts_off = self._session.knows_lengths and not waits
+        self._defers_stop = self._session.knows_lengths and not waits
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._puts_off and self.model.stop_training:
+        if self._defers_stop and self.model.stop_training:
             if not self._wants_to_stop:
                 log.warning(
                     "tfposeidon: rank %d requested a stop within an epoch; training ends on all "
@@ -268,42 +270,35 @@ class AgreedStop(keras.callbacks.Callback):
             self._wants_to_stop, self.model.stop_training = True, False
         if self._equal_steps.is_over:
             raise StopIteration
-        if not self._has_stepped and not self._session.was_skipped:
-            self._has_stepped = True
-            self._compare_first_step()
-
-    def _compare_first_step(self) -> None:
+        if self._has_stepped or self._session.was_skipped:
+            return
+        self._has_stepped = True
         if not self._session.is_in_step:
             return
         if self._synchronizes_model and not self._was_built:
-            # Ranks have made their weights in this step.
-            entries.begin_alike(self.model, runtime.wire())
+            # Ranks have created their weights in this step.
+            entries.synchronize_start(self.model, runtime.wire())
         else:
             self._compare_values(WHERE_SET)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        # In a model's first `fit`, `_begin` compares and broadcasts the values.
-        is_first = not self._session.has_begun
-        if not self._has_begun:
-            self._begin(epoch)
-        if not is_first:
-            remedy = WHERE_SET if self._has_begun else WHERE_BEGUN
-            self._compare_values(remedy, with_layers=not self._has_begun)
-        self._has_begun = True
-
-    def _begin(self, epoch: int) -> None:
-        # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
-        # epoch.
-        settings = _settings(self.model, epoch)
-        # The comparison of values names the first variable that differs.
-        del settings["trainable variables"]
-        _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-        self._was_built = entries.has_weights(self.model)
-        if not self._session.has_begun:
-            if self._synchronizes_model:
-                entries.begin_alike(self.model, runtime.wire())
-            self._session.has_begun = True
+        begins, self._has_begun = not self._has_begun, True
+        if begins:
+            # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
+            # epoch.
+            settings = _settings(self.model, epoch)
+            # The comparison of values names the first variable that differs.
+            del settings["trainable variables"]
+            _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
+            self._was_built = entries.has_weights(self.model)
+        if self._session.has_begun:
+            self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
+            return
+        # This is the model's first `fit`.
+        if self._synchronizes_model:
+            entries.synchronize_start(self.model, runtime.wire())
+        self._session.has_begun = True
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -322,7 +317,7 @@ class AgreedStop(keras.callbacks.Callback):
             return
         problem = entries.difference(self.model, runtime.wire(), with_layers)
         if problem and self._session.only_reports:
-            runtime.say("tfposeidon: %s", problem)
+            runtime.log_once("tfposeidon: %s", problem)
         elif problem:
             raise RuntimeError(f"{problem} {remedy}")
 
@@ -360,15 +355,6 @@ class PlannerCallbacks(keras.callbacks.Callback):
             callback.on_train_batch_end(batch, logs)
 
 
-def _check_limit_is_known(limit: int | None) -> None:
-    if limit is None:
-        raise ValueError(
-            "With run_eagerly=True and several optimizers, each rank must know its number of "
-            "batches. Received: data of unknown length. Leave run_eagerly out, or pass "
-            "steps_per_epoch to fit."
-        )
-
-
 def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, apart from values, as JSON."""
     settings: dict[str, Any] = {
@@ -384,18 +370,18 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
             # changes learning rates that depend on the step.
             if optimizer.fit_hooks(model).is_in_step:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
-            settings[f"momentum{which}"] = _as_float(getattr(leaf, "momentum", None))
-            settings[f"weight decay{which}"] = _as_float(leaf.weight_decay)
+            others = {
+                "momentum": getattr(leaf, "momentum", None),
+                "weight decay": leaf.weight_decay,
+            }
+            for name, value in others.items():
+                settings[f"{name}{which}"] = None if value is None else float(value)
     return settings
 
 
-def _as_float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _check_equal(everybody: list[dict[str, Any]]) -> None:
+def _check_equal(received: list[dict[str, Any]]) -> None:
     require_equal(
-        everybody,
+        received,
         "All ranks must train with the same settings",
         "Run callbacks that set or restore it on all ranks, with the same values; instead of "
         "callbacks that restore only one rank, use keras_callbacks.Checkpoint.",

@@ -1,13 +1,13 @@
 """End of an epoch: metrics over the samples of all ranks, and averages of layer state.
 
-Afterwards, logs and layer state are equal on all ranks, so callbacks act alike. Callbacks that save
-before that, and layers that Keras would synchronize in each step, are refused.
+Afterwards, logs and layer state are equal on all ranks, so callbacks act identically.
+Callbacks that save before that, and layers that Keras would synchronize in each step, are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +31,10 @@ SAVING = (
 )
 """Callbacks that save weights, with `save_freq` possibly within an epoch."""
 
-
 _Layout = list[tuple[str, list[int]]]
 """Aggregation and shape of each variable of a metric."""
 _OF_ONE_RANK = ("none", "only_first_replica")
-"""Keras's names for aggregations by which one replica's value counts."""
+"""Keras's names for aggregations that take the value of a single replica."""
 
 
 def samples_seen(model: keras.Model) -> float | None:
@@ -90,48 +89,44 @@ class GlobalMetrics(keras.callbacks.Callback):
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """Metrics of training or validation on this rank, with the values of their variables."""
+    """Metrics of training or validation on this rank, and the values of their variables.
+
+    The keys of `metrics` and `values` are equal on all ranks; those of `results` are Keras's names.
+    """
 
     prefix: str
-    metrics: list[Any]
-    values: list[list[np.ndarray]]
+    metrics: dict[str, Any]
+    values: dict[str, list[np.ndarray]]
     results: dict[str, np.ndarray]
     samples: float
 
     @classmethod
     def of(cls, model: keras.Model, prefix: str = "") -> _Phase:
         # Metrics without variables are not built, or keep their state elsewhere.
-        metrics = [metric for metric in model.metrics if metric.variables]
-        values = [[np.array(keras.ops.convert_to_numpy(v)) for v in m.variables] for m in metrics]
+        with_state = [metric for metric in model.metrics if metric.variables]
+        metrics = {f"{prefix}{place}.{one.name}": one for place, one in enumerate(with_state)}
+        values = {
+            key: [np.array(keras.ops.convert_to_numpy(v)) for v in metric.variables]
+            for key, metric in metrics.items()
+        }
         seen = samples_seen(model)
         # Without a loss tracker samples are not counted, and ranks have equal weights.
-        return cls(prefix, metrics, values, _results(metrics, []), 1.0 if seen is None else seen)
-
-    def keys(self) -> list[str]:
-        """Returns a name for each metric, equal on all ranks."""
-        return [f"{self.prefix}{place}.{one.name}" for place, one in enumerate(self.metrics)]
-
-    def results_with(self, totals: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-        """Returns results as if the variables of metrics had these values."""
-        pairs = zip(self.metrics, self.keys(), strict=True)
-        known = [(metric, totals[key]) for metric, key in pairs if key in totals]
-        return _results([metric for metric, _ in known], [value for _, value in known])
-
-    def layouts(self) -> dict[str, _Layout]:
-        layouts = [[(v.aggregation, list(v.shape)) for v in one.variables] for one in self.metrics]
-        return dict(zip(self.keys(), layouts, strict=True))
+        return cls(prefix, metrics, values, _results(metrics, {}), 1.0 if seen is None else seen)
 
 
-def _results(metrics: list[Any], values: list[list[np.ndarray]]) -> dict[str, np.ndarray]:
+def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
     """Returns the numeric results of metrics by name; `values` replaces those of variables."""
-    variables = [variable for metric in metrics for variable in metric.variables]
-    pairs = list(zip(variables, itertools.chain.from_iterable(values), strict=False))
+    pairs = [
+        pair
+        for key, metric in metrics.items()
+        for pair in zip(metric.variables, values.get(key, []), strict=False)
+    ]
     own = [keras.ops.convert_to_numpy(variable) for variable, _ in pairs]
     try:
         # A `tf.function` of a metric reads only the variables themselves.
         for variable, value in pairs:
             variable.assign(value)
-        return _numbers(_flat({metric.name: metric.result() for metric in metrics}))
+        return _numbers(_flat({metric.name: metric.result() for metric in metrics.values()}))
     finally:
         for (variable, _), before in zip(pairs, own, strict=True):
             variable.assign(before)
@@ -145,6 +140,16 @@ def _flat(logs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _numbers(logs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the numeric values as float64."""
+    found = {}
+    for name, value in logs.items():
+        if value is not None and not isinstance(value, str | bytes):
+            with contextlib.suppress(TypeError, ValueError):
+                found[name] = np.asarray(value, np.float64)
+    return found
+
+
 def _with_results_of_all(
     logs: dict[str, Any], phases: list[_Phase], wire: Wire
 ) -> dict[str, tuple[float, np.ndarray]]:
@@ -153,83 +158,68 @@ def _with_results_of_all(
     A number that is not the result of a metric stays that of this rank.
     """
     totals = _totals(phases, wire)
-    summed = {phase.prefix: phase.results_with(totals) for phase in phases}
+    of_all = {}
+    for phase in phases:
+        known = {key: metric for key, metric in phase.metrics.items() if key in totals}
+        of_all[phase.prefix] = _results(known, totals)
     found = {}
     for name, number in _numbers(logs).items():
         phase = phases[-1] if name.startswith("val_") else phases[0]
         key = name.removeprefix(phase.prefix)
-        if _are_close(phase.results.get(key), number):
-            number = summed[phase.prefix].get(key, number)
+        own = phase.results.get(key)
+        # XLA may have rounded the result in the logs in another way.
+        if (
+            own is not None
+            and own.shape == number.shape
+            and np.allclose(own, number, 1e-4, 1e-6, equal_nan=True)
+        ):
+            number = of_all[phase.prefix].get(key, number)
         found[name] = (phase.samples, number)
     return found
 
 
-def _are_close(result: np.ndarray | None, number: np.ndarray) -> bool:
-    """Returns whether a number is a result, which XLA may have rounded in another way."""
-    if result is None or result.shape != number.shape:
-        return False
-    return np.allclose(result, number, rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
 def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
     """Returns the variables of metrics, aggregated over ranks as they declare; collective."""
+    layouts = _agree_on_layouts(phases, wire)
+    values = {key: value for phase in phases for key, value in phase.values.items()}
+    # The vector must not be empty, even if no metric has variables.
+    parts = [np.zeros(1)]
+    for key, (holders, layout) in layouts.items():
+        is_first = holders[0] == wire.topology.rank
+        own = values.get(key, [np.zeros([])] * len(layout))
+        for value, (aggregation, shape) in zip(own, layout, strict=True):
+            counts = is_first or aggregation not in _OF_ONE_RANK
+            part = np.broadcast_to(value if counts else 0.0, shape)
+            parts.append(part.astype(np.float64).ravel())
+    vector = tf.constant(np.concatenate(parts), tf.float64)
+    total = wire.all_reduce(vector, wire.topology.world, "tp.metrics").numpy()
+    sums = iter(np.split(total, np.cumsum([part.size for part in parts]))[1:])
+    return {
+        key: [
+            next(sums).reshape(shape) / (len(holders) if aggregation == "mean" else 1)
+            for aggregation, shape in layout
+        ]
+        for key, (holders, layout) in layouts.items()
+    }
+
+
+def _agree_on_layouts(phases: list[_Phase], wire: Wire) -> dict[str, tuple[list[int], _Layout]]:
+    """Returns the ranks that have each metric, and its layout; collective.
+
+    Metrics with different layouts are left out, so that the mean of their results is computed.
+    """
     own = {
-        key: values for one in phases for key, values in zip(one.keys(), one.values, strict=True)
+        key: [(v.aggregation, list(v.shape)) for v in metric.variables]
+        for phase in phases
+        for key, metric in phase.metrics.items()
     }
-    mine = {key: layout for one in phases for key, layout in one.layouts().items()}
-    ranks = exchange_objects(mine, wire, "tp.metric_layouts")
-    having = {
-        key: [rank for rank, layouts in enumerate(ranks) if key in layouts]
-        for key in dict.fromkeys(key for layouts in ranks for key in layouts)
-    }
-    # Where shapes of a metric differ between ranks, its values are averaged.
-    layouts = {
-        key: ranks[those[0]][key]
-        for key, those in having.items()
-        if all(ranks[rank][key] == ranks[those[0]][key] for rank in those)
-    }
-    parts = [
-        _contribution(own.get(key), layout, is_first=having[key][0] == wire.topology.rank)
-        for key, layout in layouts.items()
-    ]
-    vector = tf.constant(np.concatenate([[0.0], *parts]), tf.float64)
-    total = wire.all_reduce(vector, wire.topology.world, "tp.metrics").numpy()[1:]
-    return _split(total, layouts, {key: len(those) for key, those in having.items()})
-
-
-def _contribution(values: list[np.ndarray] | None, layout: _Layout, is_first: bool) -> np.ndarray:
-    zeros = [np.zeros(shape) for _, shape in layout]
-    flat = [
-        np.ravel(value if is_first or aggregation not in _OF_ONE_RANK else zero).astype(np.float64)
-        for value, zero, (aggregation, _) in zip(values or zeros, zeros, layout, strict=True)
-    ]
-    return np.concatenate(flat)
-
-
-def _split(
-    total: np.ndarray, layouts: dict[str, _Layout], ranks: dict[str, int]
-) -> dict[str, list[np.ndarray]]:
-    found: dict[str, list[np.ndarray]] = {}
-    begin = 0
-    for key, layout in layouts.items():
-        found[key] = []
-        for aggregation, shape in layout:
-            end = begin + int(np.prod(shape))
-            value = total[begin:end].reshape(shape)
-            found[key].append(value / ranks[key] if aggregation == "mean" else value)
-            begin = end
-    return found
-
-
-def _numbers(logs: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the numeric values as float64."""
+    ranks = exchange_objects(own, wire, "tp.metric_layouts")
     found = {}
-    for name, value in logs.items():
-        if value is not None and not isinstance(value, str | bytes):
-            try:
-                found[name] = np.asarray(value, np.float64)
-            except (TypeError, ValueError):
-                continue
+    for key in dict.fromkeys(key for layouts in ranks for key in layouts):
+        holders = [rank for rank, layouts in enumerate(ranks) if key in layouts]
+        layout = ranks[holders[0]][key]
+        if all(ranks[rank][key] == layout for rank in holders):
+            found[key] = (holders, layout)
     return found
 
 
@@ -287,7 +277,8 @@ class LayerAverages(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._average()
-        collect_layer_state(self.model)
+        partial = variables_of(self.model, Placement.PARTIAL)
+        replicas.collect(partial, session.of(self.model).wire)
 
     def _average(self) -> None:
         # Where only some ranks validate, the others take part at the end of the epoch.
@@ -301,15 +292,10 @@ def average_layer_state(model: keras.Model) -> None:
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
     if averaged and wire.topology.size > 1:
-        # Equal values, as of frozen layers, stay as they are: their mean may be another number.
+        # Equal values, as of frozen layers, remain unchanged: their mean may be another number.
         own = replicas.checksum(averaged, on_device=True)
         if len(set(exchange_objects(own, wire, "tp.layer_state"))) > 1:
             replicas.average(averaged, wire)
-
-
-def collect_layer_state(model: keras.Model) -> None:
-    """Sums partial state on rank 0 and clears it on others; collective."""
-    replicas.collect(variables_of(model, Placement.PARTIAL), session.of(model).wire)
 
 
 def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:

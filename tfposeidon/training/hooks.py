@@ -19,14 +19,6 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.means import JoinHook
 
 
-def _accept(values: Sequence[Any]) -> None:
-    pass
-
-
-def _around_nothing(callbacks: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitHooks:
     """Hooks that `fit` calls for one optimizer.
@@ -35,12 +27,14 @@ class FitHooks:
     after those of the user, and `around` returns a context for the whole `fit`.
     """
 
-    check: Callable[[Sequence[Any]], None] = _accept
+    check: Callable[[Sequence[Any]], None] = lambda callbacks: None
     # Creates the variables that a step over these trainable variables needs, before it is traced.
-    prepare: Callable[[list[Any]], Any] = _accept
+    prepare: Callable[[list[Any]], Any] = lambda variables: None
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
-    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]] = _around_nothing
+    around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )
     # Called before and after each execution of the train function, also by `train_on_batch`;
     # `end_step` receives the execution's number of steps.
     begin_step: Callable[[], None] | None = None
@@ -55,7 +49,8 @@ class FitHooks:
     wire: Callable[[], Wire] | None = None
     # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True
-    # True if `fit` starts ranks alike, averages layer state and metrics, and compares replicas.
+    # True if `fit` starts all ranks with equal values, averages layer state and metrics, and
+    # compares replicas.
     synchronizes_model: bool = True
 
 
@@ -85,7 +80,7 @@ class SkipBatches:
         if self.remaining <= 0:
             # Metrics that are not built have no result.
             with contextlib.suppress(ValueError):
-                # In case that no batches are left: those of the snapshot.
+                # If no batches are left, the metrics are those of the snapshot.
                 return self.model.get_metrics_result()
         return {}
 

@@ -8,7 +8,7 @@ keep their behavior. Keras looks these methods up after the optimizer is constru
 - `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
   and passes the batch size to the optimizer, which weights unequal batches by it.
 - `fit`: prints on one rank only, without a progress bar where there is no terminal,
-  compares the data that ranks pass (`given_data`), ends epochs on all ranks after the same step
+  compares the data that ranks pass (`fit_arguments`), ends epochs on all ranks after the same step
   (`equal_steps`), and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -36,15 +36,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.training import (
-    entries,
-    equal_steps,
-    given_data,
-    global_metrics,
-    one_writer,
-    session,
-)
-from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches
+from tfposeidon.training import entries, equal_steps, fit_arguments, global_metrics, session
+from tfposeidon.training.hooks import OutsideOfFit, SkipBatches
 
 log = logging.getLogger("tfposeidon")
 
@@ -52,11 +45,7 @@ log = logging.getLogger("tfposeidon")
 def patch_keras(optimizer_class: type) -> None:
     """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
     session.register_optimizer_class(optimizer_class)
-    replacements = {
-        "make_train_function": _make_train_function,
-        "fit": _fit,
-    }
-    for name, replacement in replacements.items():
+    for name, replacement in (("make_train_function", _make_train_function), ("fit", _fit)):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
             setattr(owner, name, _wrapped(getattr(owner, name), replacement))
@@ -100,56 +89,49 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     _count_samples(model)
     own = session.of(model)
-    own.counts_steps = _have_steps(own.hooks) and model.steps_per_execution != 1
-    with _without_xla(model):
+    own.counts_steps = bool(_step_hooks(own)) and model.steps_per_execution != 1
+    # The setting is restored afterwards, because evaluation can use XLA. Keras does not record
+    # whether "auto" or the user set `jit_compile=True`.
+    wanted = model.jit_compile
+    if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
+        own.log_xla_is_off()
+        model.jit_compile = False
+    try:
         made = original(*call.args, **call.kwargs)
+    finally:
+        model.jit_compile = wanted
     _call_step_hooks(model)
     return made
 
 
-@contextlib.contextmanager
-def _without_xla(model: Any) -> Iterator[None]:
-    """Disables XLA while functions are built in this context, if it cannot compile the steps."""
-    # Restored afterwards, since evaluation can use XLA. Keras does not record whether "auto" or the
-    # user set `jit_compile=True`.
-    wanted = model.jit_compile
-    if wanted and not all(one.exchange.suits_xla for one in session.optimizers_of(model)):
-        session.of(model).log_xla_is_off()
-        model.jit_compile = False
-    try:
-        yield
-    finally:
-        model.jit_compile = wanted
+def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable[[int], None]]]:
+    """Returns `begin_step` and `end_step` of each optimizer that has them."""
+    hooks = [(one.begin_step, one.end_step) for one in own.hooks]
+    return [(begin, end) for begin, end in hooks if begin and end]
 
 
 def _call_step_hooks(model: keras.Model) -> None:
     """Makes the train function call the hooks of the model's optimizers around each execution."""
     own, train = session.of(model), model.train_function
-    # Complete: an optimizer with such hooks that is first found in its first step is refused.
-    hooks = own.hooks
+    # This list is complete, because such an optimizer is refused if its first step finds it.
+    hooks = _step_hooks(own)
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
-    if not _have_steps(hooks) or is_other or getattr(train, "_tfposeidon", False):
+    if not hooks or is_other or getattr(train, "_tfposeidon", False):
         return
 
     @functools.wraps(train)
     def train_function(iterator: Any) -> Any:
         before = own.steps_executed if own.counts_steps else 0
-        for one in hooks:
-            if one.begin_step is not None:
-                one.begin_step()
+        for begin, _ in hooks:
+            begin()
         logs = train(iterator)
         steps = own.steps_executed - before if own.counts_steps else 1
-        for one in hooks:
-            if one.end_step is not None:
-                one.end_step(steps)
+        for _, end in hooks:
+            end(steps)
         return logs
 
     train_function._tfposeidon = True  # type: ignore[attr-defined]
     model.train_function = train_function
-
-
-def _have_steps(hooks: list[FitHooks]) -> bool:
-    return any(one.begin_step is not None or one.end_step is not None for one in hooks)
 
 
 def _count_samples(model: Any) -> None:
@@ -173,16 +155,16 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     call.apply_defaults()
     callbacks = call.arguments["callbacks"] = _as_list(call.arguments["callbacks"])
-    session.of(model).begin_fit(callbacks)
-    session.of(model).shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Before anything is built: the hooks give optimizers access to their model.
-    hooks = session.of(model).hooks
+    own = session.of(model)
+    own.begin_fit(callbacks)
+    own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
+    # Create the hooks before anything is built: they give optimizers access to their model.
+    hooks = own.hooks
     for one in hooks:
         one.check(callbacks)
     _prepare(model, call.arguments)
-    if call.arguments["verbose"] == "auto" and runtime.rank() != runtime.spokesman():
-        call.arguments["verbose"] = 0
-    call.arguments["verbose"] = resolve_verbose(call.arguments["verbose"])
+    if call.arguments["verbose"] == "auto":
+        call.arguments["verbose"] = _verbosity()
     for one in hooks:
         if one.run is not None:
             return one.run(original, call)
@@ -190,17 +172,15 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
     synchronizes = all(one.synchronizes_model for one in hooks)
     if synchronizes:
-        _begin_alike(model, callbacks)
-    given_data.compare(model, call.arguments)
+        _synchronize_start(model, callbacks)
+    fit_arguments.compare_data(model, call.arguments)
     call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        one_writer.with_one_writer(callbacks),
+        fit_arguments.with_one_writer(callbacks),
         hooks,
         _rows_of_batches(call.arguments),
         synchronizes,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(session.of(model).weighing_as_agreed())
-        stack.enter_context(warnings.catch_warnings())
+    with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))
         # Keras's warning about epochs that end early is wrong where another rank has fewer batches;
@@ -209,16 +189,16 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
         return original(*call.args, **call.kwargs)
 
 
-def _begin_alike(model: Any, callbacks: list[Any]) -> None:
+def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
     """Starts a model's first `fit` with the values of one rank, before callbacks see them."""
     global_metrics.check_saves(model, callbacks)
     # `AgreedStop` does so once more, since callbacks may restore values.
     if not session.of(model).has_begun:
-        # That of `BroadcastVariables`, whose values would be lost.
+        # Use the root of `BroadcastVariables`, whose values would be lost otherwise.
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
         # A loop before `fit` leaves local weights, which each rank retains.
         with session.of(model).global_weights(assign=True):
-            entries.begin_alike(model, runtime.wire(), root)
+            entries.synchronize_start(model, runtime.wire(), root)
 
 
 def _can_shuffle(x: Any) -> bool:
@@ -231,15 +211,11 @@ def _rows_of_batches(arguments: dict[str, Any]) -> int | None:
     """Returns the number of rows of each batch of `fit`, or `None` if unknown or not constant."""
     x = arguments["x"]
     if isinstance(x, tf.data.Dataset):
-        specs = [
-            spec for spec in tf.nest.flatten(x.element_spec) if isinstance(spec, tf.TensorSpec)
-        ]
+        specs = [one for one in tf.nest.flatten(x.element_spec) if isinstance(one, tf.TensorSpec)]
         rows = {spec.shape[0] if spec.shape.rank else None for spec in specs}
         return rows.pop() if len(rows) == 1 else None
     arrays = [array for array in keras.tree.flatten(x) if isinstance(array, np.ndarray | tf.Tensor)]
-    if not arrays:
-        return None
-    if arguments["steps_per_epoch"] and not arguments["batch_size"]:
+    if not arrays or (arguments["steps_per_epoch"] and not arguments["batch_size"]):
         return None
     count = len(arrays[0])
     if arguments["validation_data"] is None:
@@ -267,11 +243,8 @@ def _trains_all_together(model: keras.Model) -> bool:
 
 
 def _as_list(callbacks: Any) -> list[Any]:
-    return (
-        callbacks.callbacks
-        if isinstance(callbacks, keras.callbacks.CallbackList)
-        else keras.tree.flatten(callbacks or [])
-    )
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
@@ -308,8 +281,8 @@ _FUNCTION: Any = type(tf.function(lambda: None))
 @contextlib.contextmanager
 def _functions_run_as_python() -> Iterator[None]:
     """Leaves functions of metrics untraced: a trace would keep tensors of the build's graph."""
-    # In this thread only, unlike `tf.config.run_functions_eagerly`: other threads exchange samples
-    # and weights by functions, whose collectives would lose their names.
+    # Unlike `tf.config.run_functions_eagerly`, this affects the current thread only: other threads
+    # exchange samples and weights by functions, whose collectives would lose their names.
     thread = threading.get_ident()
     with _building:
         call = _FUNCTION.__call__
@@ -341,7 +314,7 @@ def _zeros(specification: Any) -> Any:
     if isinstance(specification, tf.RaggedTensorSpec):
         dense = tf.zeros([size or 1 for size in shape], specification.dtype)
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
-    # Raises if a dimension is unknown: layers may depend on its size.
+    # This raises if a dimension is unknown, because layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
 
 
@@ -358,22 +331,19 @@ def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
             yield batch
 
     arguments["x"] = restored()
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
-    return x, y, sample_weight
+    return keras.utils.unpack_x_y_sample_weight(first)
 
 
 def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:
     """Returns shapes and dtypes of a batch, or `None` for data without them."""
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
-    arrays = (
-        x[0]
-        if isinstance(x, keras.utils.PyDataset)
-        else keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-    )
-    if not all(
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in keras.tree.flatten(arrays)
-    ):
+    if isinstance(x, keras.utils.PyDataset):
+        arrays = x[0]
+    else:
+        arrays = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    leaves = keras.tree.flatten(arrays)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         return None
     return keras.tree.map_structure(_array_specification, arrays)
 
@@ -385,27 +355,18 @@ def _array_specification(array: Any) -> tf.TensorSpec:
     return tf.TensorSpec([None, *array.shape[1:]], dtype)
 
 
-ONE_LINE_PER_EPOCH = 2
-"""Value of Keras's `verbose` for one line per epoch."""
-
-
-def resolve_verbose(verbose: Any) -> Any:
-    """Returns 2 for `"auto"` where no progress bar can be shown, and else `verbose` itself.
-
-    >>> resolve_verbose(1), resolve_verbose(0)
-    (1, 0)
-    """
+def _verbosity() -> Any:
+    """Returns the value for `verbose="auto"`: 2, one line per epoch, without a progress bar."""
+    if runtime.rank() != runtime.leader():
+        return 0
     # Keras takes `"auto"` for 1, a progress bar, everywhere. A pipe or file records the bar's
-    # backspaces and carriage returns, so that an epoch fills pages under `horovodrun`.
-    return ONE_LINE_PER_EPOCH if verbose == "auto" and not _shows_progress_bars() else verbose
-
-
-def _shows_progress_bars() -> bool:
+    # backspaces and carriage returns, so that an epoch fills pages under `horovodrun`. Notebooks
+    # and PyCharm show the bar without a terminal. Keras's own progress bar detects them by the same
+    # signs.
+    shows_bars = (
+        "ipykernel" in sys.modules
+        or "PYCHARM_HOSTED" in os.environ
+        or getattr(sys.stdout, "isatty", bool)()
+    )
     # Without interactive logging Keras sends its output to absl's log, line by line.
-    if not keras.config.is_interactive_logging_enabled():
-        return False
-    # Notebooks and PyCharm show the bar without a terminal. Keras's own progress bar detects them
-    # by the same signs.
-    if "ipykernel" in sys.modules or "PYCHARM_HOSTED" in os.environ:
-        return True
-    return bool(getattr(sys.stdout, "isatty", bool)())
+    return "auto" if shows_bars and keras.config.is_interactive_logging_enabled() else 2

@@ -27,6 +27,7 @@ _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """Communicating optimizers. If there are none, models are not searched."""
 _MOST_ITEMS = 100
 """Number of items per list or dictionary of a model in which optimizers are searched."""
+_Weak = weakref.WeakValueDictionary[int, Any]
 _Join = Callable[[Any, list[Any]], None]
 _joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
 """Within a train step, receives each optimizer that takes part and its variables."""
@@ -50,12 +51,12 @@ def without_loss_scale(optimizer: Any) -> Any:
     return inner if is_distributed(inner) else optimizer
 
 
-def note_made(optimizer: Any) -> None:
+def register_optimizer(optimizer: Any) -> None:
     """Records that a communicating optimizer exists."""
     _alive.add(optimizer)
 
 
-def note_applied(optimizer: Any, variables: list[Any]) -> None:
+def register_in_step(optimizer: Any, variables: list[Any]) -> None:
     """Registers an optimizer, or its loss scale, with the model whose step is being traced."""
     if join := _joined_by.get():
         join(optimizer, variables)
@@ -84,7 +85,7 @@ def held_by(model: Any) -> list[Any]:
     found = [
         getattr(model, "optimizer", None),
         *(value for holder in holders for value in _attributes(holder)),
-        *(own.applied if own else ()),
+        *(own.applied.values() if own else ()),
     ]
     held: dict[int, Any] = {}
     for value in found:
@@ -97,8 +98,8 @@ def held_by(model: Any) -> list[Any]:
 def _attributes(holder: Any) -> list[Any]:
     """Returns attribute values that may be optimizers, and the first items of collections."""
     found = []
-    # A copy, since other threads may assign attributes meanwhile. Layers have dozens of attributes
-    # and `fit` calls this often, so the loop allocates nothing per attribute.
+    # Iterate over a copy, because other threads may assign attributes meanwhile. Layers have dozens
+    # of attributes and `fit` calls this often, so the loop allocates nothing per attribute.
     for value in list(vars(holder).values()):
         if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
             found.append(value)
@@ -144,15 +145,16 @@ class Session:
         # The model holds its session: a strong reference back would leave both to the garbage
         # collector.
         self._reference = weakref.ref(model)
-        self._weighs_alike = False
-        # On the CPU, since Python reads it after each execution.
+        self._weights_equally = False
+        # The counter is on the CPU, because Python reads it after each execution.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
         # Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
         self.watched: list[Any] = []
         self.watches_absence = False
-        self._applied: list[weakref.ref[Any]] = []
-        self._with_state: list[weakref.ref[Any]] = []
+        # Optimizers found in a train step, or the loss scales around them, and callbacks of the
+        # last `fit` that have a method `state`. The keys are their identities.
+        self.applied, self.callbacks_with_state = _Weak(), _Weak()
         self._has_logged_xla = False
         # True if a callback changes the schemes: a resumed run then uses the saved schemes.
         self.has_scheme_changes = False
@@ -197,27 +199,15 @@ class Session:
             yield
 
     @property
-    def applied(self) -> list[Any]:
-        """Optimizers found in a train step, or the loss scales around them."""
-        return [optimizer for one in self._applied if (optimizer := one()) is not None]
-
-    @property
-    def callbacks_with_state(self) -> list[Any]:
-        """Callbacks of the last `fit` that have a method `state`."""
-        return [callback for one in self._with_state if (callback := one()) is not None]
-
-    @property
     def wire(self) -> Wire:
         """Communicator of the ranks in step with this one: all ranks, or this rank alone."""
         return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
-        """Returns an upper bound of the steps until these optimizers have exchanged.
-
-        Gradient accumulation exchanges once in several steps, and callbacks run once per
-        `steps_per_execution`. The optimizers are arguments, as a search of all layers is too slow
-        per batch.
-        """
+        """Returns an upper bound of the steps until these optimizers have exchanged."""
+        # Gradient accumulation exchanges once in several steps, and callbacks run once per
+        # execution. The optimizers are arguments, since a search of all layers takes too long for
+        # each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
 
@@ -225,7 +215,7 @@ class Session:
         """Logs once that XLA is off for the model's steps."""
         if not self._has_logged_xla:
             self._has_logged_xla = True
-            runtime.say(
+            runtime.log_once(
                 "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
                 "nor selection."
             )
@@ -234,12 +224,12 @@ class Session:
 
     def begin_fit(self, callbacks: Sequence[Any]) -> None:
         """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
-        self.begin_where_asked()
+        self.reset_initial_epoch()
         self.only_reports = False
         self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
-        said = [one for one in callbacks if callable(getattr(one, "state", None))]
-        self._with_state = [weakref.ref(one) for one in said]
+        found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
+        self.callbacks_with_state = _Weak(found)
 
     def _stop_skipping(self) -> None:
         left = self._model.train_function
@@ -248,12 +238,12 @@ class Session:
 
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
-        # Keras's own attribute, which `fit` reads after `on_train_begin`, for `BackupAndRestore`.
+        # `fit` reads this attribute of Keras after `on_train_begin`, for `BackupAndRestore`.
         self._model._initial_epoch = epoch
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
 
-    def begin_where_asked(self) -> None:
+    def reset_initial_epoch(self) -> None:
         """Makes `fit` start at its own `initial_epoch`."""
         self._model._initial_epoch = None
 
@@ -295,10 +285,7 @@ class Session:
             optimizer.exchange.plans.planner.forget_steps()
 
     def change_scheme(self, policy: Any) -> None:
-        """Applies another policy to all optimizers from the next step, which is traced again.
-
-        All ranks must call it with the same policy at the same step.
-        """
+        """Applies a policy to all optimizers; all ranks call it with the same policy and step."""
         for optimizer in self.optimizers:
             optimizer.change_scheme(policy)
         self.retrace()
@@ -331,7 +318,7 @@ class Session:
                 # Otherwise a step that finds no data could change counters and copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if self.watches_absence or self.counts_steps:
-                # An op of the traced step, so that it also counts the steps within an execution.
+                # This op is part of the traced step, and also counts the steps within an execution.
                 self._step_counter.assign_add(1)
 
             def join(held: Any, variables: list[Any]) -> None:
@@ -340,9 +327,9 @@ class Session:
                     return
                 _check_is_in_step(optimizer, self._model)
                 optimizers.append(optimizer)
-                self._applied.append(weakref.ref(held))
+                self.applied[id(held)] = held
                 optimizer.exchange.absence.watch(self.watches_absence)
-                optimizer.exchange.batch.are_equal = self._weighs_alike
+                optimizer.exchange.batch.are_equal = self._weights_equally
                 if self.watches_absence:
                     self.watched.append(optimizer)
                 stack.enter_context(optimizer.exchange.batch.counting(data))
@@ -355,12 +342,9 @@ class Session:
         _check_variables_are_apart(self._model, optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
-        """Makes steps detect ranks with exhausted input; returns whether to retrace.
-
-        All ranks pass the same value. All ranks drop the updates of a step in which a rank is
-        absent.
-        """
-        # Cached: searching for optimizers takes longer than a small step.
+        """Makes steps detect ranks with exhausted input; returns whether to retrace."""
+        # All ranks pass the same value, and drop the updates of a step in which a rank is absent.
+        # Cache the list, because searching for optimizers takes longer than a small step.
         self.watched = self.optimizers if wanted else []
         # An optimizer may have trained another model since this one was traced.
         for optimizer in self.optimizers:
@@ -368,30 +352,28 @@ class Session:
         before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
 
-    def weigh_alike(self, wanted: bool) -> bool:
-        """Sets whether all ranks' batches have equal rows; returns whether to retrace.
-
-        All ranks pass the same value. Optimizers that exchange in each step then count nothing.
-        """
+    def weight_equally(self, wanted: bool) -> bool:
+        """Makes all ranks weight their batches equally, or not; returns whether to retrace."""
+        # Optimizers that exchange in each step then count no samples.
         in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
         batches = [optimizer.exchange.batch for optimizer in in_step]
         for batch in batches:
             batch.are_equal = wanted
-        before, self._weighs_alike = self._weighs_alike, wanted
+        before, self._weights_equally = self._weights_equally, wanted
         return before != wanted and not all(batch.is_nested for batch in batches)
 
     @contextlib.contextmanager
-    def weighing_as_agreed(self) -> Iterator[None]:
+    def agreed_weighting(self) -> Iterator[None]:
         """Applies the agreed weighting within `fit`; batches outside of it may have other sizes."""
         left = self._model.train_function
         if isinstance(left, OutsideOfFit):
             self._model.train_function = left.train
-            self.weigh_alike(True)
+            self.weight_equally(True)
         try:
             yield
         finally:
             self._stop_skipping()
-            if self.weigh_alike(False):
+            if self.weight_equally(False):
                 self._model.train_function = OutsideOfFit(self._model)
 
     @property
@@ -424,10 +406,8 @@ def _check_is_in_step(optimizer: Any, model: Any) -> None:
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
-    """Refuses optimizers that synchronize the same weights.
-
-    Each would mistake the other's changes for updates of this rank.
-    """
+    """Refuses optimizers that synchronize the same weights."""
+    # Each would mistake the other's changes for updates of this rank.
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
         if not optimizer.built or optimizer.fit_hooks(model).is_in_step:

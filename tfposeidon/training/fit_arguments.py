@@ -1,0 +1,239 @@
+"""Arguments of `fit` over all ranks: the data, and callbacks that write files.
+
+A script that forgets to share its data trains all ranks on the same samples without an error. A few
+samples of each rank reveal that before the first step.
+
+Unchanged Keras scripts give every rank the same paths. `fit` removes callbacks that write to a
+shared path on all ranks but the lowest, and shares the state that `BackupAndRestore` restores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from tfposeidon.communication import runtime
+from tfposeidon.communication.wire import exchange_objects
+from tfposeidon.inputs import pipelines
+from tfposeidon.inputs.shares import is_array
+from tfposeidon.training import entries, session
+
+log = logging.getLogger("tfposeidon")
+
+_PATHS = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
+    keras.callbacks.BackupAndRestore: "backup_dir",
+    keras.callbacks.OrbaxCheckpoint: "directory",
+}
+"""Callbacks that write files, and their path attributes."""
+
+
+# ------------------------------------------------------------------ data
+
+
+def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
+    """Logs the global batch size of a model's first `fit`, and warns if all ranks' data are equal.
+
+    All ranks call it together, with the arguments of `fit`.
+    """
+    if session.of(model).has_begun:
+        return
+    data = _Data()
+    try:
+        data.read(arguments)
+    except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
+        log.debug("tfposeidon: the data of ranks are not compared: %s", error)
+    ranks = exchange_objects([data.batch_size, data.samples], runtime.wire(), "tp.given_data")
+    sizes = [size for size, _ in ranks]
+    if None not in sizes and session.of(model).is_in_step:
+        first = f"{len(sizes)} ranks x {sizes[0]}"
+        terms = first if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+        calls = [one.gradient_accumulation_steps or 1 for one in session.of(model).optimizers]
+        if (steps := max(calls, default=1)) > 1:
+            terms = f"({terms}) x {steps} accumulated steps"
+        total = sum(sizes) * steps
+        runtime.log_once("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
+    if data.samples and all(samples == data.samples for _, samples in ranks):
+        runtime.log_once(
+            "tfposeidon: all ranks pass the same data to fit, by its length and some samples. Pass "
+            "each rank its share: tp.shard(data)."
+        )
+
+
+@dataclasses.dataclass
+class _Data:
+    """Data that a rank passes to `fit`: batch size, and length and checksums of some samples.
+
+    Both are `None` if they are unknown, or if reading the data calls Python.
+    """
+
+    batch_size: int | None = None
+    samples: list[Any] | None = None
+
+    def read(self, arguments: dict[str, Any]) -> None:
+        """Reads both from the arguments of `fit`."""
+        x = arguments["x"]
+        if isinstance(x, tf.data.Dataset):
+            variant = tf.data.experimental.to_variant(x)
+            size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
+            self.batch_size = size if size > 0 else None
+            self.samples = _samples_of_dataset(x)
+        elif not isinstance(x, keras.utils.PyDataset):
+            self._read_arrays(arguments)
+        elif x.num_batches != 0:
+            leaves = _arrays(x[0])
+            self.batch_size = len(leaves[0]) if leaves else None
+            self.samples = [x.num_batches, *map(_checksum, leaves)]
+
+    def _read_arrays(self, arguments: dict[str, Any]) -> None:
+        leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
+        if not leaves or not leaves[0].shape[0]:
+            return
+        if arguments["batch_size"] or not arguments["steps_per_epoch"]:
+            self.batch_size = arguments["batch_size"] or 32
+        rows = leaves[0].shape[0]
+        self.samples = [rows] + [
+            _checksum(getattr(leaf, "iloc", leaf)[row])
+            for leaf in leaves
+            for row in (0, rows // 2, rows - 1)
+        ]
+
+
+def _arrays(data: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(data) if is_array(leaf)]
+
+
+def _checksum(value: Any) -> int:
+    array = np.asarray(value)
+    # An array of objects contains addresses.
+    content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+    return zlib.crc32(content)
+
+
+def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
+    """Returns the number and the first of the samples that a dataset shuffles or batches."""
+    steps = pipelines.chain(dataset)
+    end = next((i for i, step in enumerate(steps) if pipelines.groups(step)), len(steps))
+    read = steps[: min(end, pipelines.first_random(steps))]
+    if pipelines.is_share(dataset) or not read:
+        return None
+    nodes = (
+        node
+        for step in pipelines.unwrapped_datasets(read[-1])
+        for node in pipelines.nodes_of_step(step)
+    )
+    # Python code may count epochs, or may not restart.
+    if any(node.op in pipelines.PYTHON_OPS for node in nodes):
+        return None
+    found = [int(read[-1].cardinality())]
+    for sample in read[-1].take(1):
+        found += map(_checksum, tf.nest.flatten(sample, expand_composites=True))
+    return found
+
+
+# ------------------------------------------------------------------ callbacks that write files
+
+
+def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
+    """Returns the callbacks of `fit` that run on this rank; collective.
+
+    Of ranks whose callbacks of one kind share a path, the lowest retains its callback. A shared
+    `BackupAndRestore` resumes all ranks from the files of the lowest.
+    """
+    mine = [_written(callback) for callback in callbacks]
+    ranks: dict[str | None, list[int]] = {}
+    for rank, paths in enumerate(exchange_objects(mine, runtime.wire(), "tp.files")):
+        for path in filter(None, paths):
+            ranks.setdefault(path, []).append(rank)
+    for path, several in ranks.items():
+        if len(several) > 1:
+            runtime.log_once(
+                "tfposeidon: only rank %d writes %s, because several ranks share this path.",
+                several[0],
+                path,
+            )
+    kept = []
+    for callback, path in zip(callbacks, mine, strict=True):
+        writer, *others = ranks.get(path, [runtime.rank()])
+        if others and isinstance(callback, keras.callbacks.BackupAndRestore):
+            kept.append(SharedBackup(callback, writer))
+        elif writer == runtime.rank():
+            kept.append(callback)
+    return kept
+
+
+def _written(callback: Any) -> str | None:
+    """Returns kind and path of a Keras callback that writes, comparable across ranks."""
+    base = next((base for base in _PATHS if isinstance(callback, base)), None)
+    if base is None:
+        return None
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    if any(getattr(type(callback), hook) is not getattr(base, hook) for hook in hooks):
+        # A subclass with its own hooks may have work to do on every rank.
+        return None
+    path = os.fspath(getattr(callback, _PATHS[base]))
+    return f"{base.__name__} {path if '://' in path else os.path.abspath(path)}"
+
+
+class SharedBackup(keras.callbacks.Callback):
+    """Keras callback that runs `BackupAndRestore` on one rank, and broadcasts restored values."""
+
+    def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
+        super().__init__()
+        self._backup = backup if runtime.rank() == writer else keras.callbacks.Callback()
+        self._writer = writer
+
+    @override
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self._backup.set_params(params)
+
+    @override
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._backup.set_model(model)
+
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._backup.on_train_begin(logs)
+        own = session.of(self.model)
+        epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
+        if epoch is not None:
+            entries.broadcast_state(self.model, runtime.wire(), self._writer, with_own_inner=True)
+            own.resume_at(epoch, 0)
+
+    @override
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._backup.on_train_batch_end(batch, logs)
+
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._backup.on_epoch_end(epoch, logs)
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        self._backup.on_train_end(logs)
+
+
+@functools.cache
+def warn_if_all_save() -> None:
+    """Warns once if another rank than the lowest saves a model: ranks might share the path."""
+    if runtime.rank() != runtime.leader():
+        log.warning(
+            "tfposeidon: rank %d saves a model. Ranks that save to the same path at the same "
+            "time may corrupt the file: save only where tp.rank() == 0, or use a different path "
+            "on each rank.",
+            runtime.rank(),
+        )
