@@ -112,17 +112,17 @@ def _options(**times):
     }
 
 
-def test_the_choice_is_raced_as_auto_does():
+def test_the_choice_is_timed_as_auto_does():
     close = _options(allreduce=(1.0, 1.0), alltoall=(1.05, 0.9), ps=(2.0, 0.5))
-    assert predict.chosen(close, races=False) == "allreduce"
-    assert predict.chosen(close, races=True) == "alltoall"
+    assert predict.chosen(close, timed_trials=False) == "allreduce"
+    assert predict.chosen(close, timed_trials=True) == "alltoall"
     # Whoever is one of the best after a race is timed, too.
     third = _options(allreduce=(1.0, 1.3), alltoall=(1.05, 1.2), ps=(1.15, 0.9))
-    assert predict.chosen(third, races=True) == "ps"
+    assert predict.chosen(third, timed_trials=True) == "ps"
     far = _options(allreduce=(1.0, 1.0), alltoall=(0.8, 1.2))
-    assert predict.chosen(far, races=True) == "alltoall"
+    assert predict.chosen(far, timed_trials=True) == "alltoall"
     tie = _options(allreduce=(1.0, 1.0), alltoall=(0.99, 0.99))
-    assert predict.chosen(tie, races=True) == "allreduce"
+    assert predict.chosen(tie, timed_trials=True) == "allreduce"
 
 
 def test_the_torus_is_no_choice_where_it_is_an_all_to_all():

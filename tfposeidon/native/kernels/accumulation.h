@@ -28,13 +28,13 @@ class ScatterAddOp : public tensorflow::OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(
                     "Values and indices must be vectors of the same length. Received: ",
                     values.shape().DebugString(), " and ", indices.shape().DebugString())));
-    OP_REQUIRES(context,
-                TensorShapeUtils::IsVector(counts.shape()) &&
-                    TensorShapeUtils::IsScalar(context->input(3).shape()),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "`counts` must be a vector and `size` a scalar. Received: shapes ",
-                    counts.shape().DebugString(), " and ",
-                    context->input(3).shape().DebugString())));
+    OP_REQUIRES(
+        context,
+        TensorShapeUtils::IsVector(counts.shape()) &&
+            TensorShapeUtils::IsScalar(context->input(3).shape()),
+        absl::InvalidArgumentError(absl::StrCat(
+            "`counts` must be a vector and `size` a scalar. Received: shapes ",
+            counts.shape().DebugString(), " and ", context->input(3).shape().DebugString())));
     const int64_t size = context->input(3).scalar<int64_t>()();
     OP_REQUIRES(context, size >= 0,
                 absl::InvalidArgumentError(
