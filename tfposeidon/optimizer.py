@@ -187,7 +187,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch
         # As in Keras, calls have equal weights unless the user provides weights.
         own = None if batch.is_of_rows(count) else count
-        rows = None if batch.are_equal or own is not None else count
+        rows = None if batch.is_known(count) or own is not None else count
         share, finite, everybody = self._exchange.join_call(
             grads, variables, rows, skips=updater is not inner
         )

@@ -337,8 +337,7 @@ class _Counted:
 
     def __enter__(self):
         self.elements = collections.defaultdict(list)
-        self._own = GroupWire.all_reduce, GroupWire.all_gather
-        all_reduce, all_gather = self._own
+        all_reduce, all_gather = GroupWire.all_reduce, GroupWire.all_gather
 
         def counting(own):
             def collective(wire, tensor, group, name, *scale):
@@ -352,7 +351,7 @@ class _Counted:
         return self.elements
 
     def __exit__(self, *_):
-        GroupWire.all_reduce, GroupWire.all_gather = self._own
+        del GroupWire.all_reduce, GroupWire.all_gather
 
 
 def test_bytes_are_those_of_the_plan(wire):

@@ -300,8 +300,8 @@ def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None
     problem = None
     try:
         assign_layers(model, received)
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # noqa: BLE001, because the code of a layer may raise any error.
+        problem = str(error) or type(error).__name__
     # All ranks must raise: a rank that continued would wait for the others in a collective.
     problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
     for rank, other in enumerate(problems):

@@ -360,7 +360,7 @@ class Session:
         for batch in batches:
             batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
-        return before != wanted and not all(batch.is_nested for batch in batches)
+        return before != wanted and any(one.was_known or not one.is_nested for one in batches)
 
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
