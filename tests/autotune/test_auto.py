@@ -189,7 +189,7 @@ def test_beside_factors_it_decides_once_there_are_rows(wire):
 def test_once_rows_are_known_few_of_them_are_sent_as_factors(wire):
     model, data = wide(steps=12)
     reference = train_alone(copied(model), data, sgd())
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
     with planning(LEAST_GAIN=0.0), links(ideal(wire, bytes_per_s=1e7)):
         check_equal(train_together(model, data, optimizer, wire), reference)
     same_on_all_ranks(model.get_weights(), wire)

@@ -68,7 +68,7 @@ def test_a_gain_smaller_than_its_cost_changes_nothing(wire):
 def test_once_it_has_decided_steps_have_no_clocks(wire):
     """If steps take longer than predicted, it is logged once, and nothing is measured again."""
     model, data = wide(steps=30)
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(race=False))
+    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
     rosy = ideal(wire, bytes_per_s=1e12)
     with planning(LEAST_GAIN=0.0), links("measure"), LogLines() as lines:
         runtime.store_network_profile(rosy)

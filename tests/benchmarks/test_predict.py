@@ -116,7 +116,7 @@ def test_the_choice_is_timed_as_auto_does():
     close = _options(allreduce=(1.0, 1.0), alltoall=(1.05, 0.9), ps=(2.0, 0.5))
     assert predict.chosen(close, timed_trials=False) == "allreduce"
     assert predict.chosen(close, timed_trials=True) == "alltoall"
-    # Whoever is one of the best after a race is timed, too.
+    # A system that is one of the best after a trial is timed, too.
     third = _options(allreduce=(1.0, 1.3), alltoall=(1.05, 1.2), ps=(1.15, 0.9))
     assert predict.chosen(third, timed_trials=True) == "ps"
     far = _options(allreduce=(1.0, 1.0), alltoall=(0.8, 1.2))

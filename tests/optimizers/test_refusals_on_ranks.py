@@ -149,7 +149,7 @@ def test_means_over_rows_of_what_was_selected_are_refused(wire):
 
 def test_means_over_rows_are_refused_where_auto_selects(wire):
     """The first plan, of a network that is not measured, sends all elements."""
-    scheme = tp.policies.Auto(compression=("topk",), race=False)
+    scheme = tp.policies.Auto(compression=("topk",), timed_trials=False)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
     weight = keras.Variable(tf.ones([512, 512]), name="w")
     optimizer.build([weight])

@@ -109,14 +109,20 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             if key not in ("name", "code"):
                 yield from _flat(f"{name}.{key}", item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
         for index, item in enumerate(value):
             yield from _flat(f"{name}.{index}", item)
     else:
         yield name, _plain(value)
 
 
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or hasattr(value, "get_config")
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if callable(value):
