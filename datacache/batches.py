@@ -117,12 +117,12 @@ def batches(
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow enforces this length in every iteration. Do not set it if the first iteration is
-    # shorter.
+    # TensorFlow requires the asserted length of every iteration, so assert it only if the first
+    # iteration is not shorter.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
-    # Autotuning stalls the end of each epoch for seconds.
+    # Disable autotuning, which stalls the end of each epoch for seconds.
     options.autotune.enabled = False
     # A distribution strategy must not shard these batches: they are this rank's shares already.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF

@@ -120,13 +120,13 @@ class Cache:
                     [", ".join(f'"{kind}"' for kind in kinds[:-1]), f'"{kinds[-1]}"']
                 )
                 raise ValueError(f"`{name}` must be {listed}. Received: {name}={value!r}")
-        # Refuse an invalid budget before anything is read.
+        # Refuse an invalid budget before reading the source.
         budget_bytes(budget, 1)
         check_source(source)
         if memory == "auto":
             memory = own_memory()
         self._source, self._make = source, Preprocessing(source, preprocess, variable_shapes)
-        # Other releases of TensorFlow may decode images to different pixels.
+        # Include TensorFlow's version, because releases may decode images to different pixels.
         traced = [repr(self._make.structure), self._make.fingerprint, tf.__version__]
         self.fingerprint = digest([source.identity, *traced, [version, variable_shapes]])
         self._counts = Counts()
@@ -327,7 +327,7 @@ class Cache:
     def warm(self, progress: bool = True) -> Statistics:
         """Fills memory with all samples that fit; ranks of a node share the work.
 
-        It does nothing if the cache has neither `memory` nor `decoded`.
+        The call has no effect if the cache has neither `memory` nor `decoded`.
 
         Args:
           progress: True to show a progress bar.

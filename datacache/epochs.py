@@ -1,7 +1,7 @@
 """Iterates over the samples of one rank, and tracks the progress of training on each dataset.
 
-Batches are prefetched, and Keras reads one to build a model, so reading a batch does not mean that
-it was trained. The training loop therefore reports where training starts and counts its steps.
+Batches are prefetched, and Keras reads one to build a model, so a batch that was read may not have
+been trained on. The training loop therefore reports where training starts and counts its steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._first = self._next
         self.all_whole = not self._first.samples
-        # Compute this here, so that an invalid batch size raises an error before the first batch.
+        # Compute the number of steps here, so that an invalid batch size raises an error before the
+        # first batch.
         self.epoch_steps = order.steps(Position(), ranks)
         # `_begin` is the start of the iteration in training, `_trained` its number of trained
         # steps, and `_length` its total number of steps: infinity for data that repeat, `None`
@@ -189,8 +190,8 @@ class EpochIterator:
     def state_dict(self) -> dict[str, Any]:
         if self._handed_out and not self._reported:
             raise RuntimeError(
-                "Training must count its steps, because batches are prefetched. Received: a "
-                f"dataset that was read without counting. {REMEDY}"
+                "`state_dict` requires counted steps, because prefetching reads ahead of training. "
+                f"Received: a dataset whose steps were not counted. {REMEDY}"
             )
         return self.order.state_dict(self._position())
 

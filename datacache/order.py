@@ -1,4 +1,4 @@
-"""Orders samples: over all ranks, each epoch has each sample once, for any number of ranks."""
+"""Orders samples: in each epoch, each sample is assigned to one rank, for any number of ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class CacheStatistics(ScalarCallback):
     - `cache_hits`: share of samples that were ready in memory, in [0, 1].
     - `cache_source_megabytes`: megabytes that all ranks together read from the source.
     - `cache_wait_s`: seconds for which batches waited for samples, mean over ranks.
-    - `cache_healed`: number of corrupted samples that all ranks together repaired.
+    - `cache_repaired`: number of corrupted samples that all ranks together repaired.
 
     Args:
       cache: The `datacache.Cache` whose dataset is passed to `fit`.
@@ -65,7 +65,7 @@ class CacheStatistics(ScalarCallback):
             "source_megabytes": total["source_bytes"] / 1e6,
             # Ranks wait concurrently, so the mean is meaningful and the sum is not.
             "wait_s": total["wait_s"] / len(ranks),
-            "healed": total["healed"],
+            "repaired": total["healed"],
         }
         if logs is not None:
             logs.update({f"cache_{name}": value for name, value in values.items()})

@@ -86,8 +86,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     Args:
       folder: Folder that all ranks share; created if it is missing.
-      every_n_steps: Steps between snapshots within epochs, at least 1; `None` (default) saves at
-        the end of epochs only.
+      every_n_steps: Number of steps between snapshots within epochs, at least 1; `None` (default)
+        saves at the end of epochs only.
       keep: Number of snapshots to retain, at least 1 (default 2); older ones are deleted.
       resume: True (default) to resume from the newest snapshot in `folder`, if any; False to start
         a new run; `"epoch"` to restart the epoch of the snapshot, whose first samples are then

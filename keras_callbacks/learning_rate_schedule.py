@@ -47,8 +47,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
       momentum_correction: True (default) to multiply the velocity by `b / a` when the rate changes
         from `a` to `b` (Goyal et al. 2017, equation 10), because the velocity of Keras's SGD
         includes the rate.
-      steps_per_epoch: Batches per epoch on one rank, required without `staircase` if `fit` cannot
-        determine them.
+      steps_per_epoch: Number of batches per epoch on one rank, required without `staircase` if
+        `fit` cannot determine it.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
         optimizers needs one callback for each.
       **others: Arguments of Horovod's callback, which are refused with their replacement.

@@ -32,8 +32,8 @@ class Phase:
 
     Attributes:
       epochs: Number of epochs, at least 1.
-      size: Side of the images in pixels, at least 1.
-      batch: Samples per step on each rank, at least 1.
+      size: Width and height of the images in pixels, at least 1.
+      batch: Number of samples per step on each rank, at least 1.
       scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains the scheme of the
         previous phase.
       learning_rate: Rate of this phase: a number, or a function of the fractional epoch, counted
@@ -103,10 +103,9 @@ class ProgressiveResize(keras.callbacks.Callback):
     `LearningRateSchedule`). Functions need data of known length, or `steps_per_epoch` in `fit`.
 
     Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that
-    resumes in any phase equals an uninterrupted one. What Keras does once per `fit` happens in each
-    phase: callbacks such as `EarlyStopping` restart, and `use_ema` replaces weights by their
-    averages at the end of the phase. `scheme="auto"` plans again in each phase, because the compute
-    time changes.
+    resumes in any phase equals an uninterrupted one. Since each phase is a `fit`, callbacks such as
+    `EarlyStopping` restart in each phase, and `use_ema` replaces weights by their averages at the
+    end of each phase. `scheme="auto"` plans again in each phase, because the compute time changes.
 
     Args:
       phases: Phases in their order, one or more.

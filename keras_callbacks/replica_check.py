@@ -25,7 +25,7 @@ class ReplicaCheck(keras.callbacks.Callback):
     check.
 
     Args:
-      every_n_steps: Steps between checks, at least 1 (default 1000).
+      every_n_steps: Number of steps between checks, at least 1 (default 1000).
       action: Response to a difference: `"stop"` (default) raises an error on all ranks; `"repair"`
         logs the difference on rank 0 and broadcasts the values of rank 0; `"report"` only logs it.
         With `"report"`, comparisons by `fit` itself also log differences instead of raising errors.

@@ -110,7 +110,7 @@ class Throughput(ScalarCallback):
     def _totals(self) -> dict[str, float]:
         # An optimizer that was found in its first step has no clocks.
         timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
-        # Read this before the clock, because on GPUs it waits for the step.
+        # Read the exposed seconds before the clock, because on GPUs this waits for the step.
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         samples = samples_seen(self.model) or 0.0
         return {"seconds": time.perf_counter(), "samples": samples, "exposed_s": exposed_s}

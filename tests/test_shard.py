@@ -263,14 +263,12 @@ def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
 @pytest.mark.parametrize(
     ("data", "received"),
     [
-        (lambda: Dataset.range(4).flat_map(lambda n: Dataset.range(4).shard(2, 0)), "a dataset wi"),
         (lambda: Dataset.range(N).shuffle(N).take(9), "TakeDataset, which depends on the order of"),
         (lambda: Dataset.range(N).cache("file").take(9), "a cache in a file before TakeDataset"),
         (lambda: Dataset.zip(Dataset.range(N).shuffle(N), Dataset.range(N)), "ZipDataset"),
         (lambda: Dataset.range(N).filter(_kept).take(9), "TakeDataset, which depends on the order"),
         (lambda: Dataset.sample_from_datasets([Dataset.range(N)] * 2), "DirectedInterleave"),
         (lambda: Dataset.range(N).shuffle(N).enumerate(), "ZipDataset"),
-        (lambda: tp.shard(Dataset.range(N), rank=0, size=2), "a dataset with a `shard`"),
         (lambda: _opaque(Dataset.range(N).shuffle(N)), "VariantDataset"),
         (lambda: _mapped(deterministic=False).take(9), "TakeDataset, which depends on the order"),
         (lambda: _mapped().take(9).with_options(_free()), "TakeDataset, which depends on the ord"),
@@ -282,6 +280,18 @@ def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
 )
 def test_pipelines_without_a_place_are_refused(data, received):
     with pytest.raises(ValueError, match=f"before the first shuffle. Received: {received}"):
+        tp.shard(data(), rank=0, size=2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: Dataset.range(4).flat_map(lambda n: Dataset.range(4).shard(2, 0)),
+        lambda: tp.shard(Dataset.range(N), rank=0, size=2),
+    ],
+)
+def test_sharded_datasets_are_refused(data):
+    with pytest.raises(ValueError, match="A dataset must be sharded only once"):
         tp.shard(data(), rank=0, size=2)
 
 

@@ -121,7 +121,8 @@ class LoaderProcess:
                 "an object of a class at the top level of a module."
             ) from error
         finally:
-            # Only the loader may hold this end open, so that the connection closes with the loader.
+            # Only the loader may hold this end open, so that the connection closes when the loader
+            # ends.
             end.close()
 
     @property

@@ -124,8 +124,8 @@ class ParallelLoader:
           arrays in shared memory, valid until the next batch of this or another pass is requested.
 
         Raises:
-          LoaderError: If `load` raised or cannot be imported, or the process ended. The pass is
-            over; another one can start, with this process or a new one.
+          LoaderError: If `load` raised an error or cannot be imported, or the process ended. The
+            pass has then ended; another one can start, with this process or a new one.
           RuntimeError: If another pass has started, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """
@@ -199,7 +199,7 @@ def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Prepares images: subtracts the mean, crops, and mirrors.
+    """Subtracts the mean from images, crops and mirrors them.
 
     Crops and mirroring are random in training; otherwise the crop is centered.
 
@@ -214,7 +214,8 @@ class CropAndMirror:
     Cost: one pass over the cropped part of the images, and no memory besides the result.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1, steps 17 and 18. Differs: each image
-    has its own crop and mirroring, drawn from (seed, number); the paper does not specify the draw.
+    has its own crop and mirroring, drawn from `seed` and the index of the batch; the paper does not
+    specify the draw.
 
     Example:
       >>> prepare = CropAndMirror(mean=[1.0], size=2)

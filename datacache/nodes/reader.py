@@ -119,10 +119,10 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        # Check this before any request: a forked child has no thread to receive the answers.
+        # Refuse forked children before any request: a child has no thread to receive the answers.
         self.tiers.refuse_in_child(indices)
-        # Request what is not coming yet: `Cache.warm` does not look ahead, and samples may have
-        # been cleared after `look_ahead`.
+        # Request samples that are not yet in transit: `Cache.warm` does not look ahead, and samples
+        # may have been cleared after `look_ahead`.
         self._ask(indices)
         with self._lock:
             asked = [sample for sample in indices.tolist() if sample in self._coming]
@@ -138,7 +138,7 @@ class PartitionedReader(Reader):
 
     @override
     def close(self) -> None:
-        # Otherwise, `atexit` would keep every closed cache alive.
+        # Unregister the callback, because `atexit` would keep every closed cache alive.
         atexit.unregister(self.close_at_exit)
         # Wait until all ranks have closed, because they may request samples until then.
         try:
@@ -161,7 +161,8 @@ class PartitionedReader(Reader):
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # After its end, the exchange returns no futures. This node then produces the samples.
+            # Once the exchange has ended, it returns no futures, and this node produces the samples
+            # itself.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:
@@ -180,9 +181,9 @@ class PartitionedReader(Reader):
 def choose_shard(
     fingerprint: str, fits: Callable[[int, int], bool], partition: Partitioning
 ) -> tuple[int, int]:
-    """Returns this node's index and the number of nodes that share the samples; collective.
+    """Returns this node's index and the number of nodes that share the samples.
 
-    The result is (0, 1) if every node stores all samples.
+    All ranks must call this. The result is (0, 1) if every node stores all samples.
     """
     wire = job_wire()
     if wire is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**31 - 1
 """Largest number of bytes that Horovod can send from one rank in one call."""
 Bytes = list[int]
-"""Number of bytes for each rank, or from each rank."""
+"""Numbers of bytes to send to each rank, or to receive from each rank."""
 IDLE_S = 0.05
 """Seconds that an idle rank waits for requests before it joins the collectives of the others."""
 
@@ -63,7 +63,7 @@ class SampleExchange:
         self._thread.start()
 
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
-        """Requests samples from their owners; returns a future for each, or `[]` after the end."""
+        """Requests samples; returns a future for each, or `[]` if the exchange has ended."""
         requests = [
             _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
         ]
@@ -158,7 +158,7 @@ class SampleExchange:
             lengths = np.array([len(text) for text in texts], np.int64)
             return np.frombuffer(b"".join(texts), np.uint8), lengths
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
-            # Send the text in place of each sample, because the collectives must continue.
+            # Send the error's text in place of each sample, because the collectives must continue.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()
             return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
 

@@ -87,8 +87,8 @@ class StoreFile(Owner):
             self.file = opened.enter_context(open_store(directory))
             self.spec, header_bytes = read_header(self.file, folder)
             self.is_only_user = not is_byte_locked(self.file, IN_USE)
-            # Not by `flock`, which network file systems emulate by a lock of all bytes: it would
-            # exclude the locks of samples.
+            # Do not use `flock`, which network file systems emulate by a lock of all bytes: that
+            # lock would exclude the locks of samples.
             lock_byte(self.file, IN_USE, shared=True)
             # Record when the store was last opened: reading through a mapping changes no times.
             os.utime(directory.fileno())
@@ -103,8 +103,8 @@ class StoreFile(Owner):
     def locked_bytes(self, indices: Iterable[int], wait: bool = False) -> Iterator[list[bool]]:
         """Locks bytes of the file against other threads and processes; yields which are locked."""
         # Open the file once more: locks of a separate open file description also exclude other
-        # threads, and the kernel releases them with it. Open it by its descriptor, because a
-        # cleaner of temporary files may have removed its name.
+        # threads, and the kernel releases the locks when the description is closed. Open the file
+        # by its descriptor, because a cleaner of temporary files may have removed its name.
         path, flags = f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR | os.O_CLOEXEC
         with closed_on_fork(lambda: Descriptor(os.open(path, flags))) as handle:
             yield [lock_byte(handle, index, wait) for index in indices]

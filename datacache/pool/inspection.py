@@ -113,7 +113,7 @@ def make_room(root: Path, new_pool: Path, room: Callable[[], int], enough: int) 
         before, left = left, room()
         if left >= enough:
             return
-        # If a removal frees no space, the limit is something else, such as a quota.
+        # If a removal frees no space, another limit applies, such as a quota.
         if left <= before and report.bytes >= NOTICEABLE_BYTES:
             log.warning("datacache: the removal freed no space, so other stores are retained.")
             return

@@ -66,7 +66,7 @@ class Pool(Owner):
 
     def prepare(self, verify: bool = True) -> None:
         """Starts a thread that creates page tables of a full store in memory and verifies it."""
-        # Skip a store on a disk, which this would read completely.
+        # Skip a store on a disk, because verification would read the whole store from the disk.
         in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
         if self._background is None and self.filled == self.slots and in_memory:
             steps = self.verify_in_steps() if verify and self._heap is None else iter(())
@@ -183,8 +183,8 @@ class Pool(Owner):
         The copies are `None` if a sample is corrupted, or if another process has cleared or
         rewritten one in the meantime.
         """
-        # Make background verification yield. If concurrent threads lose updates of this counter,
-        # this is harmless.
+        # Make background verification yield to this read. Concurrent threads may lose updates of
+        # the counter, which is harmless.
         self._reads += 1
         indices, corrupt = self._slot_indices[samples], samples[:0]
         # Read words before bytes, so that a concurrent rewrite is detected as a change.

@@ -63,8 +63,8 @@ class SampleWords:
 
     def publish(self, index: int, checksum: int) -> None:
         """Marks a slot as ready; must follow all writes of its bytes."""
-        # Do not mark the slot as verified: other processes must verify what this process wrote. If
-        # this process is killed before this line, the slot is not ready and needs no cleanup.
+        # Do not mark the slot as verified: other processes must verify the written bytes. If this
+        # process is killed before this line, the slot is not ready and needs no cleanup.
         self.array[index] = READY | checksum
         self._trusted[index] = True
 
@@ -118,7 +118,7 @@ class Heap:
         self.capacity_bytes = len(self._bytes)
         self._state = file.sections["heap_state"].view(np.int64)
         # Reset the shared cursor, because after a power failure samples on a disk may be newer than
-        # it. Zeros are an empty gap, so the next `add` searches for another one.
+        # the cursor. Zeros are an empty gap, so the next `add` searches for a gap.
         with self.adding():
             self._state[:] = 0, 0, 0, NONE_REFUSED
 

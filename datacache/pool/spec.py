@@ -1,4 +1,4 @@
-"""Describes a store, in the form that its header contains: layout of samples, shard of a node."""
+"""Describes a store as in its header: layout of samples, shard of the node, and sections."""
 
 from __future__ import annotations
 
@@ -248,8 +248,12 @@ def _stack_padded(arrays: Arrays, component: Component) -> np.ndarray:
 
 
 def owner_nodes(samples: int, nodes: int) -> np.ndarray:
-    """Returns the owner of each sample, `[samples]` int64; nodes own equal shares, up to one."""
-    # Assign samples at random: those of a class are often adjacent, and must not be on one node.
+    """Returns the index of the node that owns each sample, `[samples]` int64.
+
+    The numbers of samples per node differ by at most one.
+    """
+    # Assign samples at random: samples of a class are often adjacent, and one node should not own
+    # them all.
     return _shuffled_positions(samples) % nodes
 
 
@@ -259,11 +263,13 @@ def _shuffled_positions(samples: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleShard:
-    """Samples of a store: its node owns a share of all samples, of which `slots` fit."""
+    """Share of all samples that a node owns, and number of slots of the node's store.
 
-    # If not all samples fit, the choice never changes. Evicting the least recently used samples
-    # would have fewer hits: an epoch uses each sample once, so a sample would be evicted just
-    # before its next use.
+    If the share has more samples than `slots`, the store holds a fixed random part of the share.
+    """
+
+    # Do not evict the least recently used samples, which would yield fewer hits: an epoch uses each
+    # sample once, so a sample would be evicted just before its next use.
     samples: int
     slots: int
     node: int = 0

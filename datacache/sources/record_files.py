@@ -1,4 +1,4 @@
-"""Reads samples from records in files, such as the TFRecord files of common ImageNet scripts."""
+"""Reads samples from records in files by their index, such as examples in TFRecord files."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def find_all_records(path: str) -> np.ndarray:
     end = 0
     for offset, length, is_written in _headers(path):
         if not is_written:
-            # The file was extended beyond the written data; no checksum is 0.
+            # Zeros are not a valid header, so the file was extended beyond the written data.
             raise OSError(f"{path} has zeros where record {len(entries)} should begin")
         entries.append((offset, length))
         end = offset + length + CHECKSUM_BYTES

@@ -50,7 +50,7 @@ class Directory(Descriptor):
                 # Another process may have removed the folder in between.
                 continue
             except OSError as error:
-                # Keep this error for the caller, which skips a tier without space.
+                # Raise this error unchanged, because the caller skips a tier without space.
                 if means_full(error):
                     raise
                 raise _unwritable(path, error) from error

@@ -57,7 +57,7 @@ class BackgroundSteps(threading.Thread):
 def populate_page_tables(parts: Sequence[np.ndarray], new: bool = False) -> Iterator[None]:
     """Creates the page tables of parts of mappings in steps; `new` prepares them for writing.
 
-    It ends early if the kernel or the library does not support this.
+    The iterator ends early if the kernel or the library does not support `populate_pages`.
     """
     # A process that opens a warm store finds its pages in memory, but has no page tables for them
     # or for its batches. A page fault at the first access to each page would nearly double the time

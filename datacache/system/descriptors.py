@@ -1,8 +1,8 @@
 """Manages descriptors of files and folders, each closed by its only owner, and locks on them.
 
-A lock of `flock`, or of an open file description, is held until all copies of the description are
-closed. A forked child has a copy, and would hold its parent's locks after the parent was killed. A
-child therefore closes descriptors for locks as soon as it starts.
+A `flock` lock, or an open-file-description lock, is held until every descriptor of the open file is
+closed. A forked child inherits such descriptors, and would hold its parent's locks after the parent
+was killed. A child therefore closes descriptors for locks as soon as it starts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def lock_file(handle: Descriptor, wait: bool) -> bool:
 
 
 def lock_byte(handle: Descriptor, index: int, wait: bool = False, shared: bool = False) -> bool:
-    """Locks one byte of a file for an open file description; returns whether it is locked."""
+    """Locks one byte of a file by an open-file-description lock; returns whether it is locked."""
     # The locked byte need not exist, so any file has a lock for each sample.
     request = _request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, index)
     try:
@@ -100,7 +100,8 @@ def is_byte_locked(handle: Descriptor, index: int) -> bool:
 
 
 def _request(kind: int, index: int) -> bytes:
-    # A `struct flock` has type, whence, start, length, and a pid that must be 0 for these locks.
+    # The fields of a `struct flock` are type, whence, start, length and pid, which must be 0 for
+    # open-file-description locks.
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, index, 1, 0)
 
 

@@ -54,7 +54,7 @@ def open_tiers(
     counts: Counts,
     choose_shard: ChooseShard,
 ) -> StoreTier:
-    """Opens the tiers of a cache, and creates stores if they have space; returns the first tier."""
+    """Opens the tiers of a cache, and creates stores if there is space; returns the first tier."""
     with contextlib.ExitStack() as on_error:
 
         def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
@@ -78,7 +78,7 @@ def open_tiers(
             return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
 
         def fits(node: int, nodes: int) -> bool:
-            # Use existing stores with the size that they have, without reading a sample.
+            # Use an existing store whatever its size: `needed_bytes` may have to read a sample.
             if is_pool(whole) or is_pool(shard_folder(node, nodes)):
                 return is_pool(whole)
             return new.needed_bytes() <= reclaimable_bytes(whole, budget)
@@ -150,7 +150,7 @@ class _NewStores:
 
     def needed_bytes(self) -> int:
         """Returns how many bytes all samples need; this is an estimate unless `decoded` is full."""
-        # An incomplete store shows only how many bytes its own samples need.
+        # The size of an incomplete store covers only the samples stored so far.
         if self.decoded and self.decoded.filled == len(self._source):
             return self.decoded.size_bytes
         packed = len(self.layout.pack(self.first)) if self.layout.varies else 0

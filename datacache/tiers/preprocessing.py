@@ -68,8 +68,8 @@ class Preprocessing:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # The last paragraph is the cause. The paragraphs before it show where each op was
-            # traced.
+            # The last paragraph of the message is the cause. The paragraphs before it show where
+            # each op was traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
                 "`preprocess` must accept every sample. Received: "

@@ -204,7 +204,8 @@ class StoreTier(Tier):
         super().__init__()
         self.pool, self.counts = pool, counts
         self._below, self._verify, self._hits = below, verify, hits
-        # Only the store of decoded samples is directly below another store, the one in memory.
+        # The store in memory is the only store directly above another one, the store of decoded
+        # samples.
         self._next = below if isinstance(below, StoreTier) else None
         self.layout = pool.layout if pool else below.layout
         # A store has random access, even if the source below does not.
@@ -275,7 +276,7 @@ class StoreTier(Tier):
         return indices[~self.pool.ready(indices) | np.isin(indices, corrupt)]
 
     def not_ready(self, indices: np.ndarray) -> np.ndarray:
-        """Returns the samples that are missing from the store; verifies none, `[k]` int64."""
+        """Returns the samples missing from the store, `[k]` int64, without verifying the others."""
         return indices if self.pool is None else indices[~self.pool.ready(indices)]
 
     def lacks(self, indices: np.ndarray) -> np.ndarray:
@@ -317,7 +318,7 @@ class StoreTier(Tier):
         Returns the samples that this process produced, and the indices of the samples that are in
         the store.
         """
-        # Check this before any claim, because a forked child shares the locks of its parent.
+        # Refuse forked children before any claim, because a child shares the locks of its parent.
         self.refuse_in_child(indices)
         if self.pool is not None and self._below.stream is not None:
             self._fill_from_stream(self.pool, self._below.stream, indices)

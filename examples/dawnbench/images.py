@@ -38,7 +38,7 @@ RECORD_FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
 }
-"""Features in the TFRecord files of the usual ImageNet scripts, with classes from 1."""
+"""Features that examples in TFRecord files must have; the label is the class, from 1."""
 RECORD_CLASSES = 1000
 
 

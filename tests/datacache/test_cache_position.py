@@ -50,7 +50,7 @@ def test_positions_must_be_counted(images, opened):
     data = cache.dataset(BATCH)
     assert cache.state_dict()["samples"] == 0
     next(iter(data))
-    with pytest.raises(RuntimeError, match="Training must count its steps, because batches"):
+    with pytest.raises(RuntimeError, match="`state_dict` requires counted steps, because"):
         cache.state_dict()
 
 

@@ -22,7 +22,7 @@ FEATURES = {
 
 
 def _example(number):
-    """Returns an example as the usual ImageNet scripts write them, whose classes begin at 1."""
+    """Returns an example with the features in `FEATURES`; classes begin at 1."""
     encoded = tf.io.encode_png(drawn.image(number, SIZE)).numpy()
     features = {
         "image/encoded": tf.train.Feature(bytes_list=tf.train.BytesList(value=[encoded])),

@@ -66,7 +66,7 @@ REFUSED = {
     "--nodes 2 --rtt 1ms --jitter 1ms -- true": "`--jitter` must not exceed half of `--rtt`",
     "--nodes 2 --loss 100% -- true": "`--loss` must be below 100%",
     "--nodes 2 --kill 1 -- true": (
-        "A fault must have the form RANK@SECONDS, such as 1@30. Received: '1'"
+        "`--kill` must have the form RANK@SECONDS, such as 1@30. Received: '1'"
     ),
     "--nodes 2 --kill 2@1 -- true": "`--kill` must name a rank in 0..1. Received: rank 2",
     "--nodes 2 --stop 1@1 -- true": "RANK@SECONDS+SECONDS",

@@ -78,7 +78,7 @@ class StepTimes:
         self._reader = reader
         with tf.init_scope():
             self._end_s = clock_variable([], "end_of_exchange")
-            # The elements sum `first_s`, `compute_s`, `step_s`, the number of steps, and sizes.
+            # The elements are sums of `first_s`, `compute_s`, `step_s`, steps, and sizes.
             self._sums = clock_variable([4 + variables], "step_times")
 
     def ready(
@@ -222,8 +222,8 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         if not all(plans.planner.is_watching for plans in undecided):
             for plans in undecided:
-                # Measure before the first step, because its duration counts as tracing time. If
-                # only some ranks have a profile, the first step raises an error.
+                # Measure the network before the first step, whose duration counts as tracing time.
+                # If only some ranks have a profile, the first step raises an error.
                 if all(measures):
                     plans.planner.measure_network()
                 plans.planner.is_watching = True

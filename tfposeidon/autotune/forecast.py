@@ -18,12 +18,12 @@ with measured steps."""
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted step of one plan.
+    """Prediction for one plan.
 
     Attributes:
       name: Name of the policy.
       bucket_bytes: Size in bytes up to which the plan fuses gradients.
-      simulated: Predicted step.
+      simulated: Predicted times of the step.
       is_default: True for the plan that is used unless another is predicted to be faster.
       slowdown: Time of the plan's exchanges in a timed trial, as a multiple of the predicted time;
         1 without a trial.

@@ -36,8 +36,8 @@ from tfposeidon.policies import POLICIES, Choice, Policy, Uniform
 from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
 
 WRONG_BY = 0.25
-"""Relative error of a predicted step above which the planner logs it: the 90th percentile of the
-errors of predicted exchanges is 24 % (docs/results/planning.md)."""
+"""Relative error of a predicted step time above which the planner logs both times: the 90th
+percentile of the errors of predicted exchanges is 24 % (docs/results/planning.md)."""
 
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
@@ -183,7 +183,7 @@ class AutoPlanner(Planner):
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Proposes plans by the measured steps of each exchanger; returns seconds saved per step.
+        """Proposes plans by measured steps; returns the seconds that the plans save per step.
 
         All ranks call it together with equal arguments. If steps take longer than `shortest_s`
         seconds, the exchanges of close plans are timed.
@@ -292,10 +292,10 @@ def paths_of(descriptions: Sequence[Description]) -> Paths:
 class Auto(Tunable):
     """Chooses the scheme and the bucket size with the shortest predicted step.
 
-    It needs the network profile of the job, which is measured at the first step unless it is passed
-    to `tfposeidon.init(network=...)`. On GPUs, the profile is measured only on request. Without a
-    profile, every variable uses all-reduce. By default, only schemes are considered whose averaged
-    gradients are exact up to rounding.
+    `Auto` needs the network profile of the job, which is measured at the first step unless it is
+    passed to `tfposeidon.init(network=...)`. On GPUs, the profile is measured only on request.
+    Without a profile, every variable uses all-reduce. By default, only schemes are considered whose
+    averaged gradients are exact up to rounding.
 
     Args:
       compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits per

@@ -277,7 +277,7 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
 def _exchange_of(
     plan: Plan, wire: Wire, zeros: Zeros, prefix: str
 ) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-    """Returns a graph function that exchanges artificial gradients made of a vector of values."""
+    """Returns a graph function that exchanges artificial gradients with values from a vector."""
     exchanger, reader = Exchanger(plan, wire, zeros), plan.reader
     exchanger.prefix = prefix
 

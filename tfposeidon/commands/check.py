@@ -295,7 +295,8 @@ def _nccl() -> str:
     if built:
         text += f", Horovod for {_version_text(built)}"
     if built > number.value:
-        # NVIDIA does not guarantee that an older NCCL works, but one passed all tests on an H200.
+        # NVIDIA does not guarantee that an older NCCL works, but an older one passed all tests on
+        # an H200.
         text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_version_text(built)}'"
     return text
 

@@ -258,7 +258,7 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
     if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
         needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
         _say(f"the GPU code requires NVIDIA's driver {needed} or later on each machine")
-    # Link the libraries under names without a version, which CMake searches: wheels contain only
+    # Link the libraries under unversioned names, because CMake looks for those: wheels contain only
     # libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
     links.mkdir()

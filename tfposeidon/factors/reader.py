@@ -53,7 +53,10 @@ def factors_of(
     products = [_of_width(product, shape) for product in products]
     (m, n), *others = {(p.left.shape[1], p.right.shape[1]) for p in products}
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():
-        raise NoFactorsError("its products do not have the variable's size")
+        raise NoFactorsError(
+            "the shapes of its products are unknown, differ from each other, or do not match the "
+            "variable's size"
+        )
     constants = _constants_of_replicated(local_terms, replicated)
     # A sum of products is the product of the stacked factors, which need a common dtype.
     first, *more = {tensor.dtype for p in products for tensor in p.tensors}

@@ -194,7 +194,10 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         depends = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
         raise _refusal(_step_kind(steps[start]) + depends)
     if is_share(steps[-1]):
-        raise _refusal("a dataset with a `shard`", "Leave out either it or tp.shard.")
+        raise ValueError(
+            "A dataset must be sharded only once. Received: a dataset with a `shard` step. Remove "
+            "that step, or do not call tp.shard."
+        )
     balanced = _balanced(steps, start, end, size)
     for position in (balanced, end - 1):
         if _has_at_least(steps[position], size):

@@ -95,15 +95,15 @@ class Accelerator:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Emulates compute time; returns the new token, and an offset for `values`."""
 
-        # Pass the token through, which orders the layers. `first` marks the start of a step.
+        # Pass the token through, because it orders the layers. `first` marks the start of a step.
         def run(value: np.ndarray) -> tuple[np.ndarray, np.int64]:
             if first:
                 self.stream.begin()
             self.stream.run(seconds)
             return value, np.int64(self._generator.integers(self._spare // ALIGNED) * ALIGNED)
 
-        # Use a NumPy function, because only Python can wait without occupying a core. It is
-        # stateful, so TensorFlow neither merges nor prunes calls.
+        # Use a NumPy function, because only Python can wait without occupying a core. NumPy
+        # functions are stateful, so TensorFlow neither merges nor prunes calls.
         passed, offset = tf.numpy_function(run, [token], [token.dtype, tf.int64])
         return tf.ensure_shape(passed, token.shape), tf.ensure_shape(offset, [])
 
@@ -115,8 +115,8 @@ class Accelerator:
 class EmulatedLayer(keras.layers.Layer):
     """Identity layer with real parameters, whose passes take `forward_s` and `backward_s` seconds.
 
-    `first` marks the first layer of a model, which starts a step. `options` are those of
-    `keras.layers.Layer`.
+    `first` marks the first layer of a model, which starts a step. `options` are
+    further arguments of `keras.layers.Layer`.
     """
 
     def __init__(

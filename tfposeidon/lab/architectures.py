@@ -204,8 +204,9 @@ def inception_v3() -> Iterator[Layer]:
 def transformer() -> Iterator[Layer]:
     """Yields the layers of BERT-base without its pooler and segment embedding.
 
-    Source: Devlin et al. 2019. The model represents CommLib's Transformer: that paper states only
-    110 M parameters and 256 words. The matrix that embeds the tokens also computes the logits.
+    Source: Devlin et al. 2019. The model represents the Transformer of the CommLib paper, which
+    states only 110 M parameters and 256 words. The matrix that embeds the tokens also computes the
+    logits.
     """
     blocks, width, tokens, positions, length = 12, 768, 30_522, 512, 256
 
@@ -280,12 +281,12 @@ class Model:
         return tuple((layer.flops * flop_s, 2 * layer.flops * flop_s) for layer in self.layers)
 
     def shrunk(self, factor: float) -> Model:
-        """Returns a model that represents this one with less memory: divides M, N and K.
+        """Returns a model that represents this one with less memory.
 
-        Each dimension is divided by `factor`, rounded, and at least 1. Factors have K (M + N)
-        elements and matrices M N, so both shrink with the square of `factor` as long as the batch K
-        can shrink; rows per sample do not change. Step and layer times do not change either, so
-        throughput shrinks with the batch, and FLOPs stay as they are.
+        Matrix dimensions M and N and batch size K are divided by `factor`, rounded, and at least 1.
+        Factors have K (M + N) elements and matrices M N, so the sizes of both decrease with the
+        square of `factor` as long as K can decrease. The number of rows per sample, step and layer
+        times, and FLOPs do not change, so throughput decreases with the batch size.
 
         >>> full, quarter = model("vgg19"), model("vgg19").shrunk(4)
         >>> full.batch, quarter.batch, round(full.parameters / quarter.parameters)

@@ -154,8 +154,8 @@ class Fault:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # `inside` calls this as well, to parse the same command line. Options without a default here
-    # have theirs in `Cluster`.
+    # `inside` calls this function as well, to parse the same command line. `Cluster` has the
+    # defaults of options without a default here.
     cluster = parser.add_argument_group("cluster (default: links without limits and delays)")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
@@ -270,7 +270,7 @@ def _faults(kind: str, form: str, text: str) -> list[Fault]:
     if not found:
         example = "1@30+5" if kind == "stop" else "1@30"
         raise ValueError(
-            f"A fault must have the form {form}, such as {example}. Received: {text!r}"
+            f"`--{kind}` must have the form {form}, such as {example}. Received: {text!r}"
         )
     target, at_s, *for_s = map(float, found.groups())
     times = [(kind, at_s), *(("continue", at_s + seconds) for seconds in for_s)]
@@ -337,7 +337,7 @@ def run_inside(arguments: list[str]) -> int:
         signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Under nohup, SIGHUP is ignored and must stay so.
+        # Under nohup, SIGHUP is ignored and must remain ignored.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     # Start a new session, because Ctrl-C in a terminal would otherwise reach `inside` directly.

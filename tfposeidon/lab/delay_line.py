@@ -77,7 +77,7 @@ class DelayLine:
         return ready
 
     def until_next(self, now_s: float) -> float | None:
-        """Returns the number of seconds until a frame is due, or `None` without frames."""
+        """Returns the seconds until the next frame is due, or `None` if no frame is held."""
         return max(0.0, self._held[0][0] - now_s) if self._held else None
 
 

@@ -235,8 +235,8 @@ def _hold(name: str) -> subprocess.Popen[str]:
 def _plug_delayed(
     cluster: Cluster, ends: list[str], holders: list[subprocess.Popen[str]]
 ) -> subprocess.Popen[str]:
-    # Delay only frames to the switch: each direction of a round trip crosses one such link, so it
-    # gets half of the delay.
+    # Delay only frames to the switch: each direction of a round trip crosses one such link, so each
+    # link adds half of the delay.
     line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
     process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
     for end, holder in zip(ends, holders, strict=True):
@@ -282,8 +282,8 @@ def burst_bytes(rate: float) -> int:
 
 def queue_bytes(rate: float) -> int:
     """Returns the capacity of a link's queue in bytes: 50 ms of its rate, at least 16 MiB."""
-    # Buffers are deep, as in some switches, so that benchmarks measure schemes and not how this
-    # kernel's TCP recovers from losses.
+    # Queues are deep, as in some switches, so that benchmarks measure schemes and not the recovery
+    # of this kernel's TCP from losses.
     return max(round(rate / 8 * QUEUE_S), SMALLEST_QUEUE_BYTES)
 
 

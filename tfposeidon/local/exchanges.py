@@ -28,7 +28,7 @@ def of_differences(
     sample_count: SampleCount | None,
 ) -> Step:
     """Returns the exchange of pseudo-gradients in a synchronization."""
-    # Differences are added to weights, so their plans do not depend on the inner optimizer.
+    # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
     adding = SimpleNamespace(inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None)
     return Step(adding, policy, bucket_bytes, sample_count, settings=optimizer.agreed_settings)
@@ -49,7 +49,7 @@ def of_gradients_in_node(
         prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
         settings=optimizer.agreed_settings,
     )
-    # Share this object, because the exchange within the node detects an absent rank first.
+    # Share the record of absent ranks, because the exchange within the node detects them first.
     node.absence = differences.absence
     return node
 

@@ -130,7 +130,7 @@ class GlobalWeights:
         now = self._values()
         if all(_share_memory(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
-        # Compare checksums of values that were moved in host memory, or that are on a GPU.
+        # The values may be equal copies in host memory, or on a GPU, so compare their checksums.
         one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
         return one != other
 

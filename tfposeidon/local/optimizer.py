@@ -49,7 +49,7 @@ class LocalUpdates(CommunicatingOptimizer):
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped. It updates this rank's weights at
         every step, and its state is local to the rank.
-      sync_every: Steps between synchronizations, at least 1 (default 32).
+      sync_every: Number of steps between synchronizations, at least 1 (default 32).
       outer_optimizer: Optimizer of the global weights: `"average"` (default), `"elastic"`,
         `"outer"`, `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, from
         which `LocalUpdates` creates `tfposeidon.local.Outer(optimizer)`.
@@ -58,12 +58,12 @@ class LocalUpdates(CommunicatingOptimizer):
         correction.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
         nodes are the replicas (default False: each rank is one).
-      overlap_steps: Steps between an exchange and the use of its result, below `sync_every`. The
-        exchange runs in the background, and all ranks apply its result after the same step (default
-        0: the step waits for it).
-      warmup_steps: Initial steps that are each followed by a synchronization (default 0), for
-        post-local SGD.
-      bucket_bytes: Bytes up to which small pseudo-gradients are fused (default `None`: 4 MiB).
+      overlap_steps: Number of steps between an exchange and the use of its result, below
+        `sync_every`. The exchange runs in the background, and all ranks apply its result after the
+        same step (default 0: the step waits for the result).
+      warmup_steps: Number of initial steps that are each followed by a synchronization (default 0),
+        for post-local SGD.
+      bucket_bytes: Size in bytes up to which pseudo-gradients are fused (default `None`: 4 MiB).
       sample_count: Function that returns this rank's weight in `fit`; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Other arguments, all of which are refused.
@@ -182,7 +182,8 @@ class LocalUpdates(CommunicatingOptimizer):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, apart from the global weights.
 
-        One rank has them, too, so that a job of several ranks can resume from its checkpoint.
+        A job of one rank also has them, so that it can resume from the checkpoint of a job of
+        several ranks, and the reverse.
         """
         return [self._number, *self._outer.variables] if self.built else []
 
@@ -435,7 +436,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # Call it here, because a traced step does not execute this Python code.
+            # Call `begin_step` here, because a traced step does not execute its Python code.
             self._synchronization.begin_step()
 
     def _join_hooks(self) -> list[JoinHook]:

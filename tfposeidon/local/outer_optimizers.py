@@ -112,9 +112,9 @@ class Elastic(Rule):
     EAMSGD, the inner optimizer uses Nesterov momentum.
 
     Args:
-      beta: Share of the mean difference that is added to the global weights, in (0, 1] (default
-        0.9). Larger values mean `replicas x alpha > 1`, for which synchronous elastic averaging
-        diverges.
+      beta: Share of the replicas' averaged difference that is added to the global weights, in
+        (0, 1] (default 0.9). Larger values mean `replicas x alpha > 1`, for which synchronous
+        elastic averaging diverges.
 
     Raises:
       ValueError: If `beta` is out of its range.
@@ -169,8 +169,8 @@ class Outer(Rule):
 
     Memory: the optimizer's state; one copy of the weights for momentum.
 
-    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: the mean weights each
-    rank by its number of samples.
+    Source: Douillard et al. 2023, arXiv 2311.08105, algorithm 1. Differs: the pseudo-gradient
+    weights each rank by its number of samples.
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.AdamW(4e-4)

@@ -20,8 +20,8 @@ from tfposeidon.text import readable_size
 class Schedule:
     """Steps at which ranks with local weights synchronize.
 
-    An exchange starts every `sync_every` steps. Its result is applied `overlap_steps` later; if
-    that is 0, the step waits for it. The first `warmup_steps` synchronizations follow one step
+    An exchange starts every `sync_every` steps. Its result is applied `overlap_steps` steps later;
+    with 0, the step waits for the result. The first `warmup_steps` synchronizations follow one step
     each, without overlap.
     """
 
@@ -59,7 +59,7 @@ class Schedule:
 
 
 def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | None) -> list[str]:
-    """Returns remarks on bytes per step, memory and exactness; `in_node` plans the gradients."""
+    """Returns remarks on bytes per step, memory and exactness; `in_node` is the plan in a node."""
     every, overlaps = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
     notes = [

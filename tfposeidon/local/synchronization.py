@@ -91,7 +91,7 @@ class Synchronization:
     # ------------------------------------------------------------------ steps
 
     def count_samples(self, count: Any) -> None:
-        """Adds the samples of an update, as an op of the step; `None` weights all steps equally."""
+        """Adds an update's number of samples, within a step; `None` weights all steps equally."""
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
     def begin_step(self) -> None:
@@ -246,7 +246,7 @@ class Synchronization:
         return self._exchange.exchanger(self._variables)
 
     def _graph(self, name: str) -> Any:
-        """Returns a graph by name; all are traced again if the scheme or the statistics change."""
+        """Returns a graph by name; a change of scheme or statistics causes new traces."""
         now = self.exchanger, len(self.weights.variables)
         if self._traced_for != now:
             # Use partials: TensorFlow counts traces of a method over all objects, and would warn.
@@ -277,7 +277,7 @@ class Synchronization:
         statistics = self._mean_statistics(exchanger, sent.statistics, weight)
         means, states = self._mean_differences(exchanger, sent.differences, weight)
         counts = tf.logical_and(_all_finite(means), presence.total > 0.0)
-        # Means of bfloat16 differences are float32.
+        # Averages of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, sent.differences, strict=True)]
         return ExchangeResult(means, statistics, states, presence.total, counts, presence.absent)
 
@@ -342,7 +342,7 @@ class Synchronization:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(weights.copies[weights.trained :], found.statistics, strict=True):
-            # Discard a mean that is not finite: a rank may have started with such statistics.
+            # Discard averages that are not finite: a rank may have started with such statistics.
             copy.assign(either(is_finite(mean), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:

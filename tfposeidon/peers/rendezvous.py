@@ -34,7 +34,7 @@ RETRY_S = 0.2
 """Seconds between attempts to reach a store."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the rank's process and store, by which `_refuse_child` detects child processes."""
+"""Variable with the rank's process and store; `_refuse_child` detects child processes with it."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -95,7 +95,7 @@ class Client:
         return found and {int(rank): json.loads(value) for rank, value in found.items()}
 
     def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> Answer:
-        """Sends a GET, or with `body` a PUT that keeps an existing value, and returns the answer.
+        """Sends a GET, or with `body` a PUT that overwrites no value, and returns the answer.
 
         Raises `OSError` if the store does not answer or its job is ending.
         """
@@ -306,8 +306,8 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
 
 
 def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
-    # Check this before reading the entries by rank: if another process has a larger size, the entry
-    # of one of this job's ranks may still be missing.
+    # Check the sizes before reading the entries by rank: if another process has a larger size, the
+    # entry of one of this job's ranks may still be missing.
     for rank, entry in found.items():
         if entry["size"] != job.size:
             raise ValueError(
@@ -360,7 +360,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
     nodes = nodes_of([entry.node for entry in entries])
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     local_rank = nodes[node].index(rank)
-    # Horovod's cross group has one rank of each node that has this local rank.
+    # Horovod's cross group consists of the ranks of all nodes that have the same local rank.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
     found = {
         "RANK": rank,

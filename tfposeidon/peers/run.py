@@ -99,7 +99,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def read_command(words: list[str]) -> list[str]:
-    """Returns the command of each rank, without the dashes before it."""
+    """Returns the command of each rank, without a leading `--`."""
     command = words[1:] if words[:1] == ["--"] else words
     if not command:
         raise ValueError(f"A command is required. Received: {words}. Append: -- python train.py")
@@ -243,12 +243,13 @@ class _Ranks(Runner):
                 place = (store.FAILURES, store.FIRST_FAILURE)
                 cause = await asyncio.to_thread(self._client.get, *place, FOLLOW_S)
             except ConnectionRefusedError:
-                # Node 0 has ended. The ranks notice it by themselves, or have ended, too.
+                # Node 0 has ended. The ranks detect its end themselves, or have ended, too.
                 return
             except OSError:
                 # A lost connection does not end the job.
                 await asyncio.sleep(FOLLOW_S)
-        # Set this now, because the ranks of this node may end in the meantime, even with status 0.
+        # Set this before the grace period, in which the ranks of this node may end, even with
+        # status 0.
         self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
         if self.first_failed is None:
@@ -290,7 +291,7 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Under nohup, SIGHUP is ignored and must stay so.
+        # Under nohup, SIGHUP is ignored and must remain ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, end, number)
     try:

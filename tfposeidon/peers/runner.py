@@ -106,7 +106,7 @@ class Runner:
 
     @property
     def status(self) -> int:
-        """Exit status of the job: 0, or the first failed rank's (128 + number for a signal)."""
+        """Exit status of the job: 0, or of the first failed rank (128 + number for a signal)."""
         status = self.first_failed.status if self.first_failed else 0
         assert status is not None
         return status if status >= 0 else 128 - status
@@ -164,7 +164,8 @@ class Runner:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
         # Decide now which rank failed first, because another one may fail in the meantime. Report
-        # it later, because the pipe may still contain the last lines, which the report shows.
+        # the failure later, because the pipe may still contain the last lines, which the report
+        # shows.
         failed_first = status != 0 and self.first_failed is None and not self._ended
         if failed_first:
             self.first_failed = rank

@@ -127,8 +127,9 @@ def find(variables: Variables) -> Job | None:
             alone = alone or found
     if lacks and alone is None:
         raise IncompleteError(
-            "The variables that describe a job must be complete. Received: "
-            f"{'; '.join(lacks)}. Set these, or unset the others for a job of one process."
+            "The environment variables that describe a job must be complete. Received: "
+            f"{'; '.join(lacks)}. Set the missing variables, or unset the others to run a single "
+            "process."
         )
     return alone
 
@@ -230,7 +231,7 @@ def _of_run(variables: Variables) -> Job:
 
 
 def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
-    """Reads TensorFlow's description of a cluster, and numbers the ranks role after role."""
+    """Reads TensorFlow's description of a cluster, and numbers the ranks in the order of roles."""
     cluster, kind, index = _parsed(source, variables[source])
     if not cluster:
         return None
@@ -299,9 +300,9 @@ def _torchrun(variables: Variables) -> Job:
     # Ignore restarts on several nodes, because the agents may count them differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
-    # Leave out the address, because some operators set it to "localhost" on the master.
+    # Leave the address out of the identity: some operators set it to "localhost" on the master.
     identity = f"torchrun {port} {run} of {size} restart {restarts}"
-    # With this variable, torchrun's agent itself listens on the port.
+    # If this variable is "True", torchrun's agent listens on the port.
     taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ports = derived_ports(identity) if taken else (port,)
     host = variables["MASTER_ADDR"]

@@ -1,9 +1,10 @@
 """Serves the key-value store of a job, which is compatible with Horovod's rendezvous server.
 
 Every path begins with the job's prefix. In addition to Horovod's requests, a PUT with
-`If-None-Match: *` keeps an existing value (412), and a GET with `Prefer: wait=SECONDS` waits for a
-value, or with `?count=N` for N values in a scope. Rank 0 runs this module as a process that
-outlives rank 0, so the module imports no other module of the package.
+`If-None-Match: *` does not overwrite an existing value, and returns status 412 if that value
+differs; a GET with `Prefer: wait=SECONDS` waits for a value, or with `?count=N` until a scope has N
+values. Rank 0 runs this module as a process that outlives rank 0, so the module imports no other
+module of the package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Exchanges sharded updates: a reduce-scatter of gradients, and an all-gather of variables.
 
-`OwnParts` leaves averaged gradients with their shard owners. The optimizer gathers the updated
-variables later.
-Ranks sum the squared norms of parts, so that all ranks clip and skip steps identically.
+With `OwnParts`, each shard owner retains its averaged gradients; the optimizer later gathers the
+updated variables. Ranks sum the squared norms of their shards, so that all ranks clip and skip
+steps identically.
 """
 
 from __future__ import annotations
