@@ -49,7 +49,7 @@ def of_gradients_in_node(
         prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
         settings=optimizer.agreed_settings,
     )
-    # Share the record of absent ranks, because the exchange within the node detects them first.
+    # Share the number of absent ranks, because the exchange within the node detects them first.
     node.absence = differences.absence
     return node
 
