@@ -79,7 +79,7 @@ class Planner:
         return plan
 
     def forget_steps(self) -> None:
-        """Discards step measurements, on which plans may depend, because later steps will differ."""
+        """Discards step measurements, on which plans may depend: later steps will differ."""
 
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         """Returns the data on which the plans that are in use are based, for JSON."""
@@ -167,7 +167,7 @@ class AgreedPlans:
         return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as of the last step; before any step, that of `variables`."""
+        """Returns all plans as one, as of the last step; at first, the plan of `variables`."""
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]

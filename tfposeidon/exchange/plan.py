@@ -110,7 +110,7 @@ class Bucket:
         return total_cost(stages, topology)
 
     def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
-        """Returns the bucket of a step; `size` is the sum over its structures and all ranks."""
+        """Returns the bucket of a step in which its structures on all ranks have a total `size`."""
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
         # Choose again only without a planner, whose choices do not depend on the size.
@@ -146,8 +146,8 @@ class Plan:
       notes: Remarks on unexpected results of planning, with their reasons.
       forecasts: Predicted step for each list of variables that the optimizer is called with; empty
         if the network profile is unknown, or on a single rank.
-      occasion: Event in which each rank sends the plan's bytes once: `"step"` (default), `"exchange"`
-        or `"synchronization"`.
+      occasion: Event in which each rank sends the plan's bytes once: `"step"` (default),
+        `"exchange"` or `"synchronization"`.
 
     Example:
       >>> from tfposeidon import policies
@@ -306,7 +306,7 @@ def make_plan(
 
 
 def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
-    """Returns the plan of a step; `sizes` has the size of each bucket's structures, 0 if unknown."""
+    """Returns the plan of a step; `sizes` has the size of each bucket's structures, or 0."""
     # `sizes` may be longer than the list of buckets, because exchangers allocate one per variable.
     pairs = zip(plan.buckets, sizes, strict=False)
     buckets = [

@@ -210,7 +210,7 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
-    """Finds variables that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
+    """Finds variables that are not bit-equal on all ranks, and ranks that differ from rank 0."""
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     of_variables = zip(*everybody, strict=True)
     found = [
