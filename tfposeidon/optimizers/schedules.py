@@ -1,4 +1,4 @@
-"""Learning rate schedules to add to Keras's: polynomial with warm-up, and cosine in epochs."""
+"""Learning rate schedules that Keras does not have: polynomial with warm-up, cosine in epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses a scheme for each variable, and gives the reason: policies by rule or by name."""
+"""Policies choose a scheme for each variable, and give the reason."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class Policy(Configured, ABC):
     def planner(self) -> Callable[..., Any] | None:
         """Class of the planner that this policy needs; `None` if `choose` determines the plan.
 
-        It is a subclass of `tfposeidon.exchange.agreed_plan.Planner`. A policy needs one if choices
-        depend on more than descriptions and topology.
+        The planner is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces
+        `choose` if choices depend on more than descriptions and topology.
         """
         return next((part.planner for part in self.parts if part.planner), None)
 
