@@ -284,8 +284,8 @@ class Accumulation:
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         self._accumulators = [_Accumulator(optimizer, variable) for variable in variables]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
-        # In an update, it is smaller than the number of calls per update if some of these calls
-        # preceded the wrapping of the optimizer.
+        # Count the calls, because their number in the first update is smaller if the optimizer was
+        # wrapped between two updates.
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
     def rank_state(self, size: int) -> list[tuple[Any, StateDescription]]:

@@ -60,7 +60,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
       synchronize_model: True (default) if `fit` starts all ranks with the weights and state of rank
         0, computes metrics over the samples of all ranks, averages the moving statistics of layers
         before validation and at the end of each epoch, and compares replicas after the first step,
-        before each epoch and at the end. False if the script does all of this.
+        before each epoch and at the end. False if the script does this itself.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
         the error names the replacement.

@@ -86,7 +86,7 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the `to_dict` of an earlier run; returns true if later plans change.
+        """Uses the data that `to_dict` returned in an earlier run; true if later plans change.
 
         All ranks call it together.
         """
@@ -184,8 +184,8 @@ class AgreedPlans:
     ) -> None:
         """Checks while the first step is traced that all ranks agree, and then plans again.
 
-        The new plan uses the structure of gradients in the graph. Later traces run no collectives,
-        because a rank may retrace at any time, when other ranks do not take part.
+        The new plan uses the structure of gradients in the graph. Later traces do not change the
+        plan, because a rank may retrace at any time, while other ranks join no collectives.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is not None:

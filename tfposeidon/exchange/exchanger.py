@@ -57,7 +57,8 @@ class Exchanger:
         # Allocate one element per variable, because the number of buckets is known only in a trace.
         # If a trace created variables, TensorFlow would trace the step again.
         self.sizes = _variable([len(plan.descriptions)], "sizes")
-        # It is the number of samples of all ranks in the last step if all had equally many, else 0.
+        # `_expected` is the total number of samples in the last step if all ranks had equally many,
+        # else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
         self.effective_rate = EffectiveRate()
@@ -193,7 +194,7 @@ class Exchanger:
         return Share(presence, weight, Expectation(count, total, are_equal, were_all, were_wrong))
 
     def _count_all(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns how many samples all ranks have, and whether all have equally many, not 0."""
+        """Returns the total count of all ranks, and whether all have the same positive count."""
         with tf.device("/CPU:0"):
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)

@@ -55,7 +55,7 @@ class ExposedTime:
         sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
-        """Reads the clock after the last gradient; the callback reads it after the last mean."""
+        """Reads the clock after the last gradient, and in the callback after the last average."""
         self.has_observed = True
         ready_s = time_after(sent)
 

@@ -290,7 +290,7 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Returns the slowest rank's seconds, local and parallel, so that all ranks choose alike."""
+    """Times local and parallel norms, in seconds of the slowest rank: all ranks choose alike."""
     if not layers:
         return 0.0, 0.0
     # Measure now, outside of the traced graph.

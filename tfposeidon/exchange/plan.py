@@ -84,7 +84,7 @@ class Bucket:
         return tuple(found) if self.scheme.reader else ()
 
     def joined(self, other: Bucket) -> Bucket:
-        """Returns the bucket with another one's variables appended, of equal scheme and dtype."""
+        """Returns one bucket with the variables of both; scheme and dtype must be equal."""
         return replace(
             self,
             members=self.members + other.members,

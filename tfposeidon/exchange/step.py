@@ -1,4 +1,4 @@
-"""Averages this rank's gradients with the gradients of all ranks, in each step of an optimizer.
+"""Averages gradients over all ranks, in each step of an optimizer.
 
 Think of `Step` as the distributed half of an optimizer: it agrees on plans, counts samples, and
 returns averaged gradients.
@@ -48,8 +48,8 @@ class Step:
       settings: Function that returns further settings that must be equal on all ranks.
 
     Attributes:
-      plans: Plans of the steps that have been traced.
-      absence: Number of ranks with exhausted input, if the training loop watches it.
+      plans: Plans of the optimizer, on which all ranks agree.
+      absence: Counter of ranks with exhausted input, which the training loop may watch.
       batch: Count of the current batch of the training loop.
       is_timed: True if steps that are traced from now on measure `exposed_s`.
 
@@ -107,8 +107,8 @@ class Step:
         """Compares one call that accumulates gradients with the calls of other ranks.
 
         Returns this rank's weight, `None` without a count; whether gradients are finite on all
-        ranks, `None` unless a non-finite call `skips` the update; and whether all ranks have a
-        batch, `None` if exhausted input is not watched.
+        ranks, `None` if `skips` is false, that is, if non-finite calls are not skipped; and whether
+        all ranks have a batch, `None` if this was not compared.
         """
         finite = all_finite(gradients) if skips else None
         may_differ = count is not None or skips or self.absence.is_watched

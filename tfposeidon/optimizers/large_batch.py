@@ -166,7 +166,7 @@ class LAMB(LayerWiseOptimizer):
         m     = beta_1 m + (1 - beta_1) g
         v     = beta_2 v + (1 - beta_2) g^2
         r     = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay w
-        ratio = |w| / |r|, or 1 if `|w|` or `|r|` is 0
+        ratio = |w| / |r|, or 1 if |w| or |r| is 0
         w     = w - lr ratio r
 
     `keras.optimizers.Lamb` has no exclusion, and decays weights before the step, outside the ratio.

@@ -143,7 +143,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Determines the excluded variables, and creates the state of all Keras optimizers."""
+        """Determines the excluded variables, and creates the state that Keras optimizers have."""
         super().build(variables)
         self._excluded = excluded_indices(self._exclude, variables)
         self.__dict__["_indices"] = indices_of(variables)
@@ -154,7 +154,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         return sorted(self._excluded)
 
     def scaled_variables(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the variables that are not excluded, of variables that `build` has received."""
+        """Returns those of `variables` that are not excluded; `build` must have received all."""
         return [variable for variable in variables if not self._is_excluded(variable)]
 
     @override

@@ -48,7 +48,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def leave_out_replica_sum(optimizer: Any) -> None:
-    """Disables the sum over replicas of `tf.distribute`, which is refused, in Keras's update."""
+    """Disables Keras's sum over replicas, because `tf.distribute` is not supported."""
     # Keras's method joins all gradients, so that the first update, or gather from shard owners,
     # would wait for the last exchange. It also registers a gradient function permanently, which
     # references the graph of each traced step.
@@ -83,7 +83,7 @@ def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
 def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
-    except Exception:  # noqa: BLE001, of users' own optimizers, and of functions without a name
+    except Exception:  # noqa: BLE001, which users' optimizers and unnamed functions may raise
         simple = bool | int | float | str | None
         attributes = vars(value).items()
         config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}

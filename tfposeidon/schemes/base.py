@@ -80,7 +80,7 @@ class Scheme(Configured, ABC):
     """Name that plans print; by default the name of the class in lower case."""
 
     averages: ClassVar[bool] = True
-    """False if the result is not a mean, so that it is not weighted by samples."""
+    """False if the result is not a mean, so that ranks are not weighted by their samples."""
 
     loads_evenly: ClassVar[bool] = True
     """True if nodes of equal size send and receive equal numbers of bytes."""

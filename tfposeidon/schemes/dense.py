@@ -75,8 +75,8 @@ class AllToAll(WithWireDtype, Scheme):
 
     Args:
       wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
-        `"float16"` or `"bfloat16"`: half the bytes of float32, summed in float32. With float16,
-        values beyond 65504 become infinite.
+        `"float16"` or `"bfloat16"`. 16-bit values have half the bytes of float32, and are summed in
+        float32. With float16, values beyond 65504 become infinite.
 
     Raises:
       ValueError: If `wire_dtype` has another value.
