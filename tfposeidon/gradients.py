@@ -100,7 +100,7 @@ class GradientReader(Protocol):
         """Adds to descriptions the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error if no gradient has the structure that a scheme needs, or `""`."""
+        """Returns the error text if a scheme needs a structure that no gradient has, or `""`."""
 
     def take(
         self,
@@ -305,7 +305,7 @@ class Accumulation:
         update: Callable[[list[Any], Any, Any], None],
         wait: Callable[[], None],
     ) -> None:
-        """Adds gradients; a due call passes means, total weight and number of calls to `update`."""
+        """Adds gradients; a due call passes averages, total weight and call count to `update`."""
         weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
         accumulators = [self._accumulators[index] for index in indices]
         pairs = zip(accumulators, gradients, strict=True)
@@ -341,7 +341,6 @@ class Accumulation:
             tf.cond(tf.not_equal(tf.identity(call.counter), before), keep, lambda: None)
 
     def reset(self) -> None:
-        """Resets the sums to zero."""
         for variable in (self._weight, self._calls, *(one.sum for one in self._accumulators)):
             _clear(variable)
 

@@ -158,12 +158,12 @@ class AgreedPlans:
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in a step, in the order of their creation."""
+        """Exchangers whose plans ranks have agreed on in a step, in the order of creation."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     @property
     def used_exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on, or whose state comes from an earlier run."""
+        """Exchangers whose plans ranks have agreed on, or whose state is from an earlier run."""
         return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
@@ -210,7 +210,7 @@ class AgreedPlans:
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 
     def change_policy(self, policy: Policy) -> None:
-        """Discards all plans; those of the next traced step follow `policy`."""
+        """Discards all plans; the next traced step makes new ones with `policy`."""
         self.policy, self._planner = policy, None
         self._exchangers.clear()
 
@@ -224,7 +224,7 @@ class AgreedPlans:
         return self.planner.to_dict([exchanger.plan for exchanger in self.agreed_exchangers])
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Continues with an earlier run's plans; returns true if it has discarded current ones."""
+        """Continues with an earlier run's plans; returns true if it discarded the current plans."""
         has_resumed = self.planner.resume(saved)
         if has_resumed:
             self._exchangers.clear()
@@ -276,7 +276,7 @@ class AgreedPlans:
             "Pass an explicit `scheme` if ranks have processors that round differently.",
         )
         _check_structures(plan, self.policy)
-        # Keep the exchanger's variables: TensorFlow retraces a function that creates any.
+        # Retain the exchanger's variables, because TensorFlow retraces a function that creates any.
         states = SchemeStates(plan)
         states.take_over(exchanger.states)
         exchanger.plan, exchanger.states = plan, states

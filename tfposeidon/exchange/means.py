@@ -76,7 +76,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Means:
-    """Mean gradients over all ranks, and the conditions under which they are applied.
+    """Averaged gradients, and the conditions under which they are applied.
 
     `missing` groups the indices of variables without a gradient on this rank in the traced step.
     Other ranks have a gradient for all variables of a group or for none. `present` is true for each
@@ -176,7 +176,7 @@ class JoinHook(NamedTuple):
 def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     """Joins exchanges until all ranks' input is exhausted; returns whether other ranks had data."""
     # The number and order of exchanges in the other ranks' steps is unknown here, so join all
-    # concurrently, except for those that match by order.
+    # concurrently, except for exchanges that Horovod matches by order.
     ordered = [hook for hook in hooks if eagerly and hook.is_ordered]
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 

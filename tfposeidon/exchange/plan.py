@@ -127,7 +127,7 @@ class Bucket:
 
 
 class Forecast(Protocol):
-    """Prediction of a planner for a plan, to be printed and saved with it."""
+    """A planner's prediction for a plan, which is printed and saved with the plan."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the forecast in the printed plan."""
@@ -372,7 +372,7 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
     if not sparse:
         return ""
     name = sparse[0].name
-    # Of several optimizers, check the least suitable one.
+    # Check the least suitable optimizer of several.
     optimizer = min(leaves(inner), key=lambda leaf: isinstance(leaf, keras.optimizers.SGD))
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (

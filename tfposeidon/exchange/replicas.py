@@ -145,7 +145,6 @@ def collect(variables: Sequence[Any], wire: Wire) -> None:
 
 
 def clear(variables: Sequence[Any]) -> None:
-    """Sets variables to zero."""
     for variable in variables:
         variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
 

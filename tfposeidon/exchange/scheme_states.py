@@ -88,7 +88,7 @@ class SchemeStates:
     def drop(self) -> None:
         """Discards the residuals of earlier exchanges."""
         for bucket, variables in self._pairs():
-            # Non-finite values would remain non-finite when multiplied by 0.
+            # Replace non-finite values, which would remain non-finite when multiplied by 0.
             values = [tf.convert_to_tensor(variable) for variable in variables]
             state = tuple(tf.where(tf.math.is_finite(v), v, 0.0) for v in values)
             dropped = bucket.scheme.rescaled(state, tf.constant(0.0))
@@ -104,7 +104,7 @@ class SchemeStates:
 
     @property
     def has_flushed(self) -> bool:
-        """True if all residuals have been sent since `flush`."""
+        """True if, since `flush`, steps that were not skipped have sent all residuals."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
             for bucket, variables in self._pairs()

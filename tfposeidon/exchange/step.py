@@ -215,7 +215,7 @@ class Step:
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in the steps so far, one per list of variables."""
+        """Exchangers whose plans ranks have agreed on so far, one per list of variables."""
         return self.plans.agreed_exchangers
 
     def join_hooks(

@@ -31,7 +31,7 @@ class Choice:
     reason: str
     """Reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()
-    """Name of each scheme that was compared, and its bytes per node."""
+    """Name of each scheme that was compared, and its number of bytes per node."""
 
 
 class Policy(Configured, ABC):

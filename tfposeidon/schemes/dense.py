@@ -1,4 +1,4 @@
-"""Dense schemes, which send all elements: means by four methods, and the maximum over ranks."""
+"""Dense schemes, which send all elements: averages by four methods, and the maximum."""
 
 from __future__ import annotations
 

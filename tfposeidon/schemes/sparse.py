@@ -166,7 +166,7 @@ class SparseScheme(ResidualScheme):
         return pack_pairs(values, indices, self.wire_dtype), tuple(new)
 
     def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
-        """Selects all elements, as if `k` were `n`, except that velocity is not masked."""
+        """Selects all elements, like `_select` but without a mask on the velocity."""
         if not kept:
             return gradient, ()
         residual, *velocity = kept
