@@ -1,8 +1,9 @@
-"""Gradients: descriptions, readers of their structure, conversions, accumulation over calls.
+"""Describes gradients, converts them, and accumulates them over calls.
 
-A `Description` has all properties of a gradient that are known before any step runs. Only schemes
-and policies of a reader know the structure that it finds in the graph. Accumulation is Keras's
-`gradient_accumulation_steps`, with a weight per call and one exchange per update.
+A `Description` has all properties of a gradient that are known before any step runs. A
+`GradientReader` finds structures of gradients in the graph, which only the schemes and policies
+with this reader interpret. Accumulation works like Keras's `gradient_accumulation_steps`, but with
+a weight per call and one exchange per update.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class Structure(Protocol):
         """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
-        """Returns the structure with the mean size per rank; `None` if it is unknown."""
+        """Returns the structure with a size, which is the mean over ranks; `None` for unknown."""
 
 
 @dataclass(frozen=True)
 class Description:
     """Description of one variable's gradient, the same on every rank.
 
-    `dtype` is that of the exchange. The policy's reader sets `structure`, or the reason for none,
-    in the first traced step. `is_value` is true if the gradient replaces the variable, as with
-    Keras's `overwrite_with_gradient`.
+    `dtype` is the dtype of the exchange. In the first traced step, the policy's reader sets
+    `structure`, or the reason `why_no_structure`. `is_value` is true if the gradient replaces the
+    variable, as with Keras's `overwrite_with_gradient`.
 
     >>> Description("dense/kernel", (20, 3), "float32").bytes
     240
@@ -63,12 +64,12 @@ class Description:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return tf.as_dtype(self.dtype).size
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole gradient as a dense tensor."""
+        """Size in bytes of the whole gradient as a dense tensor."""
         return self.length * self.itemsize
 
     def sized(self, size: float | None) -> Description:
@@ -80,9 +81,9 @@ class Description:
 class GradientReader(Protocol):
     """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
 
-    A scheme with a reader sends less than a whole gradient, because it knows how the step computes
-    the gradient. Gradients are in the order of their variables. `replicated` are variables with the
-    same values on all ranks.
+    A scheme with a reader sends less than a whole gradient, because the structure describes how the
+    step computes the gradient. Gradients are in the order of their variables. `replicated` are
+    variables with the same values on all ranks.
     """
 
     def find(
@@ -99,7 +100,7 @@ class GradientReader(Protocol):
         """Adds to descriptions the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error if no gradient has the structure that a scheme needs, or `""`."""
+        """Returns the error text if a scheme needs a structure that no gradient has, or `""`."""
 
     def take(
         self,
@@ -107,14 +108,15 @@ class GradientReader(Protocol):
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns gradients for an exchange; those with their structure have `tensors`."""
+        """Returns the gradients to exchange, some as structures, which have `tensors`."""
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if only some ranks have a gradient that all of them need.
+        """Makes a step fail if only some ranks have a gradient that all ranks must have.
 
-        `ranks` has the number of ranks with each gradient, of the `present` ranks with a batch.
+        `ranks` has the number of ranks with each gradient, `[variables]`, and `present` is the
+        number of ranks with a batch.
         """
 
     def sizes(
@@ -126,7 +128,7 @@ class GradientReader(Protocol):
         """Returns the size of each gradient's structure on this rank, or 0; `[variables]`."""
 
     def artificial(self, description: Description, values: tf.Tensor) -> Any:
-        """Returns a gradient as from `take`, made of a vector of values, for timed trials."""
+        """Returns a gradient like those of `take`, made of a vector of values, for timed trials."""
 
 
 # ------------------------------------------------------------------ variables
@@ -166,7 +168,7 @@ def describe(variable: Any) -> Description:
 
 
 def distinct_paths(descriptions: Sequence[Description]) -> list[str]:
-    """Returns the paths, numbered where several are equal, as of layers of two inner models.
+    """Returns the paths, numbered where several are equal, as in two inner models of a model.
 
     >>> distinct_paths([Description(path, (), "float32") for path in ("fc/bias", "fc/bias")])
     ['fc/bias', 'fc/bias#1']
@@ -197,7 +199,7 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
         values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
         return tf.IndexedSlices(values, indices, rows.dense_shape)
     # XLA compiles `tf.unique` to a loop over the rows, which took ten times as long as the rest of
-    # the step on a GPU. It also needs a static length, so indices are sorted here, and rows of
+    # the step on a GPU, so sort the indices instead. XLA also needs a static length, so rows of
     # zeros pad the result.
     order = tf.argsort(rows.indices)
     indices = tf.gather(rows.indices, order)
@@ -216,7 +218,7 @@ def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns a gradient's tensors: itself, its values, those of a structure, none for `None`."""
+    """Returns a gradient's tensors: itself, its values or its structure's; none for `None`."""
     if gradient is None:
         return []
     if isinstance(gradient, tf.IndexedSlices):
@@ -241,8 +243,8 @@ def as_dense(gradient: Any, description: Description, zero: tf.Variable) -> tf.T
     gradient = tf.cast(gradient, description.dtype)
     if gradient.shape.is_fully_defined():
         return gradient
-    # TensorFlow loses the gradient's shape if the variable is sliced or tiled to the batch size.
-    # Restore it from the variable.
+    # Restore the shape from the variable: TensorFlow loses the gradient's shape if the variable is
+    # sliced or tiled to the batch size.
     return tf.ensure_shape(gradient, description.shape)
 
 
@@ -253,8 +255,8 @@ def as_vector(
     pairs = zip(gradients, descriptions, strict=True)
     zero = zeros[descriptions[0].dtype]
     parts = [tf.reshape(as_dense(gradient, d, zero), [-1]) for gradient, d in pairs]
-    # Gradients of linear losses are constants, on some ranks or on all, and TensorFlow would fold
-    # the collective.
+    # Prevent folding, because gradients of linear losses are constants, on some ranks or on all,
+    # and TensorFlow would fold the collective.
     return wire.opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])
 
 
@@ -265,9 +267,9 @@ def as_vector(
 class AccumulatedCall:
     """One call of an optimizer that accumulates gradients.
 
-    `weight` is the scalar weight of this rank, or `None` if all are equal. `is_due` is true if the
-    call makes an update, and `scale` is its loss scale. `counter` is a variable that changes if the
-    call counts; `None` if every call counts.
+    `weight` is the scalar weight of this rank, or `None` if all ranks have the same. `is_due` is
+    true if the call makes an update, and `scale` is the loss scale of its gradients. `counter` is a
+    variable that changes unless the call is skipped; `None` if no call is skipped.
     """
 
     weight: Any
@@ -277,16 +279,17 @@ class AccumulatedCall:
 
 
 class Accumulation:
-    """Weighted sums of gradients on this rank, and the sum of the weights, until an update."""
+    """Sums weighted gradients, and their weights, over calls on this rank until an update."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         self._accumulators = [_Accumulator(optimizer, variable) for variable in variables]
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
-        # Equals the number of calls per update, except for calls before the optimizer was wrapped.
+        # Count the calls, because their number in the first update is smaller if the optimizer was
+        # wrapped between two updates.
         self._calls = optimizer.add_variable((), dtype="int", name="accumulated_calls")
 
     def rank_state(self, size: int) -> list[tuple[Any, StateDescription]]:
-        """Returns all variables of the sums, each with its description."""
+        """Returns all variables of the accumulation, each with its description."""
         named = {f"accumulated_{i}": one.sum for i, one in enumerate(self._accumulators)}
         partial = [
             (variable, StateDescription(name=name, placement=Placement.PARTIAL, owners=size))
@@ -302,7 +305,7 @@ class Accumulation:
         update: Callable[[list[Any], Any, Any], None],
         wait: Callable[[], None],
     ) -> None:
-        """Adds gradients; a due call passes means, total weight and number of calls to `update`."""
+        """Adds gradients; a due call passes averages, total weight and call count to `update`."""
         weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
         accumulators = [self._accumulators[index] for index in indices]
         pairs = zip(accumulators, gradients, strict=True)
@@ -317,18 +320,19 @@ class Accumulation:
             update(means, None if call.weight is None else total, calls)
 
         before = None if call.counter is None else tf.identity(call.counter)
-        # The condition is the same on all ranks, because the branches contain collectives.
+        # The condition must be the same on all ranks, because the branches contain collectives.
         tf.cond(call.is_due, step, wait)
 
-        # Assign last, from plain tensors: a bucket must not wait for another bucket's accumulator.
+        # Assign last and use tensors until then, because a bucket must not wait for another
+        # bucket's accumulator.
         def keep() -> None:
             kept = [(one.sum, value) for one, value in sums]
             for variable, value in (*kept, (self._weight, total), (self._calls, calls)):
                 if value is not None:
                     variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
                 else:
-                    # As in Keras, a variable without a gradient in the last call is not updated,
-                    # and its sum is lost.
+                    # As in Keras, a variable without a gradient in the call that makes the update
+                    # is not updated, and its sum is lost.
                     tf.cond(call.is_due, functools.partial(_clear, variable), lambda: None)
 
         if before is None:
@@ -337,13 +341,12 @@ class Accumulation:
             tf.cond(tf.not_equal(tf.identity(call.counter), before), keep, lambda: None)
 
     def reset(self) -> None:
-        """Resets the sums to zero."""
         for variable in (self._weight, self._calls, *(one.sum for one in self._accumulators)):
             _clear(variable)
 
 
 class _Accumulator:
-    """Accumulated gradient of one variable, or the largest one if it overwrites the variable."""
+    """Sum of one variable's gradients, or their maximum if they overwrite the variable."""
 
     def __init__(self, optimizer: Any, variable: Any) -> None:
         self.sum = optimizer.add_variable_from_reference(variable, name="accumulator")

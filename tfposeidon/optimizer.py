@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: any Keras optimizer, applied to the mean gradients of all ranks.
+"""`DistributedOptimizer`: any Keras optimizer, applied to gradients averaged over all ranks.
 
 A step has up to three parts: accumulation of gradients over calls, their exchange by schemes, and
 the update by the inner optimizer.
@@ -42,15 +42,16 @@ class DistributedOptimizer(CommunicatingOptimizer):
       scheme: Scheme of the gradient exchange (default `"auto"`), the same on all ranks: a
         name, such as `"auto"`, `"allreduce"`, `"torus2d"`, `"ps"` or `"hitopk"` (`docs/schemes.md`
         lists all); an object of `tfposeidon.schemes` such as `AllToAll(wire_dtype="float16")`, of
-        `tfposeidon.policies` or of a custom scheme; or rules `[(pattern, scheme), ...]`, of which
-        the first whose pattern is found in a variable's path decides.
+        `tfposeidon.policies` or of a custom scheme; or rules `[(pattern, scheme), ...]`. The first
+        rule whose pattern is found in a variable's path decides.
       bucket_bytes: Maximum size in bytes of a bucket of fused gradients (default `None`: 4 MiB, or
-        what `auto` predicts to be fastest); gradients of a quarter of it or more are not fused.
-        Smaller buckets start earlier. Larger ones need fewer messages, which matters more for
-        `"alltoall"` and `"torus2d"` than for `"allreduce"`. With 0, nothing is fused.
+        the size that `"auto"` predicts to be fastest). Gradients of at least a quarter of this size
+        are not fused. Exchanges of smaller buckets start earlier. Larger buckets need fewer
+        messages, which matters more for `"alltoall"` and `"torus2d"` than for `"allreduce"`. With
+        0, no gradients are fused.
       gradient_accumulation_steps: Number of calls of `apply` whose gradients are averaged for one
-        exchange and one update (default `None`: that of the inner optimizer, which takes
-        precedence). It is set in the inner optimizer, which must not be built.
+        exchange and one update (default `None`: the inner optimizer's setting, which takes
+        precedence). The number is set in the inner optimizer, which must not be built.
       sample_count: Function that returns the weight of this rank in `fit` and `train_on_batch`,
         from the argument of the train step, such as `(x, y, sample_weight)`. `None` (default)
         counts samples, which is exact for losses that are means over samples.
@@ -59,10 +60,10 @@ class DistributedOptimizer(CommunicatingOptimizer):
       synchronize_model: True (default) if `fit` starts all ranks with the weights and state of rank
         0, computes metrics over the samples of all ranks, averages the moving statistics of layers
         before validation and at the end of each epoch, and compares replicas after the first step,
-        before each epoch and at the end. False if the script does it.
+        before each epoch and at the end. False if the script does this itself.
       name: Name of the optimizer (default `"distributed_optimizer"`).
-      **others: Any other arguments, which are all refused; for those of Horovod's optimizer, the
-        error names the replacement.
+      **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
+        the error names the replacement.
 
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is not a function.
@@ -114,7 +115,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the inner optimizer's state, and the accumulators if there are any.
+        """Creates the inner optimizer's state, and accumulators if it accumulates gradients.
 
         Args:
           variables: The trainable variables.
@@ -141,7 +142,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def _check_accumulates_inside(self) -> None:
         steps, inner = self.gradient_accumulation_steps, self.inner_optimizer
-        # A `MultiOptimizer` creates further optimizers in `build`, after the setting was applied.
+        # Check again, because a `MultiOptimizer` creates further optimizers in `build`, after the
+        # setting was applied.
         if accumulated_steps(inner) != steps:
             raise ValueError(
                 "All inner optimizers must accumulate gradients over the same number of calls. "
@@ -182,8 +184,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
         """Accumulates gradients until an update is due; the inner optimizer is called each time."""
-        # The inner optimizer accumulates as well. It receives zeros, and in the call that updates,
-        # the mean times the number of calls.
+        # The inner optimizer accumulates as well. It receives zeros, and in the call that makes an
+        # update, the averaged gradients times the number of calls.
         inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch
         # As in Keras, calls have equal weights unless the user provides weights.
         own = None if batch.is_of_rows(count) else count
@@ -210,7 +212,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
                 tf.cond(everybody, apply, lambda: None)
 
         def update(grads: list[Any], weight: Any, calls: Any) -> None:
-            # With weights by samples, those of calls before the optimizer was wrapped are unknown.
+            # Scale by all calls of the update if the user provides weights, because the weights of
+            # calls before the optimizer was wrapped are unknown.
             factor = calls if own is None else self.gradient_accumulation_steps
             self._apply(self._exchange.means(grads, variables, weight), variables, factor)
 
@@ -221,34 +224,35 @@ class DistributedOptimizer(CommunicatingOptimizer):
         self.updater.apply(grads, variables)
 
     def _apply(self, means: Means, variables: list[Any], factor: Any = None) -> None:
-        """Updates the variables with the means of all ranks, times a factor."""
+        """Updates the variables with averaged gradients, times a factor; `None` means 1."""
         means = self._received(means)
         if factor is not None:
             means = means.times(factor, variables)
         norms = self._exchange.exchanger(variables).norm_method.norms
         with parallel_operator.override_norms(self.inner_optimizer, norms):
             self._update(means, variables)
-        # Assign the state last, because a skipped step must not change it, and the means determine
-        # whether a step is skipped.
+        # Assign the state of schemes last, because a skipped step must not change it, and the
+        # averaged gradients determine whether a step is skipped.
         means.keep_state()
 
     def _received(self, means: Means) -> Means:
-        """Returns the means in the form that the inner optimizer applies."""
+        """Returns the averaged gradients in the form that the inner optimizer applies."""
         return means
 
     def _update(self, means: Means, variables: list[Any]) -> None:
-        # The inner optimizer clips the means by norms of the whole batch, as in one process.
+        # The inner optimizer clips averaged gradients, by norms over the batches of all ranks, as
+        # in one process.
         means.update(lambda found: self.updater.apply(found, variables))
 
     def _join_exchange(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
         return exchanger.join(call, eagerly, self._afterwards)
 
     def _join_call(self, exchanger: Exchanger, call: int, eagerly: bool) -> bool:
-        """Joins the other ranks' call, whose gradients may be accumulated without an update."""
+        """Joins a call of the other ranks, which may accumulate gradients without an update."""
         contribute = exchanger.contribute_to_call
         absent = (contribute.python_function if eagerly else contribute)(call)
         have_all_ended = int(absent) == exchanger.wire.topology.size
-        # `_is_due` has the same value as on the other ranks, which evaluated it before their call.
+        # `_is_due` has the same value here as on the other ranks before their call.
         if not have_all_ended and self._is_due().numpy():
             self._join_exchange(exchanger, call, eagerly)
         return have_all_ended
@@ -288,8 +292,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
     @property
     @override
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        # The state of schemes is created with the plan, and a checkpoint that is loaded before the
-        # first step needs it.
+        # Create the plan, and with it the state of schemes, because a checkpoint may be loaded
+        # before the first step.
         if self.built and not self._exchange.plans.exchangers:
             self._exchange.exchanger(self._trainable_variables)
         accumulated = self._accumulation.rank_state(runtime.size()) if self._accumulation else []
@@ -298,7 +302,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:
-    """Makes an optimizer accumulate, as if it had been constructed that way."""
+    """Makes an optimizer accumulate gradients, as if it had been constructed with `steps`."""
     for leaf in leaves(optimizer):
         own = leaf.gradient_accumulation_steps
         if leaf.built or own not in (None, steps):

@@ -1,8 +1,8 @@
-"""Functions that count a batch, by which ranks weight their gradients.
+"""Functions that count a batch: the count is the weight of this rank's gradients.
 
 By default, `fit` assumes that a loss is a mean over the samples of the batch, and weights ranks by
-their `batch_size`. For other losses, pass another function from this module, or a custom function
-from the argument of the model's `train_step` to a number::
+their `batch_size`. For other losses, pass another function from this module. A custom function
+receives the argument of the model's `train_step`, and returns a number::
 
     optimizer = tp.DistributedOptimizer(adam, sample_count=tp.sample_counts.Unmasked())
 """
@@ -24,7 +24,7 @@ SampleCount = Callable[[Any], Any]
 
 
 def name(count: SampleCount) -> str:
-    """Returns the name of a function, or of a callable's class: the same on all ranks.
+    """Returns the name of a function, or of a callable object's class: the same on all ranks.
 
     Args:
       count: Function that was passed as `sample_count`.
@@ -35,15 +35,15 @@ def name(count: SampleCount) -> str:
 def counted(count: SampleCount, data: Any) -> Any:
     """Returns the count of a batch, as a tensor that depends on the batch.
 
-    The dependency prevents a rank that has exhausted its input from counting, even if its count
-    does not depend on the batch.
+    The dependency prevents a rank with exhausted input from counting, even if `count` ignores the
+    batch.
 
     Args:
       count: Function from a batch to a number.
       data: Batch, the argument of a train step.
 
     Returns:
-      Scalar, or `None` if `count` returns it.
+      Scalar, or `None` if `count` returns `None`.
 
     Raises:
       ValueError: If `count` does not return a scalar.
@@ -62,7 +62,7 @@ def counted(count: SampleCount, data: Any) -> Any:
 
 
 def tensors(data: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a batch, and those that ragged and sparse ones consist of.
+    """Returns the tensors of a batch, and the components of ragged and sparse tensors.
 
     Args:
       data: Batch, the argument of a train step.
@@ -92,7 +92,7 @@ def batch_size(data: Any) -> Any:
     >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))
     32
     """
-    # Eager steps receive the arrays of `train_on_batch` as they are.
+    # Include arrays, because eager steps receive the arrays of `train_on_batch` unchanged.
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor, np.ndarray)
     leaves = [leaf for leaf in keras.tree.flatten(data) if isinstance(leaf, kinds)]
     return next((_rows(leaf) for leaf in leaves if tf.TensorShape(leaf.shape).rank != 0), None)
@@ -110,9 +110,9 @@ def _rows(batch: Any) -> tf.Tensor:
 
 @keras.saving.register_keras_serializable("tfposeidon")
 def equal(data: Any) -> Any:
-    """Returns one for every batch, for losses that are sums.
+    """Returns 1 for every batch, for losses that are sums.
 
-    The result of the exchange is then the mean over ranks of the gradients of the sums.
+    The exchange then averages the gradients of these sums over ranks.
 
     Args:
       data: Batch, the argument of a train step.
@@ -157,15 +157,15 @@ class Unmasked(Configured):
     """Function that counts tokens other than padding, for losses that are means over tokens.
 
     Keras's losses are such means if an `Embedding(mask_zero=True)` masks the model's output (count
-    the tokens of `x`), or with `SparseCategoricalCrossentropy(ignore_class=...)` (count those of
-    `y`).
+    the tokens of `x`), or with `SparseCategoricalCrossentropy(ignore_class=...)` (count the tokens
+    of `y`).
 
     Args:
       padding: Token that is masked (default 0).
       of: Part of the batch that contains the tokens, "x" or "y" (default).
 
     Raises:
-      ValueError: If `of` is neither.
+      ValueError: If `of` is neither "x" nor "y".
 
     >>> import tensorflow as tf
     >>> data = (tf.constant([[5, 6, 0, 0], [7, 0, 0, 0]]), tf.constant([1, 0]))
@@ -208,7 +208,7 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
         )
     (tensor,) = leaves
     if isinstance(tensor, tf.RaggedTensor):
-        # Rows of a ragged tensor have no padding.
+        # Count all values, because the rows of a ragged tensor have no padding.
         return tensor.flat_values
     if isinstance(tensor, tf.SparseTensor):
         return tf.sparse.to_dense(tensor)

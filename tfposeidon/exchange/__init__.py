@@ -1,1 +1,1 @@
-"""Exchange of gradients in each step, by a plan that all ranks have agreed on."""
+"""Exchanges gradients in each step, by a plan that all ranks have agreed on."""

@@ -1,8 +1,9 @@
-"""Plans of one optimizer, which ranks agree on when its steps are traced.
+"""Agrees with all ranks on the plans of one optimizer, when its steps are traced.
 
 There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
-that is trained in parts, has several. A `Planner` makes them, by default from the policy alone.
-Policies whose choices depend on other data, such as predicted steps, have a subclass of it.
+that is trained in parts, has several plans. A `Planner` makes the plans, by default from the policy
+alone. A policy whose choices depend on other data, such as predicted steps, has its own subclass of
+`Planner`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from tfposeidon.state.placement import StateDescription
 class Planner:
     """Makes the plans of one optimizer, the same on every rank.
 
-    `is_watching` is true while traced steps call observers. `callback` is the class of the callback
-    that `fit` runs once for all optimizers with such a planner. `fit` calls only its methods at the
-    start of an epoch and around a batch.
+    `is_watching` is true while traced steps call observers. `callback` is the class of a Keras
+    callback, which `fit` runs once for all optimizers with such a planner; `None` for no callback.
+    `fit` calls only the callback's methods at the start of an epoch and around a batch.
     """
 
     callback: ClassVar[type[keras.callbacks.Callback] | None] = None
@@ -74,23 +75,27 @@ class Planner:
         return None
 
     def of_last_step(self, plan: Plan, observer: Observer | None) -> Plan:
-        """Returns a plan with the measurements of the observer."""
+        """Returns the plan with the observer's measurements of the last step."""
         return plan
 
     def forget_steps(self) -> None:
-        """Discards measurements of steps, because later ones will differ from them."""
+        """Discards step measurements, on which plans may depend: later steps will differ."""
 
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
-        """Returns the data behind the plans that are in use, for JSON."""
+        """Returns the data on which the plans that are in use are based, for JSON."""
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses data of an earlier run; returns true if later plans change; all ranks call it."""
+        """Uses the data that `to_dict` returned in an earlier run; true if later plans change.
+
+        All ranks call it together.
+        """
         return False
 
 
-# Collectives are matched by name. Plans take their number at their first step, which all ranks
-# reach together, and not at their creation: a rank may create or load more optimizers than others.
+# Horovod matches collectives by name. Plans receive their number at their first step, which all
+# ranks reach together, and not at their creation, because a rank may create or load more optimizers
+# than others.
 _numbers = itertools.count()
 
 
@@ -120,7 +125,7 @@ class AgreedPlans:
 
     @property
     def planner(self) -> Planner:
-        """Planner of the current policy, or one that predicts steps if the network is known."""
+        """Planner of the current policy; one that predicts steps if there is a network profile."""
         if self._planner is None:
             make = self.policy.planner or Planner
             if self.policy.is_fixed and runtime.network_profile() is not None and names.PLANNERS:
@@ -147,22 +152,22 @@ class AgreedPlans:
 
     @property
     def lists(self) -> list[list[tf.Variable]]:
-        """Lists of variables of `used_exchangers`, in their order."""
+        """Variables of each of `used_exchangers`, in the same order."""
         used = self.used_exchangers
         return [[one.deref() for one in key] for key, e in self._exchangers.items() if e in used]
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in a step, in the order of their creation."""
+        """Exchangers whose plans ranks have agreed on in a step, in the order of creation."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
 
     @property
     def used_exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on, or whose state comes from an earlier run."""
+        """Exchangers whose plans ranks have agreed on, or whose state is from an earlier run."""
         return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as of the last step, or before it the plan of `variables`."""
+        """Returns all plans as one, as of the last step; at first, the plan of `variables`."""
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
@@ -177,14 +182,14 @@ class AgreedPlans:
     def agree(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        """Checks that all ranks exchange the same, while the first step is traced; plans again.
+        """Checks while the first step is traced that all ranks agree, and then plans again.
 
-        The new plan uses the structure of gradients in the graph. Later traces change nothing,
-        because a rank may retrace at any time, when other ranks do not respond.
+        The new plan uses the structure of gradients in the graph. Later traces do not change the
+        plan, because a rank may retrace at any time, while other ranks join no collectives.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
         if exchanger.prefix is not None:
-            # A script that has caught the error below must not train with the plan.
+            # Check again, because a script may have caught the error of the last check below.
             check_optimizer(exchanger.plan, inner_optimizer)
             return
         links = runtime.network_profile()
@@ -200,26 +205,26 @@ class AgreedPlans:
         exchanger.norm_method = self.choose_norms(
             inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
         )
-        # The new plan may have other schemes.
+        # Check the new plan, which may have other schemes.
         check_optimizer(exchanger.plan, inner_optimizer)
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 
     def change_policy(self, policy: Policy) -> None:
-        """Discards all plans; those of the next traced step follow `policy`."""
+        """Discards all plans; the next traced step makes new ones with `policy`."""
         self.policy, self._planner = policy, None
         self._exchangers.clear()
 
     def discard(self, exchangers: Collection[Exchanger]) -> None:
-        """Discards the plans of some exchangers. The others stay, with the state of schemes."""
+        """Discards some exchangers; the others retain their plans and the state of schemes."""
         for key in [key for key, one in self._exchangers.items() if one in exchangers]:
             del self._exchangers[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the data behind the plans, for JSON."""
+        """Returns the data on which the plans are based, for JSON."""
         return self.planner.to_dict([exchanger.plan for exchanger in self.agreed_exchangers])
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Continues with an earlier run's plans; returns true if it has discarded current ones."""
+        """Continues with an earlier run's plans; returns true if it discarded the current plans."""
         has_resumed = self.planner.resume(saved)
         if has_resumed:
             self._exchangers.clear()
@@ -227,7 +232,8 @@ class AgreedPlans:
 
     def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables of schemes' state on this rank, each with its description."""
-        # `variables` are those of all lists, of which two may have variables of equal paths.
+        # Number equal paths over all of the optimizer's variables, because two lists may contain
+        # different variables of equal paths.
         distinct = distinct_paths([describe(variable) for variable in variables])
         of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
         for key, exchanger in self._exchangers.items():
@@ -237,8 +243,8 @@ class AgreedPlans:
                 paths = [of_variables.get(reference, own.path) for reference, own in pairs]
                 described = states.describe(paths)
                 yield from zip(itertools.chain(*states.variables), described, strict=True)
-                # Identify it by the variables, not by a number: another run may use the lists in
-                # another order.
+                # Identify this state by its variables, not by an index: another run may use the
+                # lists of variables in another order.
                 members = states.members(paths)
                 rate = StateDescription(name="effective_rate", members=members)
                 yield exchanger.effective_rate.variable, rate
@@ -253,7 +259,7 @@ class AgreedPlans:
     def _plan_again(
         self, exchanger: Exchanger, grads: list[Any], replicated: list[Any], steps: int | None
     ) -> None:
-        """Plans again, with the structure of the gradients; sums over several steps have none."""
+        """Plans again, with the structure of the gradients; accumulated gradients have none."""
         reader, descriptions = self.policy.reader, list(exchanger.plan.descriptions)
         if steps:
             why = f"gradients are accumulated over {steps} steps"
@@ -263,14 +269,14 @@ class AgreedPlans:
             everybody = _exchanged(found, exchanger, "structures")
             descriptions = reader.describe(descriptions, everybody)
         plan = self.planner.plan_step(descriptions)
-        # A planner may depend on floating-point arithmetic.
+        # Compare plans, because a planner may depend on floating-point arithmetic.
         require_equal(
             _exchanged(plan.digest, exchanger, "plan"),
             "All ranks must compute the same plan",
             "Pass an explicit `scheme` if ranks have processors that round differently.",
         )
         _check_structures(plan, self.policy)
-        # Keep the exchanger's variables: TensorFlow retraces a function that creates any.
+        # Retain the exchanger's variables, because TensorFlow retraces a function that creates any.
         states = SchemeStates(plan)
         states.take_over(exchanger.states)
         exchanger.plan, exchanger.states = plan, states
@@ -301,12 +307,13 @@ def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
 
 
 def _key(variables: list[Any]) -> Any:
-    # TensorFlow's variables are not hashable, because they compare element by element.
+    # Use references: TensorFlow's variables are not hashable, because they compare element by
+    # element.
     return tuple(of_tensorflow(v).ref() for v in variables)
 
 
 def _check_structures(plan: Plan, policy: Policy) -> None:
-    """Refuses a scheme that exchanges structures if no gradient has any."""
+    """Refuses a scheme that exchanges structures if no gradient has one."""
     reader = policy.reader
     if reader is None or plan.structured:
         return

@@ -26,17 +26,17 @@ from tfposeidon.gradients import as_vector, tensors_of
 from tfposeidon.schemes.base import Scheme, State
 
 Afterwards = Callable[[list[Any]], list[Any]]
-"""Function from means to means, for collectives that follow the exchange in each step."""
+"""Takes averaged gradients, and returns the results of collectives that follow each exchange."""
 
 
 class Exchanger:
     """Exchanges the gradients of one list of variables.
 
-    `prefix` of the names of its collectives is `None` until ranks have agreed. `sizes[i]` is the
-    size of the structures of bucket i, summed over ranks and variables, in the last step that had
-    any. `all_were_present` is true if every rank had all gradients in the first traced step, and
-    `is_first_call` during the first exchange of a step. `calls` is the maximum number of exchanges
-    in a traced step.
+    The names of its collectives begin with `prefix`, which is `None` until ranks have agreed.
+    `sizes[i]` is the total size of the structures of bucket i over ranks and variables, in the last
+    step in which it was not 0. `all_were_present` is true if every rank had all gradients in the
+    first traced step, and `is_first_call` during the first exchange of a step. `calls` is the
+    maximum number of exchanges in a traced step.
     """
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:
@@ -48,17 +48,17 @@ class Exchanger:
         self._present_at_first_step: list[bool] = []
         self.all_were_present = self.is_first_call = False
         self.calls = 0
-        # Count by graph: a retraced graph starts at 0. The keys are weak, so that no graph stays
-        # alive.
+        # Count calls by graph, because each trace starts at 0. Weak keys keep no graph alive.
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        # Create the zeros for counts and for `opaque` now; see `Zeros`.
+        # Create the zeros for counts and for `opaque` before a step is traced; see `Zeros`.
         self._zeros = Zeros() if zeros is None else zeros
         for dtype in sorted({"float32", "int32", *(bucket.dtype for bucket in plan.buckets)}):
             self._zeros[dtype]
-        # Allocate a number per variable, because the number of buckets is known only in a trace. If
-        # a trace created variables, TensorFlow would trace the step again.
+        # Allocate one element per variable, because the number of buckets is known only in a trace.
+        # If a trace created variables, TensorFlow would trace the step again.
         self.sizes = _variable([len(plan.descriptions)], "sizes")
-        # The number of samples of all ranks in the last step if all had equally many, else 0.
+        # `_expected` is the total number of samples in the last step if all ranks had equally many,
+        # else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
         self.effective_rate = EffectiveRate()
@@ -72,7 +72,7 @@ class Exchanger:
             "present": [g is not None for g in gradients],
             "schemes": [schemes[member] for member in sorted(schemes)],
         }
-        # Run now, outside of the traced graph, and not in every step.
+        # Compare once now, outside of the traced graph, and not in every step.
         with tf.init_scope():
             everybody = exchange_objects(mine, self.wire, f"{prefix}.agree")
         require_equal(
@@ -82,7 +82,7 @@ class Exchanger:
             at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])
-        # Paths may differ between ranks in generated names, which rules must not match.
+        # Paths with generated names may differ between ranks, so rules must not match these names.
         require_equal(
             [other["schemes"] for other in everybody],
             "All ranks must choose the same scheme for a variable",
@@ -96,7 +96,7 @@ class Exchanger:
         self.prefix = prefix
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
-        """Groups variables without a gradient by whether any rank had it in the first step."""
+        """Groups variables without a gradient by whether any rank had one in the first step."""
         groups: dict[bool, list[int]] = {True: [], False: []}
         for index, gradient in enumerate(gradients):
             if gradient is None:
@@ -105,7 +105,7 @@ class Exchanger:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Numbers one use of the exchanger, because names of collectives in a graph are unique."""
+        """Numbers one call, because the names of collectives in a graph must be unique."""
         graph = tf.compat.v1.get_default_graph()
         # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
@@ -118,21 +118,25 @@ class Exchanger:
     def presence(
         self, gradients: Sequence[Any], count: Any, has_batch: bool = True, with_means: bool = False
     ) -> Presence:
-        """Counts ranks and gradients, and sums a count, with one small all-reduce.
+        """Counts participating ranks and gradients with one small all-reduce.
 
-        With `with_means`, `count` must be 0 or 1.
+        Returns the sum of `count` over ranks, the number of ranks without a batch, and for each
+        variable the number of ranks that have its gradient. With `with_means`, `count` must be 0 or
+        1, because the all-reduce computes means, which are scaled back and rounded.
         """
         name, world = f"{self.prefix}.samples", self.wire.topology.world
         ranks = float(world.size)
         # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
         with tf.device("/CPU:0"):
-            # A static batch size is a constant, which a collective must not receive.
+            # Add a variable that holds 0, because a static batch size is a constant, and TensorFlow
+            # would fold a collective of constants.
             unknown = self._zeros["float32"].read_value()
             has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
             flags = tf.constant([float(has_batch), *has_gradient]) + unknown
             mine = tf.concat([(tf.cast(count, tf.float32) + unknown)[tf.newaxis], flags], 0)
             if with_means:
-                # Horovod only fuses all-reduces of equal scale.
+                # Use the scale of `AllReduce`, because Horovod only fuses all-reduces of equal
+                # scale.
                 found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
             else:
                 found = self.wire.all_reduce(mine, world, name)
@@ -141,7 +145,7 @@ class Exchanger:
             return Presence(found[0], ranks - found[1], found[2:])
 
     def equal_share(self, gradients: Sequence[Any]) -> Share:
-        """Returns the share if all ranks have equally many samples; nothing is counted."""
+        """Returns this rank's share if all ranks have equally many samples, without counting."""
         for gradient, path in zip(gradients, self.plan.paths, strict=True):
             if gradient is None:
                 raise ValueError(
@@ -154,11 +158,14 @@ class Exchanger:
         return Share(Presence(tf.constant(ranks), tf.constant(0.0), with_gradient))
 
     def share(self, gradients: Sequence[Any], count: Any, has_batch: bool = True) -> Share:
-        """Returns this rank's weight by its samples, and the participation of all ranks."""
+        """Returns this rank's weight, and the participation of all ranks.
+
+        `count` is this rank's number of samples; `None` weights all ranks equally.
+        """
         size = self.wire.topology.size
         if self.plan.structured or size == 1:
-            # Structures may need their weight before they are sent, and a single rank waits for no
-            # other.
+            # Compute exact weights: structures may need them before they are sent, and a single
+            # rank waits for no other.
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)
@@ -176,8 +183,8 @@ class Exchanger:
             # A batch without samples never counts as expected: its mean is NaN and must not be
             # sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
-        # Wait for the first gradient, so that Horovod mostly runs this in one cycle with the first
-        # bucket, and a rank whose input is exhausted does not count.
+        # Wait for the first gradient. Horovod then usually runs this all-reduce in one cycle with
+        # the first bucket, and a rank whose input is exhausted does not start it.
         first = [tensor for gradient in gradients for tensor in tensors_of(gradient)][-1:]
         with tf.control_dependencies(first):
             presence = self.presence(gradients, is_as_expected, has_batch, with_means=True)
@@ -187,18 +194,23 @@ class Exchanger:
         return Share(presence, weight, Expectation(count, total, are_equal, were_all, were_wrong))
 
     def _count_all(self, count: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the samples of all ranks, and whether all have the same positive number."""
+        """Returns the total count of all ranks, and whether all have the same positive count."""
         with tf.device("/CPU:0"):
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)
             are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
-            # Use the product: steps compare with it, and the sum may be rounded differently.
+            # Use the product for equal counts, because steps compare their own product with it, and
+            # a sum may be rounded differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(
         self, count: Any, finite: Any, has_batch: bool = True
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns weight, finiteness on all ranks, and number of ranks with exhausted input."""
+        """Compares one call that accumulates gradients, with one small all-reduce.
+
+        Returns this rank's weight, whether gradients are finite on all ranks with samples, and the
+        number of ranks with exhausted input.
+        """
         topology, name = self.wire.topology, f"{self.prefix}.calls"
         with tf.device("/CPU:0"):
             count = tf.cast(count, tf.float32)
@@ -218,7 +230,7 @@ class Exchanger:
         rescale: tf.Tensor | None = None,
         buckets: Collection[int] | None = None,
     ) -> tuple[list[Any], list[State]]:
-        """Exchanges all or some buckets; returns each variable's mean and each scheme's state."""
+        """Exchanges `buckets`, by default all; returns averaged gradients and new scheme states."""
         packed: dict[int, tf.Tensor] = {}
         found: dict[int, tuple[tf.Tensor, State]] = {}
         sizes: dict[int, tf.Tensor] = {}
@@ -240,7 +252,8 @@ class Exchanger:
         if expectation is not None:
             found = self._corrected(found, packed, expectation, rescale)
         self._keep_sizes(sizes)
-        # Means are zeros if no rank has a gradient, and `None` for variables of other buckets.
+        # Averaged gradients are zeros if no rank has a gradient, and `None` for variables of
+        # buckets that are not exchanged.
         means: list[Any] = [None] * len(gradients)
         for index, (mean, _) in found.items():
             bucket = self.plan.buckets[index]
@@ -256,7 +269,7 @@ class Exchanger:
         expected: Expectation,
         rescale: tf.Tensor | None,
     ) -> dict[int, tuple[tf.Tensor, State]]:
-        """Exchanges again, with exact weights, if a rank had not as many samples as expected."""
+        """Repeats the exchange with exact weights if a rank's number of samples was unexpected."""
 
         def exchange(weight: tf.Tensor) -> dict[int, tuple[tf.Tensor, State]]:
             again = {}
@@ -270,8 +283,8 @@ class Exchanger:
             with names_ending_in(".again"):
                 total, are_equal = self._count_all(expected.count)
                 weight = weight_of(expected.count, total, self.wire.topology.size)
-                # Reuse the first exchange if ranks have equal batches: its means are correct for
-                # any size.
+                # Reuse the result of the first exchange if ranks have equal batches: it is correct
+                # for any batch size.
                 exact = tf.cond(are_equal, lambda: found, lambda: exchange(weight))
                 return exact, total, are_equal
 
@@ -291,8 +304,8 @@ class Exchanger:
             with tf.device("/CPU:0"):
                 count = self.sizes.shape[0]
                 new = tf.stack([sizes.get(index, tf.zeros([])) for index in range(count)])
-                # Retain the previous sizes if no rank has any, as at the end of an epoch, because
-                # such a step is not representative.
+                # Retain the previous size of a bucket if the new one is 0, as at the end of an
+                # epoch, because such a step is not representative.
                 self.sizes.assign(tf.where(new > 0.0, new, self.sizes))
 
     @tf.function(autograph=False)
@@ -302,9 +315,9 @@ class Exchanger:
             return self.join_call(0.0, True, has_batch=False)[2]
 
     def join(self, call: int, eagerly: bool, afterwards: Afterwards | None = None) -> bool:
-        """Joins one exchange of a step with zeros; returns true if all ranks do."""
+        """Joins one exchange of a step with zeros; returns true if no rank has a batch."""
         contribute = self.contribute_nothing
-        # Pass `afterwards` as an argument, so that another function is traced again.
+        # Pass `afterwards` as an argument, so that TensorFlow traces again for another function.
         absent, _ = (contribute.python_function if eagerly else contribute)(call, afterwards)
         return int(absent) == self.wire.topology.size
 
@@ -312,7 +325,7 @@ class Exchanger:
     def contribute_nothing(
         self, call: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Joins one exchange with zeros; returns the number of such ranks, and tensors to fetch."""
+        """Joins an exchange with zeros; returns how many ranks do so, and tensors to fetch."""
         nothing = [None] * len(self.plan.descriptions)
         with names_ending_in(_number(call)):
             # Discard the new state: no rank updates its state in a step without full participation.
@@ -329,8 +342,8 @@ def _weighted(vector: tf.Tensor, weight: tf.Tensor | None, scheme: Scheme) -> tf
     if weight is None:
         return vector
     weight = weight if scheme.averages else tf.sign(weight)
-    # With equal batches the weight is exactly 1, which saves a pass over the vector. Ignore
-    # gradients of empty batches: their mean is NaN.
+    # Skip the multiplication with equal batches, for which the weight is exactly 1: it would be
+    # another pass over the vector. Ignore gradients of empty batches: their mean is NaN.
     factor = tf.cast(weight, vector.dtype)
     return tf.cond(weight == 1.0, lambda: vector, lambda: tf.math.multiply_no_nan(vector, factor))
 

@@ -1,10 +1,10 @@
-"""Participation of ranks in a step, the means, and the conditions under which they are applied.
+"""Applies averaged gradients, if the participation of all ranks in the step permits it.
 
-The weight of a rank is its share of all samples. Waiting for their sum would take as long as a
-small step. Ranks therefore expect as many samples as in the last step, and report in the cycle of
-the first bucket whether they had that many; see `Exchanger.share`. A rank with exhausted input
-joins the exchanges with zeros, because collectives need all ranks. The conditions must be equal on
-all ranks, or replicas would diverge.
+The weight of a rank is its share of all samples. To wait for their total number would take as long
+as a small step. Ranks therefore expect as many samples as in the last step, and report in the same
+Horovod cycle as the first bucket whether they had that many; see `Exchanger.share`. A rank with
+exhausted input joins the exchanges with zeros, because collectives need all ranks. All ranks must
+decide alike whether they apply an update, or replicas would diverge.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import tensorflow as tf
 from tfposeidon.gradients import all_finite, is_overwritten
 
 Apply = Callable[[list[Any]], None]
-"""Applies a list of means, one per variable, with `None` for variables to skip."""
+"""Applies a list of averaged gradients, one per variable, with `None` for variables to skip."""
 
 Join = Callable[[bool], bool]
-"""Joins the next exchange, eagerly or as a graph; returns true once no rank of it has data."""
+"""Joins the next exchange, eagerly or as a graph; returns true once none of its ranks has data."""
 
 
 class Presence(NamedTuple):
     """Participation of ranks in a step, the same on every rank.
 
-    `total` is the sum of the counted number, `absent` the number of ranks with exhausted input, and
+    `total` is the sum of the ranks' counts, `absent` the number of ranks with exhausted input, and
     `gradients` the number of ranks with each gradient, `[variables]`. All are float32.
     """
 
@@ -51,9 +51,9 @@ def weight_of(count: tf.Tensor, total: tf.Tensor, ranks: int) -> tf.Tensor:
 class Expectation(NamedTuple):
     """Scalars of a step whose weights assume as many samples on each rank as in the last step.
 
-    `count` is the number of samples of this rank, and `total` that of all ranks. `are_equal` is
-    true if all ranks have equally many. `were_all` is true if every rank had a batch, and
-    `were_wrong` if, in addition, one had another number of samples than expected.
+    `count` is the number of samples of this rank, and `total` the number of samples of all ranks.
+    `are_equal` is true if all ranks have equally many samples. `were_all` is true if every rank had
+    a batch, and `were_wrong` if, in addition, a rank had another number of samples than expected.
     """
 
     count: tf.Tensor
@@ -64,7 +64,7 @@ class Expectation(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Participation of ranks in a step, and this rank's weight; `None` is 1.
+    """Participation of ranks in a step, and this rank's weight; `None` means 1.
 
     The weight is exact if there is no `expectation`.
     """
@@ -76,14 +76,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Means:
-    """Mean gradients over all ranks, and the conditions under which they are applied.
+    """Averaged gradients, and the conditions under which they are applied.
 
-    `missing` has groups of indices of variables without a gradient on this rank in the traced step.
+    `missing` groups the indices of variables without a gradient on this rank in the traced step.
     Other ranks have a gradient for all variables of a group or for none. `present` is true for each
-    variable with a gradient on some rank, and `expected` for each with a mean to apply,
-    `[variables]` bool; `None` on one rank. `everybody` is true if all ranks had a batch; `None` if
-    that is not watched. `moves` is false at a learning rate of 0, at which the sent gradients would
-    have no effect. `state` has pairs of a state variable of schemes and its new value.
+    variable with a gradient on some rank, and `expected` for each variable with an averaged
+    gradient or a residual to apply, `[variables]` bool; both are `None` without an exchange.
+    `everybody` is true if all ranks had a batch; `None` if exhausted input is not watched. `moves`
+    is false at a learning rate of 0, at which the sent gradients would have no effect. `state` has
+    pairs of a scheme's state variable and its new value.
     """
 
     values: list[Any]
@@ -95,8 +96,8 @@ class Means:
     state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
 
     def times(self, factor: Any, variables: Sequence[Any]) -> Means:
-        """Returns the means times a factor, except for values that overwrite their variables."""
-        # They are dense, because only accumulated gradients have a factor.
+        """Returns the averaged gradients times a factor, except values that overwrite variables."""
+        # All values are dense, because only accumulated gradients have a factor.
         values = [
             v if v is None or is_overwritten(variable) else v * tf.cast(factor, v.dtype)
             for v, variable in zip(self.values, variables, strict=True)
@@ -104,10 +105,10 @@ class Means:
         return replace(self, values=values)
 
     def update(self, apply: Apply) -> None:
-        """Passes the means to `apply`, with `None` for variables that have a gradient on no rank.
+        """Passes the values to `apply`, with `None` for variables without a gradient on any rank.
 
         If a rank's input is exhausted, all ranks skip the update. The step fails if no rank has any
-        gradient, or if others have one for some but not all variables of a group in `missing`.
+        gradient, or if other ranks have gradients for only some variables of a group in `missing`.
         """
         run = functools.partial(self._apply, apply, self.values, self.missing)
         if self.everybody is None:
@@ -116,7 +117,7 @@ class Means:
             tf.cond(self.everybody, run, lambda: None)
 
     def _apply(self, apply: Apply, values: list[Any], missing: Sequence[list[int]]) -> None:
-        """Applies values, without those of groups that have a gradient on no rank."""
+        """Applies the values, except in groups of variables without a gradient on any rank."""
         if self.expected is not None and all(value is None for value in values):
             rule = "At least one variable must have a gradient on some rank. Received: none."
             tf.debugging.Assert(False, [rule])
@@ -128,14 +129,14 @@ class Means:
         found = tf.gather(self.present, group)
         without = [None if index in group else value for index, value in enumerate(values)]
 
-        # Use a branch per group, not per variable: each branch traces the rest again.
+        # Use a branch per group, not per variable: each branch traces the remaining ones again.
         def with_group() -> None:
             rule = (
                 "The variables without a gradient on this rank must all have one on other ranks, "
                 "or none of them. Received: some have one. Pass zeros as the gradients of all of "
                 "them."
             )
-            # If no rank has a gradient, only residuals arrive, which not all schemes keep.
+            # If no rank has a gradient, schemes send only residuals, which not all schemes have.
             tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])
             self._apply(apply, values, others)
 
@@ -146,12 +147,12 @@ class Means:
         )
 
     def keep_state(self) -> None:
-        """Assigns the new state if all ranks took part, weights move, and all means are finite."""
+        """Assigns the new state if all ranks had a batch, weights move, and values are finite."""
         if not self.state:
             return
         everybody = True if self.everybody is None else self.everybody
-        # With loss scaling, the optimizer skips non-finite steps, so sent gradients would be lost.
-        # Also, a NaN residual would stay NaN.
+        # With loss scaling, the optimizer skips steps with non-finite gradients, so the sent
+        # gradients would be lost. A residual that is NaN would also stay NaN.
         counts = tf.logical_and(tf.logical_and(everybody, self.moves), all_finite(self.values))
 
         def assign() -> None:
@@ -164,7 +165,8 @@ class Means:
 class JoinHook(NamedTuple):
     """One kind of exchange that a rank with exhausted input joins.
 
-    `is_ordered` is true if its collectives are eager in eager steps, where they match by order.
+    `is_ordered` is true if its collectives are eager in eager steps, where Horovod matches them by
+    order.
     """
 
     join: Join
@@ -172,15 +174,15 @@ class JoinHook(NamedTuple):
 
 
 def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
-    """Joins exchanges until all ranks' input is exhausted; returns whether others had data."""
+    """Joins exchanges until all ranks' input is exhausted; returns whether other ranks had data."""
     # The number and order of exchanges in the other ranks' steps is unknown here, so join all
-    # concurrently, except for those that match by order.
+    # concurrently, except for exchanges that Horovod matches by order.
     ordered = [hook for hook in hooks if eagerly and hook.is_ordered]
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])
 
     def join(group: list[JoinHook]) -> bool:
         others_continued = False
-        # Use a list, because each turn must join all of them.
+        # Use a list and not a generator, because each turn must join all exchanges of the group.
         while not all([hook.join(eagerly) for hook in group]):  # noqa: C419
             others_continued = True
         return others_continued

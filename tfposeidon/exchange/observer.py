@@ -1,4 +1,4 @@
-"""Observers of a traced step, which add ops to it, such as clocks. There are none by default."""
+"""Observes traced steps: observers add ops to a step, such as clocks. There are none by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfposeidon.gradients import Description, tensors_of
 from tfposeidon.native import library
 
 Done = Callable[[Sequence[Any]], None]
-"""Function that receives the means of a step after the exchange, while the step is traced."""
+"""Receives the averaged gradients of a step after the exchange, while the step is traced."""
 
 
 class Observer(Protocol):
@@ -24,15 +24,15 @@ class Observer(Protocol):
         sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
-        """Receives this rank's gradients before the exchange, and returns a callback for the means.
+        """Receives this rank's gradients before the exchange; returns a callback to run after it.
 
-        `sent` has the same gradients as the plan sends them, some by their structure. `replicated`
-        has the variables with the same values on all ranks.
+        `sent` has the same gradients, some of them as structures that the plan exchanges.
+        `replicated` has the variables with the same values on all ranks.
         """
 
 
 class ExposedTime:
-    """Observer that sums the exposed communication of steps: from last gradient to last mean."""
+    """Sums the times from a step's last local gradient to its last averaged gradient."""
 
     def __init__(self) -> None:
         self._sum: tf.Variable | None = None
@@ -45,7 +45,7 @@ class ExposedTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all steps so far."""
+        """Exposed communication of all steps so far."""
         return 0.0 if self._sum is None else float(self._sum.numpy())
 
     def ready(
@@ -55,7 +55,7 @@ class ExposedTime:
         sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
-        """Reads the clock after the last gradient, and later after the last mean."""
+        """Reads the clock after the last gradient, and in the callback after the last average."""
         self.has_observed = True
         ready_s = time_after(sent)
 

@@ -1,7 +1,8 @@
-"""Parallel tensor operator: each rank computes a part of a result that all ranks need.
+"""Computes a part of a result on each rank, and gathers all parts: the parallel tensor operator.
 
-Layer-wise optimizers need the norms of all layers on all ranks. A share of them saves computation
-but costs an all-gather, so `parallel="auto"` times both methods.
+Layer-wise optimizers need the norms of all layers on all ranks. To compute only a share on each
+rank saves time, but the all-gather of the norms takes time, so `parallel="auto"` measures both
+methods.
 
 Source: Shi et al. 2021 (CommLib), section 4.2.
 """
@@ -42,28 +43,30 @@ ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Collectives are matched by name, and all ranks call this equally often.
+# Horovod matches collectives by name. Numbers match, because all ranks call the operator equally
+# often.
 _numbers = itertools.count()
 
 
 # Disable AutoGraph, which would convert all functions that are called.
 @tf.autograph.experimental.do_not_convert
 def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf.Tensor:
-    """Returns `function(tensors)`, of which each rank computes a part and receives the rest.
+    """Computes `function(tensors)` in parallel: each rank computes a part and receives the others.
 
-    It is faster if computing takes longer than an all-gather of the results, as for many norms or
-    long sorts. All ranks need the same tensors, for example after an exchange of gradients, and
-    must call it, and use the results, in the same order. It has no gradient: differentiating it
-    raises a `LookupError`.
+    This saves time if the computation takes longer than an all-gather of the results, as for many
+    norms or long sorts. All ranks must pass the same tensors, such as averaged gradients, and must
+    call the operator, and use the results, in the same order. The operator has no gradient:
+    differentiating it raises a `LookupError`.
 
     In a loop, call it within a `tf.function`, because ranks otherwise compare their arguments at
-    every call. In a `tf.function`, they compare them at every trace, so all ranks must trace
-    together: use an `input_signature` if one rank might have a last batch of another size, for
-    example.
+    every call. In a `tf.function`, ranks compare their arguments at every trace, so all ranks must
+    trace together: use an `input_signature` if, for example, the last batch of one rank may have
+    another size.
 
     Args:
       function: Function from consecutive items to a tensor `[m, ...]` for any `m`. The concatenated
-        results of parts must equal the result of the whole. It is not called without items.
+        results for parts of the items must equal the result for all items. The function is not
+        called on a rank without items.
       tensors: List of tensors or of tuples of tensors, or one tensor, the same on all ranks. A list
         is split between items, so that the largest part has as few elements as possible, and
         `function` receives lists. A tensor is split evenly along its first axis.
@@ -72,9 +75,11 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
       Tensor `[m, ...]`, bit-equal on all ranks.
 
     Raises:
-      ValueError: If there is nothing to split, if shapes are unknown, or inside XLA.
-      RuntimeError: On all ranks, if they pass different tensors, if `function` fails on one of
-        them, or if the results are incompatible.
+      ValueError: If there is nothing to split (no tensors, a scalar, or an empty first axis), if a
+        shape is unknown, if `function` returns a scalar or a dtype that Horovod does not support,
+        or inside XLA.
+      RuntimeError: If ranks pass different tensors, if `function` fails on another rank, or if
+        results are incompatible.
 
     Cost: 1 / P of the computation; every rank receives all results, (P - 1) / P of their bytes, in
     P - 1 steps.
@@ -115,7 +120,7 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
 def gather_results(
     own: tf.Tensor | None, dtype: str, shape: list[int], wire: Wire, name: str
 ) -> tf.Tensor:
-    """Gathers results `[m, *shape]` in the order of ranks; `own` is `None` without items."""
+    """Gathers results `[m, *shape]` by rank; `own` is `None` on a rank without items."""
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
     # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part of the
@@ -210,7 +215,7 @@ def _readable(result: list[Any]) -> str:
 
 
 def parallel_norms(wire: Wire, name: str) -> Norms:
-    """Returns a function by which each rank computes norms of some layers and receives the rest.
+    """Returns a norm function: each rank computes the norms of some layers and receives the others.
 
     Ranks must have agreed on the variables. One all-gather sends two numbers per layer.
     """
@@ -218,8 +223,8 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced_parts(sizes, wire.topology.size)[wire.topology.rank]
-        # Use the dtype of all rows: a rank's share may have another one, and results must be
-        # compatible.
+        # Choose the dtype from all rows, because it must be the same on all ranks, and the rows of
+        # one rank might yield another one.
         dtype, width, own = norm_dtype(rows), len(rows[0]), None
         if begin < end:
             own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
@@ -230,7 +235,7 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
 
 
 class NormMethod(NamedTuple):
-    """Function for `override_norms`, `None` without norms, and a line for the plan, or empty."""
+    """Function for `override_norms`, or `None` without norms; remark for the plan, or `""`."""
 
     norms: Norms | None = None
     note: str = ""
@@ -259,7 +264,7 @@ def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: s
 
 
 def norm_settings(optimizer: Any) -> dict[str, Any]:
-    """Returns the settings that determine the collectives of norms and must be equal, for JSON."""
+    """Returns, for JSON, the settings of norms that must be equal on all ranks."""
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer):
         return {}
@@ -270,7 +275,8 @@ def norm_settings(optimizer: Any) -> dict[str, Any]:
 def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
     """Makes a layer-wise optimizer use another norm function within this context.
 
-    Elsewhere it computes its own norms, for example if the inner optimizer is called directly.
+    Outside of the context, the optimizer computes all norms itself, for example if a script calls
+    it directly.
     """
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
@@ -284,10 +290,10 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Measures seconds of the slowest rank, local and parallel, so that all ranks choose alike."""
+    """Times local and parallel norms, in seconds of the slowest rank: all ranks choose alike."""
     if not layers:
         return 0.0, 0.0
-    # Run now, outside of the traced graph.
+    # Measure now, outside of the traced graph.
     with tf.init_scope():
         parallel = parallel_norms(wire, f"{prefix}.measured_norms")
         local_s = _seconds(local_norms, layers, wire, f"{prefix}.norms_0")
@@ -297,7 +303,7 @@ def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, fl
 
 
 def _seconds(norms: Norms, layers: Sequence[Any], wire: Wire, name: str) -> float:
-    # Use variables in place of gradients, which have the same sizes.
+    # Time norms of variables, because gradients, which have the same sizes, are symbolic here.
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         return norms(layers, [[tf.convert_to_tensor(variable)] * 2 for variable in layers])

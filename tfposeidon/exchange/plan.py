@@ -1,8 +1,8 @@
 """Makes plans from descriptions, topology and policy, without communication.
 
 Each rank makes its plan independently, and all plans must be equal. Therefore no decision may
-depend on data that differs between ranks, and no order may come from a set. Plans that do not suit
-the inner optimizer are refused, or have a line of advice.
+depend on data that differs between ranks, and no order may come from a set. This module also
+refuses plans that the inner optimizer does not support, and gives advice on unsuitable ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfposeidon.schemes.stages import Cost, total_cost
 from tfposeidon.text import readable_size, table
 
 DEFAULT_BUCKET_BYTES = 4 * 2**20
-"""Size up to which small gradients are fused, 4 MiB; if the user sets none, `auto` tries others."""
+"""Default maximum size in bytes of a bucket of fused gradients; `auto` also tries other sizes."""
 
 COLUMNS = (
     "bucket",
@@ -49,10 +49,12 @@ class Bucket:
     """Gradients that are exchanged together, as one vector or each by its structure.
 
     Attributes:
-      members: Indices of the variables in the list that the plan was made for, in descending order.
+      members: Indices of the bucket's variables in the plan's list of variables, in descending
+        order.
       descriptions: Descriptions of the gradients, in the same order, all of one dtype.
       scheme: Scheme that exchanges the bucket.
-      choices: Reason for each variable and the schemes that were compared, in the same order.
+      choices: Choice of the policy for each variable, with its reason and the schemes that were
+        compared, in the same order.
     """
 
     members: tuple[int, ...]
@@ -67,7 +69,7 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all gradients."""
+        """Size of all gradients in bytes."""
         return sum(d.bytes for d in self.descriptions)
 
     @property
@@ -77,12 +79,12 @@ class Bucket:
 
     @property
     def structures(self) -> tuple[Structure, ...]:
-        """Structures of the gradients if the scheme exchanges these, else none."""
+        """Structures of the gradients; empty if the scheme exchanges whole gradients."""
         found = [d.structure for d in self.descriptions if d.structure is not None]
         return tuple(found) if self.scheme.reader else ()
 
     def joined(self, other: Bucket) -> Bucket:
-        """Returns both in one bucket, this one's variables first; they share scheme and dtype."""
+        """Returns one bucket with the variables of both; scheme and dtype must be equal."""
         return replace(
             self,
             members=self.members + other.members,
@@ -101,31 +103,31 @@ class Bucket:
           topology: Topology of the job, as seen from the rank whose cost is returned.
 
         Returns:
-          Predicted cost of one exchange, without headers.
+          Predicted cost of one exchange; bytes are payload without headers.
         """
         itemsize = self.descriptions[0].itemsize
         stages = self.scheme.bucket_stages(self.length, itemsize, self.structures, topology)
         return total_cost(stages, topology)
 
     def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
-        """Returns the bucket of a step with this size of all its structures and ranks together."""
+        """Returns the bucket of a step in which its structures on all ranks have a total `size`."""
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
-        # The choices of a planner do not depend on the size.
+        # Choose again only without a planner, whose choices do not depend on the size.
         choices = self.choices
         if policy.is_fixed:
             choices = tuple(_choose(policy, d, topology) for d in known)
         return replace(self, descriptions=known, choices=choices).fitted(topology)
 
     def fitted(self, topology: Topology) -> Bucket:
-        """Returns the bucket with the version of its scheme that fits the structures."""
+        """Returns the bucket with its scheme replaced by the one that fits its structures."""
         if not self.structures:
             return self
         return replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
 
 
 class Forecast(Protocol):
-    """Prediction of a planner for a plan, to be printed and saved with it."""
+    """A planner's prediction for a plan, which is printed and saved with the plan."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the forecast in the printed plan."""
@@ -136,7 +138,7 @@ class Forecast(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Schemes of all variables, with bytes and reasons. `print` it, or call `to_json()`.
+    """Scheme of each variable, with its bytes and reason. `print` it, or call `to_json()`.
 
     Attributes:
       buckets: Buckets in the order in which the backward pass completes their gradients.
@@ -144,7 +146,8 @@ class Plan:
       notes: Remarks on unexpected results of planning, with their reasons.
       forecasts: Predicted step for each list of variables that the optimizer is called with; empty
         if the network profile is unknown, or on a single rank.
-      occasion: Name of the event that sends these bytes once, such as a step or a synchronization.
+      occasion: Event in which each rank sends the plan's bytes once: `"step"` (default),
+        `"exchange"` or `"synchronization"`.
 
     Example:
       >>> from tfposeidon import policies
@@ -182,7 +185,7 @@ class Plan:
 
     @property
     def reader(self) -> GradientReader | None:
-        """Reader of `structured`; `None` if there are none."""
+        """Reader of the structures in `structured`; `None` if no structure is exchanged."""
         return next((bucket.scheme.reader for bucket in self.buckets if bucket.structures), None)
 
     @property
@@ -194,7 +197,7 @@ class Plan:
     def digest(self) -> str:
         """Digest of schemes, buckets, shapes and structures.
 
-        It excludes paths: the path of a variable depends on earlier layers of the process.
+        It excludes paths, because the path of a variable depends on earlier layers of the process.
         """
         content = [
             (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
@@ -245,7 +248,7 @@ class Plan:
             sizes = _sizes(bucket.cost(self.topology))
             for d, choice in zip(bucket.descriptions, bucket.choices, strict=True):
                 shape = "x".join(map(str, d.shape)) or "scalar"
-                # Show a reason once if several variables of a bucket have it in common.
+                # Show a reason once if consecutive variables of a bucket have the same.
                 why = "" if choice.reason == reason else choice.reason
                 rows.append((number, d.path, shape, d.dtype, scheme, *sizes, why))
                 number, scheme, sizes, reason = "", "", ("", ""), choice.reason
@@ -279,11 +282,11 @@ def make_plan(
 ) -> Plan:
     """Assigns schemes, and fuses small gradients into buckets, last variables first.
 
-    A variable of at least a quarter of `bucket_bytes` has a bucket of its own, without a copy.
+    A variable of at least a quarter of `bucket_bytes` has a bucket of its own, which saves a copy.
     Smaller variables share a bucket of up to `bucket_bytes` if they have equal schemes and dtypes,
-    and equal structures if the scheme exchanges these. Buckets are in the order in which the
-    last of their gradients is computed. `None` is the default size, and 0 disables fusion. The
-    plans of all ranks differ only in `topology.rank`.
+    and equal structures if the scheme exchanges structures. Buckets are in the order in which the
+    last of their gradients is computed. `bucket_bytes=None` means the default size, and 0 disables
+    fusion. The plans of all ranks differ only in `topology.rank`.
 
     Source: Zhang et al. 2017 (Poseidon), section 3.1. Differs: Poseidon does not fuse.
     """
@@ -303,8 +306,8 @@ def make_plan(
 
 
 def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
-    """Returns the plan of a step with known sizes of each bucket's structures; 0 if unknown."""
-    # Exchangers have a number per variable, because plans with other buckets share them.
+    """Returns the plan of a step; `sizes` has the size of each bucket's structures, or 0."""
+    # `sizes` may be longer than the list of buckets, because exchangers allocate one per variable.
     pairs = zip(plan.buckets, sizes, strict=False)
     buckets = [
         bucket.sized(float(size), policy, plan.topology) if bucket.structures and size else bucket
@@ -321,7 +324,7 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
         if 4 * single.bytes >= bucket_bytes:
             full.append(single)
             continue
-        # Each step fits the scheme of a whole bucket to its structures, which must be equal.
+        # Structures must be equal, because each step fits one scheme to all structures of a bucket.
         key = (single.scheme, single.dtype, single.structures)
         open_bucket = filling.get(key)
         if open_bucket is None or open_bucket.bytes + single.bytes > bucket_bytes:
@@ -352,8 +355,8 @@ def _choose(policy: Policy, description: Description, topology: Topology) -> Cho
 
 
 def cpu_advice(plan: Plan) -> str:
-    """Returns a line if native ops copy GPU tensors to the CPU and back, else an empty string."""
-    # Schemes with state select elements, by native ops.
+    """Returns advice if native ops copy GPU tensors to the CPU and back, else `""`."""
+    # Schemes with state select elements with native ops.
     names = {bucket.scheme.name for bucket in plan.buckets if bucket.slots(plan.topology)}
     if not names or not tf.config.list_physical_devices("GPU") or native.has_gpu_kernels():
         return ""
@@ -364,12 +367,12 @@ def cpu_advice(plan: Plan) -> str:
 
 
 def sparsity_advice(plan: Plan, inner: Any) -> str:
-    """Returns a line if the optimizer does not suit sparse gradients, else an empty string."""
+    """Returns advice if the inner optimizer does not suit sparse gradients, else `""`."""
     sparse = [bucket.scheme for bucket in plan.buckets if bucket.slots(plan.topology)]
     if not sparse:
         return ""
     name = sparse[0].name
-    # Of several optimizers, check the least suitable one.
+    # Check the least suitable optimizer of several.
     optimizer = min(leaves(inner), key=lambda leaf: isinstance(leaf, keras.optimizers.SGD))
     if not isinstance(optimizer, keras.optimizers.SGD):
         return (

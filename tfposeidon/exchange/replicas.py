@@ -1,4 +1,4 @@
-"""Equality of replicas: broadcasts, averages and compares variables over ranks.
+"""Keeps replicas equal: broadcasts, averages and compares variables across ranks.
 
 Replicas start with equal variables after a broadcast, and checksums detect whether they diverge.
 """
@@ -48,23 +48,22 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
 def first_different_variable(
     first: list[list[Any]], other: list[list[Any]]
 ) -> tuple[int, str, str] | None:
-    """Returns the index and texts of the first variable that differs; `None` if all are equal."""
+    """Returns the first difference: index and both variables as text; `None` if all are equal."""
     other = _renamed(first, other)
     return None if first == other else first_difference(first, other, _readable)
 
 
 def is_same_path(first: str, other: str) -> bool:
-    """Returns whether two paths may be of one variable, in two instances of a model.
+    """Returns whether two paths may belong to the same variable, in two instances of a model.
 
     Keras generates names with numbers, which depend on earlier layers of the process. The path of a
-    variable that was created before its model lacks the model's name.
+    variable that was created before its model does not include the model's name.
 
     >>> is_same_path("dense/kernel", "sequential_3/dense_1/kernel")
     True
     >>> is_same_path("dense/kernel", "dense/bias")
     False
     """
-    # Leave out the outermost name and generated numbers.
     inner = (path.partition("/")[2] or path for path in (first, other))
     one, two = (re.sub(r"_\d+(?=_|/|$)", "", path) for path in inner)
     return one.endswith(two) or two.endswith(one)
@@ -93,7 +92,7 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """Assigns the values of `root_rank` on every rank; all ranks call it together.
 
     It raises if variables or their order differ between ranks. Keras seeds receive a different
-    value on each rank, derived from that of `root_rank`.
+    value on each rank, derived from the seed of `root_rank`.
     """
     if wire.topology.size == 1:
         return
@@ -111,8 +110,8 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
             from_horovod_dtype(one, value.dtype) for one, value in zip(sent, values, strict=True)
         ]
 
-    # In a graph, broadcasts need not wait for one another. Use a concrete function, because
-    # TensorFlow warns about functions that are traced in each of many fits.
+    # Run the broadcasts in a graph, in which they need not wait for one another. Use a concrete
+    # function, because TensorFlow warns about functions that are traced in each of many fits.
     graph = tf.function(received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
     for variable, value in zip(numbers, graph(), strict=True):
@@ -146,7 +145,6 @@ def collect(variables: Sequence[Any], wire: Wire) -> None:
 
 
 def clear(variables: Sequence[Any]) -> None:
-    """Sets variables to zero."""
     for variable in variables:
         variable.assign(tf.zeros_like(tf.convert_to_tensor(variable)))
 
@@ -163,8 +161,8 @@ def checksums(variables: Sequence[Any]) -> list[int]:
 def checksum(variables: Sequence[Any], on_device: bool = False) -> str:
     """Returns one checksum over all variables in order, as eight hexadecimal digits.
 
-    `on_device` avoids copying GPU tensors to the host. Equal values on the CPU then have another
-    checksum.
+    `on_device` avoids copying GPU tensors to the host. Their checksum then differs from the
+    checksum of equal values on the CPU.
 
     >>> checksum([tf.constant([1.0, 2.0])])
     '0a27a754'
@@ -188,7 +186,7 @@ def sums(tensors: Sequence[tf.Tensor]) -> list[int]:
     if not tensors:
         return []
     weights = tf.constant(np.random.RandomState(0).randint(-(2**63), 2**63 - 1, 2**20, "int64") | 1)
-    # Copy all of them to the host at once.
+    # Copy all sums in one transfer, because each transfer waits for the device.
     return [int(one) for one in tf.stack([_sum(t, weights) for t in tensors]).numpy().view("u8")]
 
 
@@ -197,8 +195,8 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     if flat.dtype.size == 1 and flat.dtype not in (tf.int8, tf.uint8):
         # TensorFlow cannot bit-cast booleans and 8-bit floats to integers.
         flat = tf.constant(flat.numpy().view("u1"))
-    # Do not use 64-bit words: the last bits of many numbers are zero, and those of their sums would
-    # be too.
+    # Do not use 64-bit words: the last bits of many numbers are zero, so the last bits of weighted
+    # sums of such words would be zero, too.
     word = {1: tf.uint8, 2: tf.uint16}.get(flat.dtype.size, tf.int32)
     step = len(weights) * word.size // flat.dtype.size
     total = tf.constant(0, tf.int64)
@@ -211,7 +209,7 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 
 
 def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
-    """Finds variables that are not bit-equal on all ranks, and the ranks unlike rank 0."""
+    """Finds variables that are not bit-equal on all ranks, and ranks that differ from rank 0."""
     everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
     of_variables = zip(*everybody, strict=True)
     found = [

@@ -1,7 +1,7 @@
-"""State of the schemes of one plan, such as residuals.
+"""Stores the state of a plan's schemes, such as residuals, between steps.
 
-Schemes are pure functions from gradient and state to mean and new state. This module holds their
-variables between steps.
+Schemes are pure functions: from gradient and state, they return the averaged gradient and the new
+state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tfposeidon.state.placement import Placement, StateDescription
 class SchemeStates:
     """Variables with the state of schemes, which differs between ranks.
 
-    `variables` has a list per bucket, initially zeros. `had_gradient` is `[variables]` float32, 1
-    for each variable that has had a gradient and whose scheme has state; `None` if no scheme has
-    state.
+    `variables` has a list of state variables per bucket, which are initially zero. `had_gradient`
+    is `[variables]` float32, 1 for each variable that has had a gradient and whose scheme has
+    state; `None` if no scheme has state.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -53,7 +53,7 @@ class SchemeStates:
         return self.had_gradient is not None and bool(tf.reduce_any(self.had_gradient > 0.0))
 
     def take_over(self, other: SchemeStates) -> None:
-        """Continues with the state in `other` of buckets with the same members and scheme."""
+        """Continues with the state of buckets that have the same members and scheme in `other`."""
         if other.had_gradient is not None:
             self.had_gradient = other.had_gradient
         kept = {(b.members, b.scheme): variables for b, variables in other._pairs()}
@@ -63,32 +63,32 @@ class SchemeStates:
         return zip(self.plan.buckets, self.variables, strict=True)
 
     def read(self, index: int, rescale: tf.Tensor | None) -> State:
-        """Returns the state of a bucket's scheme, with the residual of earlier gradients scaled."""
+        """Returns the state of a bucket's scheme, with residuals times `rescale`, if given."""
         state = tuple(map(tf.convert_to_tensor, self.variables[index]))
         if not state or rescale is None:
             return state
-        # Skip the usual factor of 1, which would be another pass over memory.
+        # Skip the multiplication by 1, the usual factor, because it takes a pass over memory.
         scheme = self.plan.buckets[index].scheme
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     def expected(self, presence: Presence) -> tf.Tensor:
-        """Returns whether each variable has a mean to apply, `[variables]`."""
+        """Returns whether each variable has a gradient or residual to apply, `[variables]` bool."""
         if self.had_gradient is None:
             return presence.any_gradient
-        # The residual of an earlier gradient may be sent now.
+        # A scheme may send the residual of an earlier gradient in this step.
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
     def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
-        """Returns the new value of `had_gradient` after a step that counts."""
+        """Returns the new value of `had_gradient` after a step that is not skipped."""
         assert self.had_gradient is not None
         found = tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._is_kept)
-        # Never reset it to 0: a residual of a gradient may be sent in any later step.
+        # Never reset an element to 0, because any later step may send a residual of the gradient.
         return tf.maximum(self.had_gradient, found)
 
     def drop(self) -> None:
         """Discards the residuals of earlier exchanges."""
         for bucket, variables in self._pairs():
-            # Non-finite values would remain non-finite when multiplied by 0.
+            # Replace non-finite values, which would remain non-finite when multiplied by 0.
             values = [tf.convert_to_tensor(variable) for variable in variables]
             state = tuple(tf.where(tf.math.is_finite(v), v, 0.0) for v in values)
             dropped = bucket.scheme.rescaled(state, tf.constant(0.0))
@@ -96,7 +96,7 @@ class SchemeStates:
                 variable.assign(value)
 
     def flush(self) -> None:
-        """Makes all later exchanges send everything, including residuals."""
+        """Makes all later exchanges send whole gradients and all residuals."""
         for bucket, variables in self._pairs():
             state = tuple(map(tf.convert_to_tensor, variables))
             for variable, value in zip(variables, bucket.scheme.flushing(state), strict=True):
@@ -104,14 +104,14 @@ class SchemeStates:
 
     @property
     def has_flushed(self) -> bool:
-        """True if all residuals have been sent since `flush`."""
+        """True if, since `flush`, steps that were not skipped have sent all residuals."""
         return all(
             bucket.scheme.has_flushed(tuple(map(tf.convert_to_tensor, variables)))
             for bucket, variables in self._pairs()
         )
 
     def describe(self, paths: Sequence[str] | None = None) -> Iterator[StateDescription]:
-        """Yields the description of each of `variables`; `paths` are those of `members`."""
+        """Yields the description of each of `variables`; see `members` for `paths`."""
         topology, of_variables = self.plan.topology, self.members(paths)
         for bucket in self.plan.buckets:
             everybody = [bucket.slots(topology.seen_from(rank)) for rank in range(topology.size)]
@@ -130,7 +130,10 @@ class SchemeStates:
                 )
 
     def members(self, paths: Sequence[str] | None = None) -> tuple[tuple[str, int], ...]:
-        """Returns distinct path and number of elements of each variable of the plan, in order."""
+        """Returns path and number of elements of each variable of the plan, in order.
+
+        `paths` are distinct paths of these variables; `None` numbers equal paths.
+        """
         descriptions = self.plan.descriptions
         lengths = [description.length for description in descriptions]
         return tuple(zip(paths or distinct_paths(descriptions), lengths, strict=True))
@@ -144,9 +147,10 @@ def _variable(shape: Sequence[int], name: str) -> tf.Variable:
 class EffectiveRate:
     """Effective learning rate of the last step that changed the schemes' state; 0 before the first.
 
-    The effective rate is the learning rate over the loss scale, that is, the change of weights for
-    a gradient of 1. Residuals are rescaled when it changes. Otherwise, a residual that is computed
-    at one rate and sent at another would be multiplied by the ratio of the rates.
+    The effective rate is the learning rate divided by the loss scale, that is, the change of
+    weights for a gradient of 1. When the effective rate changes, residuals are rescaled. Otherwise,
+    a residual that is computed at one rate and sent at another would be multiplied by the ratio of
+    the rates.
     """
 
     def __init__(self) -> None:
@@ -154,13 +158,15 @@ class EffectiveRate:
 
     def current(self, optimizer: Any) -> tf.Tensor:
         """Returns the rate of the current step, a float32 scalar."""
-        # Use the mean of several optimizers, which is exact if their rates change proportionally.
+        # Average the rates of several optimizers, which is exact if they change proportionally.
         found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
         rate = tf.add_n(found) / len(found)
         return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
 
     def rescale(self, current: tf.Tensor) -> tf.Tensor:
-        """Returns the factor with which a residual changes weights as much as at its own rate."""
-        # A rate of 0 provides no ratio, so the factor is 1.
+        """Returns the factor that compensates residuals for a change of the effective rate.
+
+        The factor is the previous rate divided by the current rate, or 1 if either is 0.
+        """
         known = tf.logical_and(self.variable > 0.0, current > 0.0)
         return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), current), 1.0)

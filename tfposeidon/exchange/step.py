@@ -1,7 +1,7 @@
-"""Exchange of an optimizer's steps: from this rank's gradients to the means over all ranks.
+"""Averages gradients over all ranks, in each step of an optimizer.
 
 Think of `Step` as the distributed half of an optimizer: it agrees on plans, counts samples, and
-returns means.
+returns averaged gradients.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from tfposeidon.policies.base import Policy
 class Step:
     """Exchanges gradients in each step of one `DistributedOptimizer`.
 
-    When a step is traced, it checks that all ranks agree. Each step counts samples if ranks may
-    have unequal batches, exchanges gradients, and on request measures its exposed communication.
-    Training loops and callbacks access it as `optimizer.exchange`.
+    When a step is traced, this object checks that all ranks agree on plan and settings. Each step
+    counts samples if ranks may have unequal batches, exchanges gradients, and on request measures
+    its exposed communication. Training loops and callbacks access this object as
+    `optimizer.exchange`.
 
     Args:
-      optimizer: The `DistributedOptimizer`, whose `updater` receives the means.
+      optimizer: The `DistributedOptimizer`, whose `updater` applies the averaged gradients.
       policy: Policy that chooses the scheme of each variable.
       bucket_bytes: Size in bytes up to which small gradients are fused; see `DistributedOptimizer`.
       sample_count: Function from a batch to the number by which ranks are weighted; see
         `DistributedOptimizer`.
       wire: Function that returns the communicator of the ranks that exchange. The default includes
         all ranks.
-      prefix: Function that returns the prefix of collectives' names, called when ranks agree. By
-        default, prefixes are numbered.
-      settings: Function that returns further settings that ranks compare when they agree.
+      prefix: Function that returns a prefix for the names of collectives, called when ranks agree
+        on a plan. The default numbers prefixes.
+      settings: Function that returns further settings that must be equal on all ranks.
 
     Attributes:
-      plans: Plans of its steps.
-      absence: Ranks with exhausted input, if the training loop watches for them.
+      plans: Plans of the optimizer, on which all ranks agree.
+      absence: Counter of ranks with exhausted input, which the training loop may watch.
       batch: Count of the current batch of the training loop.
       is_timed: True if steps that are traced from now on measure `exposed_s`.
 
@@ -103,7 +104,12 @@ class Step:
     def join_call(
         self, gradients: list[Any], variables: list[Any], count: Any, skips: bool
     ) -> tuple[Any, tf.Tensor | None, tf.Tensor | None]:
-        """Returns weight, finiteness and full participation of a call, `None` if not compared."""
+        """Compares one call that accumulates gradients with the calls of other ranks.
+
+        Returns this rank's weight, `None` without a count; whether gradients are finite on all
+        ranks, `None` if `skips` is false, that is, if non-finite calls are not skipped; and whether
+        all ranks have a batch, `None` if this was not compared.
+        """
         finite = all_finite(gradients) if skips else None
         may_differ = count is not None or skips or self.absence.is_watched
         if self._wire().topology.size == 1 or not may_differ:
@@ -115,7 +121,7 @@ class Step:
         return None if count is None else weight, finite if skips else None, everybody
 
     def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
-        """Exchanges gradients; returns means over all samples of all ranks."""
+        """Exchanges gradients; returns their averages over all samples of all ranks."""
         if not self._exchanges(variables):
             return Means(with_merged_rows(gradients))
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
@@ -124,13 +130,13 @@ class Step:
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
         observers = [self._exposed, exchanger.observer] if self._is_observed else []
-        # Observers return callbacks, which receive the means after the exchange.
+        # Observers return callbacks, which receive the averaged gradients after the exchange.
         observed = [
             one.ready(plan.descriptions, gradients, sent, replicated)
             for one in observers
             if one is not None
         ]
-        # Only the state of schemes depends on the rate.
+        # Read the learning rate only for the state of schemes, because nothing else depends on it.
         now = rate.current(updater) if before.exist else None
         rescale = None if now is None else rate.rescale(now)
         share = self._share(exchanger, sent, count)
@@ -154,7 +160,8 @@ class Step:
         )
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
-        # All ranks decide alike, from what they have agreed on or what the model's code determines.
+        # All ranks must decide alike, so these conditions depend only on values that ranks have
+        # agreed on, or that the model's code determines.
         if (
             self.batch.is_known(count)
             and not self.absence.is_watched
@@ -174,7 +181,7 @@ class Step:
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:
-        """Returns whether there are other ranks, or schemes with state."""
+        """Returns whether steps run exchanges: with other ranks, or for schemes with state."""
         return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
 
     def _settings(self, count: Any) -> dict[str, Any]:
@@ -203,12 +210,12 @@ class Step:
 
     @property
     def suits_xla(self) -> bool:
-        """True if XLA can compile its steps: on one rank, if schemes have no state."""
+        """True if XLA can compile the steps: on one rank, if schemes have no state."""
         return runtime.size() == 1 and not self.plans.policy.keeps_state
 
     @property
     def exchangers(self) -> list[Exchanger]:
-        """Exchangers that ranks have agreed on in the steps so far, one per list of variables."""
+        """Exchangers whose plans ranks have agreed on so far, one per list of variables."""
         return self.plans.agreed_exchangers
 
     def join_hooks(
@@ -225,7 +232,8 @@ class Step:
     def exposed_s(self) -> float:
         """Exposed communication in seconds, summed over all timed steps.
 
-        It is the time that communication adds to a step, because computation does not hide it.
+        Exposed communication is the time of a step in which communication is not overlapped by
+        computation.
 
         Raises:
           RuntimeError: If no steps are timed.
@@ -243,25 +251,28 @@ class Step:
         return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> None:
-        """Makes all later steps send everything, so that a change of schemes loses no residual."""
+        """Makes all later steps send all residuals, so that a change of schemes loses none."""
         for exchanger in self.plans.used_exchangers:
             exchanger.states.flush()
 
     @property
     def has_flushed(self) -> bool:
-        """True if a counted step has sent everything since `flush`; the same on all ranks."""
+        """True if, since `flush`, steps that were not skipped have sent all residuals.
+
+        The value is the same on all ranks.
+        """
         return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
 
 
 class BatchCount:
     """Count of the batch of the current train step.
 
-    Keras's train steps call `apply` without a count, so `fit` sets it here around each step.
-    `function` maps a batch to its count; `None` counts its rows. `current` is the count of the
-    batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed that
-    all batches of this `fit` have equally many rows. `is_nested` is true if the optimizer is called
-    in a function or branch inside of the train step, and `was_known` if a traced step relies on
-    equal batches.
+    Keras's train steps call `apply` without a count, so `fit` sets the count here around each step.
+    `function` maps a batch to its count; `None` counts the batch's rows. `current` is the count of
+    the batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed
+    that all batches of this `fit` have equally many rows. `is_nested` is true if the optimizer is
+    called in a function or branch inside of the train step, and `was_known` if a traced step relies
+    on equal batches.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
@@ -270,15 +281,15 @@ class BatchCount:
         self.are_equal = self.is_nested = self.was_known = False
 
     def is_of_rows(self, count: Any) -> bool:
-        """Returns whether a count is the current batch's number of rows, used by default."""
+        """Returns whether a count is the current batch's number of rows, the default count."""
         return count is not None and count is self.current and self.function is None
 
     def is_known(self, count: Any) -> bool:
         """Returns whether a count is the current number of rows, and equal on all ranks."""
         if not self.is_of_rows(count) or not tf.is_symbolic_tensor(count):
             return False
-        # A function inside of the train step may keep its trace when the train step is traced again
-        # because ranks' batches are no longer equal.
+        # Do not rely on equal batches in a function inside of the train step: it may keep its trace
+        # when the train step is traced again because ranks' batches are no longer equal.
         is_nested = count.graph is not tf.compat.v1.get_default_graph()
         is_known = self.are_equal and not is_nested
         self.is_nested |= is_nested
@@ -297,10 +308,10 @@ class BatchCount:
 
 
 class Absence:
-    """Number of ranks that took part in a step without a batch of their own.
+    """Counts the ranks that took part in a step without a batch of their own.
 
     Steps that are traced while `is_watched` is true skip their update on all ranks if one rank's
-    input is exhausted. The training loop requests that, and ends the epoch on all ranks together.
+    input is exhausted. The training loop requests this, and ends the epoch on all ranks together.
     """
 
     def __init__(self) -> None:
@@ -309,14 +320,14 @@ class Absence:
         self._complete: tf.Variable | None = None
 
     def build(self) -> None:
-        """Creates the variables for the numbers, before a step is traced."""
+        """Creates the counters' variables; must be called before a step is traced."""
         self._ranks = tf.Variable(0.0, trainable=False, name="absent")
         self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
 
     def watch(self, wanted: bool) -> None:
         """Sets whether later traced steps skip updates if a rank's input is exhausted."""
         self.is_watched = wanted
-        # Discard the number of an interrupted `fit`.
+        # Discard the number of ranks from an interrupted `fit`.
         self.forget()
 
     @property
@@ -330,21 +341,21 @@ class Absence:
         return 0 if self._complete is None else int(self._complete.numpy())
 
     def forget(self) -> None:
-        """Starts another epoch, in which no rank's input is exhausted yet."""
+        """Resets `ranks` to 0 for another epoch, in which no rank's input is exhausted yet."""
         if self._ranks is not None:
             self._ranks.assign(0.0)
 
     def note(self, ranks: int) -> None:
-        """Records a number that was found between two steps."""
+        """Records a number of ranks without a batch that was found between two steps."""
         if self._ranks is not None:
             self._ranks.assign(max(self.ranks, ranks))
 
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
-        """Records a step's number in the step; returns whether it is 0; `None` if not watched."""
+        """Records a step's number of ranks; returns whether it is 0, or `None` if not watched."""
         assert self._ranks is not None
-        # Assign it in every step, because TensorFlow prunes a collective whose result is unused.
-        # Retain the maximum, because a later exchange of the same execution, such as one within the
-        # node, may only include ranks with data.
+        # Assign the number in every step, because TensorFlow prunes a collective whose result is
+        # unused. Retain the maximum, because a later exchange of the same execution, such as one
+        # within the node, may only include ranks with data.
         self._ranks.assign(tf.maximum(self._ranks, ranks))
         if not self.is_watched:
             return None

@@ -32,11 +32,11 @@ class LARS(LayerWiseOptimizer):
 
     Args:
       learning_rate: A number, a Keras schedule, or a function without arguments. As the ratio
-        includes `trust_coefficient`, rates are far above those of SGD: 1 to 30 in the papers.
+        includes `trust_coefficient`, rates are much higher than for SGD: 1 to 30 in the papers.
       momentum: Decay of the velocity, in [0, 1) (default 0.9); 0 disables it.
       nesterov: True for Nesterov momentum (default False); requires momentum.
-      trust_coefficient: Share of its norm by which a layer may change in a step at rate 1, above 0
-        (default 0.001).
+      trust_coefficient: Fraction of its norm by which a layer may change in a step at rate 1, above
+        0 (default 0.001).
       weight_decay: Weight decay inside both ratio and step, from 0 (default 0). Keras's decoupled
         decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by SGD at the learning
@@ -49,8 +49,8 @@ class LARS(LayerWiseOptimizer):
       epsilon: Term added to the denominator of the ratio, from 0 (default 0).
       parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
         layers and receives the others. False computes all norms on every rank; "auto" (default)
-        uses the faster way, measured once at the first step. `DistributedOptimizer.plan` shows the
-        result.
+        uses the faster of both methods, measured once at the first step.
+        `DistributedOptimizer.plan` shows the choice.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 
@@ -59,14 +59,15 @@ class LARS(LayerWiseOptimizer):
 
     State: the velocity, named "momentum" as in Keras's SGD, so that
     `keras_callbacks.LearningRateSchedule` can correct it; float32 for 16-bit variables. Norms are
-    those of whole variables, even if ranks hold shards of them (`tfposeidon.ShardedOptimizer`).
+    computed over whole variables, even if ranks hold shards of variables
+    (`tfposeidon.ShardedOptimizer`).
 
     Memory: in addition to the state, the steps of all variables at once, because all norms are
     computed in one call.
 
     Source: You, Gitman and Ginsburg 2017, algorithm 1; CommLib (Shi et al. 2021), equation 11.
     Differs: exclusion, as in Paddle and MLPerf; `nesterov`; `epsilon`; and the sign of the
-    velocity, which is that of Keras's SGD.
+    velocity, as in Keras's SGD.
 
     >>> import keras
     >>> optimizer = LARS(2.0, weight_decay=1e-4)
@@ -122,8 +123,8 @@ class LARS(LayerWiseOptimizer):
         if self.built:
             return
         super().build(variables)
-        # The attribute has the same name as in SGD: callbacks that change the rate find the
-        # velocities by this name, and rescale them.
+        # The attribute must have the same name as in SGD, because callbacks that change the rate
+        # find the velocities by this name, and rescale them.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
 
     @override
@@ -165,7 +166,7 @@ class LAMB(LayerWiseOptimizer):
         m     = beta_1 m + (1 - beta_1) g
         v     = beta_2 v + (1 - beta_2) g^2
         r     = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay w
-        ratio = |w| / |r|, or 1 where one of them is 0
+        ratio = |w| / |r|, or 1 if |w| or |r| is 0
         w     = w - lr ratio r
 
     `keras.optimizers.Lamb` has no exclusion, and decays weights before the step, outside the ratio.
@@ -175,13 +176,13 @@ class LAMB(LayerWiseOptimizer):
       beta_1: Decay of the first moment, in [0, 1) (default 0.9).
       beta_2: Decay of the second moment, in [0, 1) (default 0.999).
       epsilon: Term added to the root of the second moment, above 0 (default 1e-6).
-      weight_decay: Weight decay inside the step, and so inside the ratio, from 0 (default 0).
-        Keras's decoupled decay is disabled.
+      weight_decay: Weight decay inside the step, and therefore inside the ratio, from 0 (default
+        0). Keras's decoupled decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
         `None` (default) for biases and parameters of normalization layers, regular expressions to
         search in the path, or a function of the variable.
       parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
-        layers, or "auto" (default). As in `LARS`.
+        layers and receives the others; "auto" (default) uses the faster method, as in `LARS`.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
         scale.
 
@@ -189,7 +190,7 @@ class LAMB(LayerWiseOptimizer):
       ValueError: If an argument is not in its range.
 
     State: both moments ("momentum", "velocity"), in the order of Keras's Lamb; float32 for 16-bit
-    variables. Norms are those of whole variables, even if ranks hold shards of them
+    variables. Norms are computed over whole variables, even if ranks hold shards of variables
     (`tfposeidon.ShardedOptimizer`).
 
     Memory: in addition to the state, the steps of all variables at once, because all norms are
@@ -256,8 +257,8 @@ class LAMB(LayerWiseOptimizer):
         """Updates a moment with a sample, and returns it without its bias towards 0."""
         average = tf.convert_to_tensor(kept) * beta + sample * (1.0 - beta)
         self.assign(kept, average)
-        # `-expm1(t log(beta))` is 1 - beta^t. In float32, the direct difference would lose four
-        # digits in the first steps at beta = 0.999, where it is about 0.001. With beta = 0 the
-        # logarithm is not defined, and the limit gives 1: no bias.
+        # Compute 1 - beta^t as `-expm1(t log(beta))`. In float32, the direct difference would lose
+        # four digits in the first steps at beta = 0.999, where it is about 0.001. For beta = 0 the
+        # logarithm is not defined, and its limit -inf gives 1, that is, no bias.
         exponent = math.log(beta) if beta else -math.inf
         return average / -tf.math.expm1(tf.cast(self.iterations + 1, sample.dtype) * exponent)

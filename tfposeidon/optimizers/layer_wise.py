@@ -1,7 +1,7 @@
-"""Layer-wise optimizers: their base class, norms of whole variables, and excluded variables.
+"""Base class of layer-wise optimizers, which scale the step of each variable by norms.
 
-Such an optimizer scales each step by norms. Biases and parameters of normalization are excluded by
-default.
+Norms are computed over whole variables. By default, biases and parameters of normalization layers
+are excluded, that is, not scaled.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ The norms are `[variables, tensors of a row]`; rows have equal lengths.
 """
 
 
-# Only the last word of the path counts, so that "unbiased_head/kernel" is not excluded. Paths are
-# needed because biases may have two axes (GRU, MultiHeadAttention), as may gamma and beta
-# (LayerNormalization over two axes).
+# Compare only the last word of the path, so that "unbiased_head/kernel" is not excluded. The number
+# of axes is not sufficient, because biases may have two axes (GRU, MultiHeadAttention), as may
+# gamma and beta (LayerNormalization over two axes).
 _SCALE_OR_SHIFT = re.compile(r"(^|[/_.])(bias|gamma|beta)(:\d+)?$")
 
 
@@ -44,13 +44,13 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     >>> excluded_indices(None, [kernel, bias]), excluded_indices(["kernel"], [kernel, bias])
     (frozenset({1}), frozenset({0}))
     """
-    # A shard owner holds a flat part of a variable. The rule applies to shape and path of the whole
-    # variable.
+    # Apply the rule to shape and path of the whole variable, because a shard owner stores only a
+    # flat part of the variable.
     variables = [getattr(variable, "whole", variable) for variable in variables]
     if exclude is None or callable(exclude):
         rule = _is_scale_or_shift if exclude is None else exclude
         indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
-        # The default rule may match nothing: a model without biases is valid.
+        # Do not warn about the default rule, because a model without biases is valid.
         if exclude is not None and variables and not indices:
             what = f"is a function that excludes no variable: {_name_of(rule)}"
             _warn_unused(what, "Correct the function, or use [].", variables)
@@ -143,7 +143,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Determines the excluded variables, and creates the state of all Keras optimizers."""
+        """Determines the excluded variables, and creates the state that Keras optimizers have."""
         super().build(variables)
         self._excluded = excluded_indices(self._exclude, variables)
         self.__dict__["_indices"] = indices_of(variables)
@@ -154,7 +154,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         return sorted(self._excluded)
 
     def scaled_variables(self, variables: Sequence[Any]) -> list[Any]:
-        """Returns the variables that are not excluded; all must be known from `build`."""
+        """Returns those of `variables` that are not excluded; `build` must have received all."""
         return [variable for variable in variables if not self._is_excluded(variable)]
 
     @override
@@ -202,7 +202,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Updates moments; returns the step at rate 1 with decay, and a tensor for the ratio.
 
-        The ratio compares the norm of this tensor with that of the value.
+        The ratio compares the norm of this tensor with the norm of the value.
         """
 
     @abc.abstractmethod
@@ -233,10 +233,10 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _new_state(
         self, variables: Sequence[Any], *names: str
     ) -> list[list[keras.Variable | None]]:
-        """Returns one list per name of zero-initialized state, one entry per variable."""
+        """Returns zero-initialized state: one list per name, with one entry per variable."""
         found: list[list[keras.Variable | None]] = [[] for _ in names]
-        # Create them by variable, then by name, which is the order of Keras's optimizers, so that
-        # their files are compatible.
+        # Create state by variable, then by name, in the order of Keras's optimizers, so that saved
+        # files are compatible.
         for variable in variables:
             dtype = arithmetic_dtype(variable.dtype).name
             for name, of_name in zip(names, found, strict=True):
@@ -255,8 +255,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Does nothing: the step already includes the decay, which must not be applied twice."""
 
-    # This private method is the innermost one in Keras that receives all variables at once. It
-    # calls `update_step` per variable, whereas the norms must be computed together.
+    # Override this private method, because it is the innermost one in Keras that receives all
+    # variables at once. Keras's version calls `update_step` per variable, whereas the norms must be
+    # computed together.
     @override
     def _distributed_tf_update_step(
         self, distribution: Any, grads_and_vars: Any, learning_rate: Any
@@ -293,10 +294,11 @@ def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -
     """Returns the norms of whole tensors in `norm_dtype`, computed on this rank."""
     dtype = norm_dtype(rows)
     tensors = [tf.cast(tensor, dtype) for row in rows for tensor in row]
-    # The native op would run on the CPU, and all weights would be copied there at every step.
+    # Avoid the native op without its GPU kernel: it would run on the CPU, and every step would copy
+    # all weights to the CPU.
     is_on_cpu = bool(tf.config.list_logical_devices("GPU")) and not native.has_gpu_kernels()
-    # The native op sums squares in 64 bits, TensorFlow's in `dtype`. TensorFlow's ops are used
-    # where the native one cannot run: in XLA, on GPUs that it was not built for, and in float64.
+    # Use TensorFlow's ops, which sum squares in `dtype`, where the native op cannot run: in XLA, on
+    # GPUs that it was not built for, and in float64. The native op sums squares in 64 bits.
     if native.in_xla() or dtype == tf.float64 or is_on_cpu:
         norms = tf.stack([tf.sqrt(tf.reduce_sum(tf.square(tensor))) for tensor in tensors])
     else:
@@ -330,7 +332,8 @@ def _dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:
     """Returns a dense gradient of `arithmetic_dtype`; rows of equal index are summed."""
     dtype = arithmetic_dtype(variable.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        # Keras does not sum rows of equal index; in 16 bits, a sum of many would lose small values.
+        # Keras does not sum rows of equal index. Sum them in `dtype`, because a sum of many 16-bit
+        # values would lose small ones.
         rows = tf.cast(gradient.values, dtype)
         gradient = tf.math.unsorted_segment_sum(rows, gradient.indices, variable.shape[0])
     return tf.cast(gradient, dtype)

@@ -1,4 +1,4 @@
-"""Learning rate schedules that Keras lacks: polynomial with warm-up, and cosine in epochs."""
+"""Learning rate schedules that Keras does not have: polynomial with warm-up, cosine in epochs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
     the default `initial_learning_rate`, the first step has rate 0 and changes nothing, as in
     Keras's `CosineDecay`.
 
-    Steps are those that the optimizer counts: with `gradient_accumulation_steps`, every batch.
+    Steps are counted by the optimizer, which with `gradient_accumulation_steps` counts every batch.
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.
@@ -121,7 +121,8 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
             left = 1.0 - tf.clip_by_value(since_peak / self.decay_steps, 0.0, 1.0)
             peak, end = self.peak_learning_rate, self.end_learning_rate
             decayed = end + (peak - end) * left**self.power
-            # Without a warm-up, no step precedes the peak, and this value is not used.
+            # Avoid a division by 0 without a warm-up. No step then precedes the peak, and this
+            # value is not used.
             rise = (peak - self.initial_learning_rate) * since_peak / max(1, self.warmup_steps)
             return tf.where(since_peak < 0.0, peak + rise, decayed)
 

@@ -1,7 +1,7 @@
-"""Inspection of optimizers inside others, and the base class of optimizers that contain one.
+"""Inspects nested optimizers, and defines the base class of optimizers that wrap another one.
 
-The base class does not communicate. Through it, Keras reads the step counter of the inner
-optimizer, reads and sets its learning rate, and saves it.
+The base class does not communicate. Through the base class, Keras reads the inner optimizer's step
+counter, reads and sets its learning rate, and saves the inner optimizer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def innermost(optimizer: Any) -> Any:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside that contain no others, at any depth; itself if it has none."""
-    # Inner optimizers are in attributes, or in lists and dictionaries there, as in Keras's
-    # `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
+    """Returns the nested optimizers that contain no others, or the optimizer itself."""
+    # Inner optimizers are attributes, or items of attributes that are lists or dictionaries, as in
+    # Keras's `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
     inside = {}
     for value in vars(optimizer).values():
         items = list(value.values()) if isinstance(value, Mapping) else value
@@ -48,7 +48,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def leave_out_replica_sum(optimizer: Any) -> None:
-    """Leaves out of Keras's update the sum over replicas of `tf.distribute`, which is refused."""
+    """Disables Keras's sum over replicas, because `tf.distribute` is not supported."""
     # Keras's method joins all gradients, so that the first update, or gather from shard owners,
     # would wait for the last exchange. It also registers a gradient function permanently, which
     # references the graph of each traced step.
@@ -57,7 +57,7 @@ def leave_out_replica_sum(optimizer: Any) -> None:
 
 
 def accumulated_steps(optimizer: Any) -> int | None:
-    """Returns the gradient accumulation steps, or `None` if optimizers inside differ in them.
+    """Returns the number of gradient accumulation steps; `None` if nested optimizers differ.
 
     >>> import keras
     >>> accumulated_steps(keras.optimizers.SGD(gradient_accumulation_steps=4))
@@ -68,14 +68,14 @@ def accumulated_steps(optimizer: Any) -> int | None:
 
 
 def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
-    """Returns an optimizer's class and nested configuration, flat, for JSON; without names.
+    """Returns class and configuration of an optimizer, without names, as a flat dict for JSON.
 
     >>> import keras
     >>> found = settings(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)))
     >>> found["optimizer"], found["optimizer.inner_optimizer.learning_rate"]
     ('LossScaleOptimizer', 0.5)
     """
-    # Rates are variables, which must be read outside of the traced step.
+    # Read values outside of the traced step, because learning rates are variables.
     with tf.init_scope():
         return dict(_flat(prefix, _class_and_config(optimizer)))
 
@@ -83,11 +83,11 @@ def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
 def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
-    except Exception:  # noqa: BLE001, of users' own optimizers, and of functions without a name
+    except Exception:  # noqa: BLE001, which users' optimizers and unnamed functions may raise
         simple = bool | int | float | str | None
         attributes = vars(value).items()
         config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}
-    # Keras's optimizers include inner ones in their configuration; those of users may not.
+    # Keras's optimizers include inner optimizers in their configuration; users' own may not.
     saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
     if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
         inside = [one for one in leaves(value) if one is not value]
@@ -103,8 +103,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if "class_name" in value:
             yield name, value["class_name"]
             config = value.get("config")
-            # The configuration of a function is its name, or its code if it has no name. Code is
-            # left out, because it is not comparable between ranks.
+            # The configuration of a function is its name, or its code if it has no name. Leave out
+            # code, because it is not comparable between ranks.
             value = config if isinstance(config, Mapping) else {"function": config}
         for key, item in value.items():
             if key not in ("name", "code"):
@@ -135,8 +135,8 @@ def _plain(value: Any) -> Any:
 
 def slots(optimizer: Any) -> list[Any]:
     """Returns the floating-point state of a built optimizer, such as velocities, without rates."""
-    # This state belongs to a number of steps, with which optimizers such as Adam correct their
-    # bias.
+    # Optimizers such as Adam correct the bias of this state with their step counter, so the state
+    # is valid only for one value of the counter.
     return [
         variable
         for leaf in leaves(optimizer)
@@ -171,18 +171,18 @@ def reset_slots(optimizer: Any) -> None:
     0.5
     """
     for leaf in leaves(optimizer):
-        # Adagrad and Ftrl divide by these, so they do not start at 0.
+        # Adagrad and Ftrl divide by these accumulators, so they do not start at 0.
         accumulators = {id(variable) for variable in getattr(leaf, "_accumulators", [])}
         start = getattr(leaf, "initial_accumulator_value", 0.0)
         for variable in slots(leaf):
-            # Nadam has a product over its steps, whose counter is not reset.
+            # Do not reset Nadam's product over its steps, because the step counter is not reset.
             if variable is not getattr(leaf, "_u_product", None):
                 value = start if id(variable) in accumulators else 0.0
                 variable.assign(keras.ops.full_like(variable, value))
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
-    """Keras optimizer whose counter, learning rate and saving are those of an inner optimizer."""
+    """Keras optimizer that delegates step counter, learning rate and saving to an inner one."""
 
     built: bool
     _indices: dict[Any, int]
@@ -196,7 +196,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         name: str,
     ) -> None:
         super().__init__(
-            # The rate is unused: the property `learning_rate` is that of the inner optimizer.
+            # This rate is unused: the property `learning_rate` returns the inner optimizer's rate.
             learning_rate=0.0,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
@@ -206,7 +206,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     def _adopt(self, variables: Sequence[Any]) -> None:
         """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
         leave_out_replica_sum(self.inner_optimizer)
-        # Bypass Keras's `build`, which would create accumulators for this wrapper too, and its
+        # Bypass Keras's `build`, which would create accumulators for this wrapper, too, and Keras's
         # attribute tracking, which would add the weights to this optimizer's variables.
         self.__dict__["_trainable_variables"] = list(variables)
         self.__dict__["_indices"] = indices_of(variables)
@@ -238,18 +238,18 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """Averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
+        """Moving averages of weights, which `SwapEMAWeights` reads here under a loss scale."""
         return list(innermost(self)._model_variables_moving_average)
 
     @property
     def optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """Optimizers of a `MultiOptimizer` inside, whose rates Keras's callbacks set separately."""
+        """Optimizers of an inner `MultiOptimizer`, whose rates Keras's callbacks set separately."""
         return list(innermost(self).optimizers)
 
     @override
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
-        """Returns an optimizer from the result of `get_config`, without Horovod or a launcher."""
+        """Creates an optimizer from the result of `get_config`; needs no Horovod or launcher."""
         deserialize = keras.saving.deserialize_keras_object
         objects: dict[str, Any] = {
             key: deserialize(config[key], custom_objects=custom_objects)
@@ -260,7 +260,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Assigns arrays to `variables`, those of the inner optimizer, in their order."""
+        """Assigns arrays to the inner optimizer's `variables`, in their order."""
         if not self.built:
             raise ValueError(
                 "The optimizer must be built before its weights are set. Received: an optimizer "
@@ -309,7 +309,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Ends `fit` as the inner optimizer does."""
+        """Finalizes variables at the end of `fit` as the inner optimizer does."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     @override

@@ -1,4 +1,4 @@
-"""Policies, which choose a scheme for each variable and give a reason."""
+"""Policies choose a scheme for each variable, and give the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["POLICIES", "Choice", "Policy", "Rules", "Uniform", "parse"]
 
 @dataclass(frozen=True, init=False)
 class Rules(Policy):
-    """Schemes by variable path: the first rule whose pattern is found in the path decides.
+    """Chooses schemes by variable path: the first rule whose pattern is in the path decides.
 
     Variables that match no rule use all-reduce; a last rule `(".", "auto")` uses `Auto` for them.
 
@@ -28,7 +28,8 @@ class Rules(Policy):
 
     Raises:
       ValueError: If `rules` are not pairs, a pattern is not a regular expression, a scheme is
-        unknown, or policies have different planners or readers, of which a plan has one.
+        unknown, or policies have different planners or readers, because a plan has only one of
+        each.
 
     Example:
       >>> from tfposeidon.communication.topology import Topology
@@ -61,15 +62,15 @@ class Rules(Policy):
         for pattern, policy in self.rules:
             if re.search(pattern, description.path):
                 choice = policy.choose(description, topology)
-                # The reasons of these two policies add nothing to the rule.
+                # Leave out the reasons of these two policies, which add nothing to the rule.
                 why = "" if isinstance(policy, Uniform | Rules) else f": {choice.reason}"
                 return replace(choice, reason=f"rule {pattern!r}{why}")
         return Choice(AllReduce(), "no rule matches")
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
-        # Keras numbers layers across all models of a process, so the names in a rebuilt or loaded
-        # model may differ.
+        # A rule may stop matching in a rebuilt or loaded model, because Keras numbers layers across
+        # all models of a process.
         paths = [description.path for description in descriptions]
         return [
             f"rule {pattern!r} matches no variable path, such as {paths[0]!r}"
@@ -94,7 +95,7 @@ def _check_same(kind: str, found: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class Fallback(Policy):
-    """All-reduce for every variable, with the reason why no other scheme is used."""
+    """Uses all-reduce for every variable, with the reason why no other scheme is used."""
 
     reason: str
 
@@ -145,7 +146,7 @@ def parse(scheme: Any) -> Policy:
 
 
 def _checked_pattern(pattern: Any) -> str:
-    # Models are saved with their rules, and a compiled pattern cannot be saved.
+    # Refuse a compiled pattern, because models are saved with their rules, and it cannot be saved.
     if not isinstance(pattern, str):
         raise ValueError(
             "A rule's pattern must be a regular expression, as a string. Received: "

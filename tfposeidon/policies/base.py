@@ -17,7 +17,7 @@ from tfposeidon.schemes.base import Scheme
 
 @dataclass(frozen=True)
 class Choice:
-    """Scheme of one variable, with the reason for it.
+    """Scheme of one variable, with the reason for the choice.
 
     Example:
       >>> from tfposeidon import policies, schemes
@@ -31,11 +31,11 @@ class Choice:
     reason: str
     """Reason in a few words, for the plan."""
     candidates: tuple[tuple[str, float], ...] = ()
-    """Name of each scheme that was compared, and its bytes per node."""
+    """Name of each scheme that was compared, and its number of bytes per node."""
 
 
 class Policy(Configured, ABC):
-    """Choice of schemes by the description of gradients and the topology, never by values.
+    """Chooses schemes from the descriptions of gradients and the topology, never from values.
 
     Subclasses are frozen dataclasses, so that models can be saved with them.
 
@@ -66,7 +66,7 @@ class Policy(Configured, ABC):
           topology: Topology of the job; the choice is the same on all ranks.
 
         Returns:
-          The scheme, with the reason for it.
+          The scheme, with the reason for the choice.
         """
 
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
@@ -87,24 +87,25 @@ class Policy(Configured, ABC):
 
     @property
     def reader(self) -> GradientReader | None:
-        """Reader of the structure of gradients on which choices depend, if they depend on any."""
+        """Reader of the gradients' structures that choices depend on; `None` if on none."""
         return next((part.reader for part in self.parts if part.reader), None)
 
     @property
     def keeps_state(self) -> bool:
-        """True if some of its schemes have state, even on one rank."""
+        """True if some of the policy's schemes have state, even on one rank."""
         return any(part.keeps_state for part in self.parts)
 
     @property
     def corrects_momentum(self) -> bool:
-        """True if some of its schemes accumulate velocity, so that the optimizer must not."""
+        """True if some of the schemes accumulate velocity, so that the optimizer must not."""
         return any(part.corrects_momentum for part in self.parts)
 
     @property
     def planner(self) -> Callable[..., Any] | None:
-        """Class of the planner that this policy needs, if choices depend on more than gradients.
+        """Class of the planner that this policy needs; `None` if `choose` determines the plan.
 
-        It is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces `choose`.
+        The planner is a subclass of `tfposeidon.exchange.agreed_plan.Planner`, and replaces
+        `choose` if choices depend on more than descriptions and topology.
         """
         return next((part.planner for part in self.parts if part.planner), None)
 
@@ -116,7 +117,7 @@ class Policy(Configured, ABC):
 
 @dataclass(frozen=True)
 class Uniform(Policy):
-    """One scheme for every variable.
+    """Uses one scheme for every variable.
 
     Args:
       scheme: Scheme for every variable.

@@ -1,4 +1,4 @@
-"""Communication schemes, their names for `scheme=`, and the classes that a custom scheme needs."""
+"""Communication schemes, their names for `scheme=`, and the classes that custom schemes need."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,9 @@
 """Base classes of schemes, the central abstraction of this package.
 
-Think of a scheme as a pure function from a gradient and a state to the mean gradient and a new
-state. The residual is the part of earlier gradients that a scheme has not sent yet. Its size is
-that of the sum from which a scheme selects, which in a hierarchical exchange is the sum of a shard.
+Think of a scheme as a pure function from a gradient and a state to the averaged gradient and a new
+state. The residual is the part of earlier gradients that a scheme has not sent yet. It has the
+shape of the sum from which a scheme selects, which in a hierarchical exchange is the sum of a
+shard.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Scheme(Configured, ABC):
     """Name that plans print; by default the name of the class in lower case."""
 
     averages: ClassVar[bool] = True
-    """False if the result is not a mean, so that it is not weighted by samples."""
+    """False if the result is not a mean, so that ranks are not weighted by their samples."""
 
     loads_evenly: ClassVar[bool] = True
     """True if nodes of equal size send and receive equal numbers of bytes."""
@@ -122,7 +123,7 @@ class Scheme(Configured, ABC):
     # ------------------------------------------------------------------ planning
 
     def refusal(self, description: Description) -> str:
-        """Returns why the scheme cannot exchange a gradient, which then uses `AllReduce`, or `""`.
+        """Returns why `AllReduce` must exchange a gradient instead of the scheme, or `""`.
 
         Args:
           description: Description of the gradient.
@@ -182,7 +183,7 @@ class Scheme(Configured, ABC):
         return total_cost(self.stages(length, itemsize, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
-        """Returns a remark if the exchange differs from that of the scheme's name, else `""`.
+        """Returns a remark if the exchange is not the one that the scheme is named after, or `""`.
 
         Args:
           length: Number of elements of the bucket.
@@ -219,7 +220,7 @@ class Scheme(Configured, ABC):
         name: str,
         zeros: Zeros,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Exchanges the gradients of a bucket as the scheme's reader took them.
+        """Exchanges the gradients of a bucket in the form that the scheme's reader returned.
 
         Args:
           gradients: Gradient of each variable, from the reader; `None` for zeros.
@@ -284,7 +285,7 @@ class Scheme(Configured, ABC):
         return state
 
     def has_flushed(self, state: State) -> bool:
-        """Returns whether a step that was not skipped has sent everything since `flushing`.
+        """Returns whether, since `flushing`, a step that was not skipped has sent all residuals.
 
         Args:
           state: State of the bucket, as eager tensors.
@@ -295,17 +296,18 @@ class Scheme(Configured, ABC):
 class ResidualScheme(Scheme, ABC):
     """Scheme that sends a part of the gradient and retains the rest as residual for later steps.
 
-    The first of its slots has shape `()`. It is 0 or more while the scheme sends parts, and
+    The first of its slots has shape `()`. Its value is 0 or more while the scheme sends parts, and
     `FLUSHING` if the next exchange must send everything. That exchange returns `FLUSHED`. All other
     slots are in the gradient's unit.
 
     `benchmarks/baselines/one_bit.py` is an example.
 
     Attributes:
-      min_elements: Option of each such scheme: variables with fewer elements are sent densely.
+      min_elements: Number of elements below which a variable is sent densely. Each such scheme has
+        this option.
     """
 
-    # A skipped step discards the new state, so the end of a flush needs a number of its own.
+    # `FLUSHED` is a value of its own, because a skipped step discards the new state.
     FLUSHING: ClassVar[float] = -1.0
     """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0

@@ -1,4 +1,4 @@
-"""Schemes that send all elements: all-reduce, all-to-all, 2D torus, parameter server, maximum."""
+"""Dense schemes, which send all elements: averages by four methods, and the maximum."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class AllToAll(WithWireDtype, Scheme):
 
     Args:
       wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
-        `"float16"` or `"bfloat16"`: half the bytes of float32, summed in float32. With float16,
-        values beyond 65504 become infinite.
+        `"float16"` or `"bfloat16"`. 16-bit values have half the bytes of float32, and are summed in
+        float32. With float16, values beyond 65504 become infinite.
 
     Raises:
       ValueError: If `wire_dtype` has another value.
@@ -117,7 +117,7 @@ class AllToAll(WithWireDtype, Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class Torus2D(WithWireDtype, Scheme):
-    """Reduce-scatter in the node, all-reduce across nodes, all-gather in the node (2DTAR).
+    """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
     nodes, so all n network interfaces of a node are busy at once.
@@ -133,7 +133,7 @@ class Torus2D(WithWireDtype, Scheme):
     and 2 d (m - 1) / (m n) across nodes, for d elements.
     Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
     is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
-    positions that every node has own shards, and the other ranks only contribute.
+    ranks at positions that every node has own shards, and the other ranks only contribute.
 
     Example:
       >>> from tfposeidon import schemes
@@ -158,16 +158,17 @@ class Torus2D(WithWireDtype, Scheme):
 class ParameterServer(Scheme):
     """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
 
-    Every node is both worker and shard owner. A bucket is split into equal parts, one per node.
-    Nodes of several ranks sum inside first, and each rank owns a shard of the node's part.
+    Every node is both worker and shard owner. A bucket is split into equal parts, one per node. The
+    ranks of a node first sum their gradients, and each rank owns a shard of the node's part.
 
-    Every rank updates its variables with the means. `tfposeidon.ShardedOptimizer` keeps means and
-    optimizer state with the shard owners, and gathers variables instead.
+    Every rank updates all variables with the averaged gradients. In
+    `tfposeidon.ShardedOptimizer`, shard owners instead retain their averaged gradients and
+    optimizer state, and updated variables are gathered.
 
     Args:
-      pair_bytes: Bytes, over all buckets, by which the shards of two owners may differ (default 2
-        MiB). Parts differ by one element at most, which is always within this limit, so it has no
-        effect.
+      pair_bytes: Maximum difference in bytes between the shards of two owners, over all buckets
+        (default 2 MiB). It has no effect, because the parts of a bucket differ by at most one
+        element.
 
     Raises:
       ValueError: If `pair_bytes` is not positive.
@@ -175,7 +176,7 @@ class ParameterServer(Scheme):
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
     received, for P nodes and d elements.
     Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; push is an all-to-all with a local
-    sum, pull an all-gather. Differs: every bucket is sharded over all nodes, where each of
+    sum, and pull is an all-gather. Differs: every bucket is sharded over all nodes, whereas each of
     Poseidon's 2 MB pairs has one server. Horovod runs one exchange after another: with a bucket on
     one server, only that server's network connection would be busy.
 
@@ -224,11 +225,11 @@ class ParameterServer(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class Largest(Scheme):
-    """Scheme that returns the elementwise maximum over all ranks, by an all-gather.
+    """Returns the elementwise maximum over all ranks, by an all-gather.
 
-    Plans use it for variables with `overwrite_with_gradient`, such as float8 scales and histories,
-    which are never negative. Keras takes the maximum over accumulated calls; this extends it over
-    ranks. No policy chooses it.
+    Plans use this scheme for variables with `overwrite_with_gradient`, such as float8 scales and
+    histories, which are never negative. Keras takes the maximum over accumulated calls, and this
+    scheme takes it over ranks. No policy chooses this scheme.
     """
 
     averages: ClassVar[bool] = False

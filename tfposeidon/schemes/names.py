@@ -1,7 +1,7 @@
-"""Names of schemes, policies and planners that features at the edge define.
+"""Resolves names of schemes, policies and planners that optional features define.
 
-This is the only module of the core that names such a feature. It imports the feature when a name is
-used, and leaves out the names of features that are not installed.
+This is the only module of the core that refers to such a feature. It imports the feature when one
+of its names is used, and omits the names of features that are not installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEMES = _installed(
         "Factors": "tfposeidon.factors.schemes",
     }
 )
-"""Modules of the names in `tfposeidon.schemes`."""
+"""Module that defines each name that `tfposeidon.schemes` imports on use."""
 
 POLICIES = _installed(
     {
@@ -36,17 +36,17 @@ POLICIES = _installed(
         "best_scheme_values": "tfposeidon.factors.schemes",
     }
 )
-"""Modules of the names in `tfposeidon.policies`."""
+"""Module that defines each name that `tfposeidon.policies` imports on use."""
 
 PLANNERS = _installed({"AutoPlanner": "tfposeidon.autotune.planner"})
-"""Module of the planner that predicts steps."""
+"""Module that defines the planner that predicts steps."""
 
 _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
-"""Classes by the name that users pass as `scheme=`."""
+"""Names of classes, by the name that users pass as `scheme=`."""
 
 
 def resolve(names: Mapping[str, str], package: str, name: str) -> Any:
-    """Imports and returns the object of a name; for `__getattr__` of a package."""
+    """Imports and returns the object with a name, for `__getattr__` of a package."""
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(importlib.import_module(names[name]), name)
@@ -62,6 +62,6 @@ def constructors(names: Mapping[str, str], package: str) -> dict[str, Callable[[
 
 
 def register_all() -> None:
-    """Imports the installed features, whose classes Keras then finds in saved models."""
+    """Imports the installed features, so that Keras finds their classes when it loads a model."""
     for module in {*SCHEMES.values(), *POLICIES.values()}:
         importlib.import_module(module)

@@ -112,8 +112,8 @@ class SparseScheme(ResidualScheme):
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
         layout = self._layout(gradient.shape[0], wire.topology)
-        # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the residual
-        # is that of the shard, and the shard's owner stores it.
+        # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the owner of
+        # each shard of the sum stores its residual.
         steps, kept_before = self._unpack_state(state, layout)
         shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
         # Residuals are float32: in 16 bits, additions of small values would be lost.
@@ -125,8 +125,8 @@ class SparseScheme(ResidualScheme):
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(layout.length, steps)
-            # Seeds differ between steps, and between ranks if there are fewer than the factor. With
-            # a fixed window of MSTopK and no residual, some tied elements would never be sent.
+            # Seeds differ between steps, and between up to a million ranks. If MSTopK's window were
+            # fixed and there were no residual, some tied elements would never be sent.
             seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
             packed, kept = self._select(shard, kept_before, k, seed)
             return self._sparse_mean(packed, layout, steps, wire, name), kept
@@ -135,7 +135,7 @@ class SparseScheme(ResidualScheme):
             mean, kept = dense()
         else:
             mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
-        # A negative number is a mode and not a count. This step sent everything.
+        # Negative `steps` are a mode and not a count: this step has sent everything.
         steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
@@ -144,11 +144,12 @@ class SparseScheme(ResidualScheme):
     ) -> tuple[tf.Tensor, State]:
         """Returns a message with `k` pairs, and the new residual and velocity.
 
-        With a residual, values are already rounded to the wire dtype, and the residual holds the
-        rounding error.
+        With a residual, values are already rounded to the wire dtype, and the residual includes the
+        rounding errors.
         """
-        # In all cases, scatter(values) + new residual = residual + gradient, with the velocity
-        # instead of the gradient if there is one. Without a residual, rounding errors are lost.
+        # With a residual, scatter(values) + new residual = residual + gradient, where momentum
+        # correction replaces the gradient by the accumulated velocity. Without a residual, rounding
+        # errors and elements that are not selected are lost.
         options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
         new: list[tf.Tensor] = []
         if self.corrects_momentum:
@@ -165,13 +166,14 @@ class SparseScheme(ResidualScheme):
         return pack_pairs(values, indices, self.wire_dtype), tuple(new)
 
     def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
-        """Selects all elements, as if `k` were `n`, except that velocity is not masked."""
+        """Selects all elements, like `_select` but without a mask on the velocity."""
         if not kept:
             return gradient, ()
         residual, *velocity = kept
         if not velocity:
             return residual + gradient, (tf.zeros_like(gradient),)
-        # Masking velocity compensates for delayed elements, and here none is delayed.
+        # Do not mask velocity, because masking compensates for delayed elements, and none is
+        # delayed here.
         moved = self.momentum * velocity[0] + gradient
         return residual + moved, (tf.zeros_like(gradient), moved)
 
@@ -203,7 +205,7 @@ class SparseScheme(ResidualScheme):
         if any(offsets):
             pairs = zip(messages, offsets, strict=True)
             indices += tf.concat([tf.fill([count * k], begin) for (count, k), begin in pairs], 0)
-        # Divide before scattering: k values per rank instead of all elements.
+        # Divide before scattering, because there are fewer values than elements.
         mean = ops.scatter_add(values / wire.topology.size, indices, sum(lengths), counts)
         mean = tf.ensure_shape(mean, [sum(lengths)])
         return mean if gathers else stages.gather(mean, node, wire, f"{name}.sums_in_node")
@@ -289,7 +291,10 @@ class SparseScheme(ResidualScheme):
         return state[0], state[1:]
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
-        """Returns how many elements of a shard are sent: at least one, if it has any."""
+        """Returns how many elements of a shard are sent: at least one, if it has any.
+
+        `steps=None` means after the warm-up.
+        """
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
@@ -298,7 +303,7 @@ class SparseScheme(ResidualScheme):
         return tf.clip_by_value(count, min(1, length), length)
 
     def _is_dense(self, layout: _Layout) -> bool:
-        """Returns whether all steps send values: on one rank, or if pairs would be more bytes."""
+        """Returns whether all steps send values: on one rank, or if pairs would have more bytes."""
         is_single_rank = layout.node_count == 1 and layout.node.group.size == 1
         return is_single_rank or all(
             bool(self._pairs_outweigh_values(layout, self._selected_count(n), n))
@@ -306,7 +311,7 @@ class SparseScheme(ResidualScheme):
         )
 
     def _pairs_outweigh_values(self, layout: _Layout, k: Any, length: int) -> Any:
-        # Across nodes, a dense sum moves each value twice; on one node, pairs only replace a
+        # Across nodes, a dense exchange sends each value twice; on one node, pairs only replace a
         # gather.
         moves = 2 if layout.node_count > 1 else 1
         return k * layout.node_count * pair_bytes(self.wire_dtype) >= moves * 4 * length
@@ -322,7 +327,7 @@ class SparseScheme(ResidualScheme):
         return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(layout, k, longest))
 
     def _gathers_pairs(self, layout: _Layout) -> bool:
-        """Returns whether pairs in the node are fewer bytes than their sums, at final density."""
+        """Returns whether pairs in the node have fewer bytes than sums, at the final density."""
         width = pair_bytes(self.wire_dtype)
         counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
         return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
@@ -341,7 +346,7 @@ class TopK(SparseScheme):
       error_feedback: True (default) to add the elements that are not sent to the next gradient.
         Otherwise they are lost.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
-        0: none). The optimizer's own must then be 0.
+        0: none). The optimizer's own momentum must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
         0).
       min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
@@ -350,9 +355,9 @@ class TopK(SparseScheme):
     Raises:
       ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
 
-    Cost: P ranks, d elements: (P - 1) density d pairs sent per rank.
+    Cost: (P - 1) density d pairs sent per rank, for P ranks and d elements.
     Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
-    feedback; where pairs would be more bytes than the dense exchange, values are sent densely.
+    feedback; where pairs would have more bytes than the dense exchange, values are sent densely.
 
     Example:
       >>> from tfposeidon import schemes
@@ -374,10 +379,10 @@ class TopK(SparseScheme):
 class HiTopK(SparseScheme):
     """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
 
-    The ranks at one position of every node exchange the largest elements of their shard. So all n
-    network interfaces of a node are busy at once, and each element is selected once per node, from
-    the sum of its ranks. The residual is that of the shard. The last stage gathers pairs or sums in
-    the node, whichever is fewer bytes.
+    The ranks at one position of every node exchange the largest elements of their shard. Therefore,
+    all n network interfaces of a node are busy at once, and each element is selected once per node,
+    from the sum over the node's ranks. Each rank stores the residual of its shard. The last stage
+    gathers pairs or sums in the node, whichever have fewer bytes.
 
     Args:
       density: Share of elements that each node sends, in (0, 1] (default 0.01).
@@ -389,7 +394,7 @@ class HiTopK(SparseScheme):
       error_feedback: True (default) to add the elements that are not sent to the next gradient.
         Otherwise they are lost.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
-        0: none). The optimizer's own must then be 0.
+        0: none). The optimizer's own momentum must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
         0).
       min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
@@ -398,12 +403,12 @@ class HiTopK(SparseScheme):
     Raises:
       ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
 
-    Cost: m nodes of n ranks, d elements, k = density d / n: (n - 1) d / n values per rank in the
-    node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k pairs or (n - 1)
-    d / n values.
+    Cost: For m nodes of n ranks, d elements and k = density d / n, each rank sends (n - 1) d / n
+    values in the node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k
+    pairs or (n - 1) d / n values.
     Source: Shi et al. 2021 (CommLib), section 3.2, Algorithm 2. Differs: error feedback on the
     shard; indices and values in one message; the scatter is an all-to-all with a local sum (see
-    `stages`); where pairs would be more bytes than the dense exchange, values are sent densely.
+    `stages`); where pairs would have more bytes than the dense exchange, values are sent densely.
 
     Example:
       >>> from tfposeidon import schemes

@@ -67,9 +67,9 @@ class Transfer:
       name: Suffix of the collective's name, after the prefix of the bucket; the same on all ranks.
       operation: Collective of `Wire`.
       group: Ranks that take part.
-      parts_bytes: Payload bytes. For an all-gather the part of each rank of the group, for an
-        all-to-all the part that this rank sends to each; for other collectives one number, the size
-        of the vector.
+      parts_bytes: Numbers of payload bytes: for an all-gather, the part of each rank of the group;
+        for an all-to-all, the part that this rank sends to each rank of the group; for other
+        collectives, only the size of the vector.
       itemsize: Size in bytes of an element as it is sent (default 4).
       root: Rank whose values are broadcast (default 0); ignored by other collectives.
 
@@ -121,8 +121,8 @@ class Transfer:
         return (p - 1).bit_length() if self.operation == "broadcast" else p - 1
 
     def messages(self, rank: int) -> dict[int, float]:
-        """Returns the payload bytes that a rank of the group sends to each receiver."""
-        # The rings are those of Patarasuk and Yuan 2009, in Horovod's directions over Gloo: an
+        """Returns how many payload bytes a rank of the group sends to each receiver."""
+        # Rings are as in Patarasuk and Yuan 2009, in the directions that Horovod uses over Gloo: an
         # all-reduce sends to the preceding rank, an all-gather to the following one.
         p = self.group.size
         if p == 1:
@@ -132,7 +132,7 @@ class Transfer:
             return {self.group.ranks[me - 1]: 2 * self.parts_bytes[0] * (p - 1) / p}
         if self.operation == "all_gather":
             successor = (me + 1) % p
-            # The successor already has its own part, which would be sent last.
+            # Omit the successor's own part, which would be sent last.
             sent_on = sum(self.parts_bytes) - self.parts_bytes[successor]
             return {self.group.ranks[successor]: sent_on}
         if self.operation == "all_to_all":
@@ -150,7 +150,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns the steps, and the bytes that `topology.rank` sends within and across nodes."""
+        """Returns the number of steps and of bytes that `topology.rank` sends, by destination."""
         me, messages = topology.rank, self.messages(topology.rank)
         within = sum((size for peer, size in messages.items() if topology.same_node(me, peer)), 0.0)
         cross = sum(messages.values()) - within
@@ -177,7 +177,7 @@ class Work:
     operations: float = 0.0
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns the cost, which consists of the operations."""
+        """Returns the cost, which consists of the operations, because nothing is sent."""
         return Cost(flops=self.operations)
 
 
@@ -272,7 +272,7 @@ def scatter_sum(
 def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tensor:
     """Gathers all shards on every rank, with the same bits on each.
 
-    Values stay encoded, so that values sent twice need no conversion in between.
+    Values stay encoded, so that hierarchical schemes, which gather twice, convert them only once.
 
     Args:
       encoded: Shard of this rank, `[own length]`, in the dtype that is sent.
@@ -370,7 +370,7 @@ def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | N
 
 
 def mean_by_levels(vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
-    """Averages `[n]` over all ranks: sums in the node and across nodes, then gathers in reverse."""
+    """Averages a vector: sums it in the node and across nodes, then gathers in reverse order."""
     own = own_mean_by_levels(vector, wire, name, wire_dtype)
     return gather_by_levels(own, vector.shape[0], wire, name, wire_dtype)
 
@@ -382,7 +382,7 @@ def own_mean_by_levels(
     node, across = shards_by_level(vector.shape[0], wire.topology)
     shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
     if across is None:
-        # The shard is empty.
+        # The rank's position does not exist in every node, so its shard is empty.
         return shard
     # Divide once, by the number of all ranks: a mean of node means would weight uneven nodes
     # equally.

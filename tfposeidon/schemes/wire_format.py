@@ -1,4 +1,4 @@
-"""Formats of messages: values as they are or rounded to 16 bits, and values with their indices."""
+"""Converts values to messages and back, optionally in 16 bits, and alone or with their indices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WithWireDtype:
 def check_wire_dtype(
     wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
 ) -> None:
-    """Refuses a dtype in which values cannot be sent; the error ends with `remedy`."""
+    """Refuses a dtype in which values cannot be sent, with an error that ends with `remedy`."""
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
@@ -76,13 +76,14 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
     """Sums `count` concatenated vectors from `encode` to one, 16-bit values in float32."""
     if wire_dtype is None:
-        # `tf.reduce_sum` over the first axis takes four times as long for two or three vectors.
+        # Avoid `tf.reduce_sum` over the first axis, which takes four times as long for two or three
+        # vectors.
         return tf.add_n(tf.split(rows, count))
     return tf.cast(ops.sum_rows(tf.bitcast(rows, tf.as_dtype(wire_dtype)), count), dtype)
 
 
 def pair_bytes(wire_dtype: str | None) -> int:
-    """Returns the size in bytes of one index and one value."""
+    """Returns the size in bytes of one pair of index and value, as it is sent."""
     return 8 if wire_dtype is None else 6
 
 
@@ -99,8 +100,11 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
 def unpack_pairs(
     packed: tf.Tensor, groups: Sequence[tuple[int, Any]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Inverts `pack_pairs` for runs of messages; also returns the pairs of each message, int64."""
-    # Each group is a run of messages of one length: the number of messages, and of pairs in each.
+    """Inverts `pack_pairs` for runs of messages; also returns how many pairs each message has.
+
+    Each of `groups` describes a run of messages of one length: the number of messages, and the
+    number of pairs in each. The returned numbers are int64.
+    """
     width = pair_bytes(wire_dtype) // packed.dtype.size
     sizes = [count * width * k for count, k in groups]
     runs = tf.split(packed, sizes) if len(groups) > 1 else [packed]
