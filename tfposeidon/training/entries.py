@@ -148,7 +148,7 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
 def replicated_variables(model: keras.Model) -> list[Any]:
     """Returns replicated variables; raises `RuntimeError` if the model has no weights.
 
-    If the model has a single optimizer that is not built, it is built first.
+    Builds the optimizer before, if the model has only one.
     """
     if not has_weights(model):
         raise RuntimeError(
@@ -166,7 +166,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
 def has_weights(model: keras.Model) -> bool:
     """Returns whether the model, or all of its layers, are built."""
     # Models without a `call` of their own, such as GANs, are never built, although their layers
-    # are. A model that is not a `keras.Model` but a trainable layer has no `layers`.
+    # are. A layer that inherits Keras's trainer without being a model has no `layers`.
     layers = getattr(model, "layers", ())
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 

@@ -198,7 +198,7 @@ class EqualSteps(keras.callbacks.Callback):
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
-        """Undoes what train steps of dropped updates changed, such as counters and averages."""
+        """Restores variables that train steps of dropped updates changed, such as counters."""
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
@@ -325,7 +325,7 @@ class AgreedStop(keras.callbacks.Callback):
 
 
 class PlannerCallbacks(keras.callbacks.Callback):
-    """Keras callback that runs the callbacks of the optimizers' planners, each class once per model.
+    """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
     At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
     planner, or a traced step may have revealed another optimizer.

@@ -125,7 +125,7 @@ def _checksum(value: Any) -> int:
 
 
 def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
-    """Returns the number of samples that a dataset shuffles or batches, and the first's checksums.
+    """Returns how many samples a dataset shuffles or batches, and checksums of the first sample.
 
     Returns `None` if the dataset has a `shard` step or calls Python.
     """
@@ -193,7 +193,7 @@ def _written(callback: Any) -> str | None:
 
 
 class SharedBackup(keras.callbacks.Callback):
-    """Keras callback that runs `BackupAndRestore` on one rank, and broadcasts what it restores."""
+    """Keras callback that runs `BackupAndRestore` on one rank, and broadcasts restored values."""
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class FitHooks:
 
     Attributes:
       check: Refuses incompatible callbacks of the user.
-      prepare: Creates what a step over these trainable variables needs, before it is traced.
+      prepare: Creates variables that a step with these trainable variables needs, before its trace.
       first: Callbacks that run before the user's callbacks.
       last: Callbacks that run after the user's callbacks.
       around: Returns a context for the whole `fit`.
@@ -83,7 +83,7 @@ class SkipBatches:
         if self.remaining <= 0:
             # Metrics that are not built have no result.
             with contextlib.suppress(ValueError):
-                # Return the metrics of the snapshot, in case that the epoch has no more batches.
+                # Return the metrics of the snapshot, which are final if no batches are left.
                 return self.model.get_metrics_result()
         return {}
 
