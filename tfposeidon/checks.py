@@ -38,7 +38,7 @@ FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
 
 def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> float:
-    """Returns `value` as a float, or raises `ValueError` if it is not a number of the range.
+    """Returns `value` as a float, or raises `ValueError` if it is not a number in the range.
 
     >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
     0.0

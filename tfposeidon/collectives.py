@@ -115,7 +115,7 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
 
     Raises:
       ValueError: If `op` is invalid, if `op="mean"` and a value is neither floating point nor
-        complex, or if a value is not numeric. In eager mode, all ranks raise it.
+        complex, or if a value is not numeric. In eager mode, all ranks raise the error.
       RuntimeError: In eager mode, on all ranks, if structures, shapes, dtypes or operations differ.
         In a `tf.function`, Horovod raises its own error.
 
@@ -171,7 +171,8 @@ def all_gather(value: Any, name: str | None = None) -> Any:
       tensors.
 
     Raises:
-      ValueError: If a value cannot be converted to a tensor. In eager mode, all ranks raise it.
+      ValueError: If a value cannot be converted to a tensor. In eager mode, all ranks raise the
+        error.
       RuntimeError: In eager mode, on all ranks, if structures, dtypes or shapes beyond the first
         axis differ.
 
@@ -279,7 +280,7 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
 
 
 def _joined(value: Any) -> tf.Tensor | None:
-    """Returns a list of numbers or strings as one tensor; `None` for anything else."""
+    """Returns a list or tuple of numbers or strings as one tensor, `None` for other values."""
     scalars = (bool, int, float, complex, str, bytes, np.generic)
     is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     if not is_list or not all(isinstance(one, scalars) for one in keras.tree.flatten(value)):
@@ -325,7 +326,7 @@ def _gathered(tensor: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
 
 
 def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-    """Gathers strings as lengths and concatenated bytes, because Horovod gathers no strings."""
+    """Gathers the lengths and bytes of strings, because Horovod does not support strings."""
     flat, world = tf.reshape(rows, [-1]), wire.topology.world
     zero = unknown_zero()
     lengths = wire.all_gather(opaque(tf.strings.length(flat), zero), world, f"{name}.lengths")

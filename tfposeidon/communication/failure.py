@@ -154,8 +154,8 @@ def _print(text: str) -> None:
 
 def is_broken_collective(error: BaseException) -> bool:
     """Returns whether another rank's failure caused this error of a collective."""
-    # Check the type and the op, too: an error of reading a file over a network also contains
-    # "Connection reset", but is a cause itself.
+    # Check the type and the op, too: an error while reading a file over a network also contains
+    # "Connection reset", but is itself a cause.
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)
     return bool(ours and _BROKEN_COLLECTIVE.search(text))

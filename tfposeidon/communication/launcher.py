@@ -147,7 +147,7 @@ class Store:
 
 
 def node_sizes(store: Store, own: ProcessRank, timeout_s: float = 120.0) -> list[int]:
-    """Returns the number of ranks of each node, if the launcher numbers ranks node by node."""
+    """Returns the number of ranks on each node; the launcher must number ranks node by node."""
     # The first rank of each node stores the node's size. Every rank reads the sizes in order,
     # because their sum is the first rank of the next node.
     if own.local_rank == 0:

@@ -273,7 +273,7 @@ def leader() -> int:
 def log_once(text: str, *values: object) -> None:
     """Logs a job-wide message on the leader only; arguments as for `logging`."""
     if rank() == leader():
-        # Log a warning: without a logging configuration, Python shows nothing below that level.
+        # Log a warning: without a logging configuration, Python omits messages below that level.
         log.warning(text, *values)
 
 

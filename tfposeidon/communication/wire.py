@@ -6,7 +6,7 @@ Grappler optimizes Horovod's TensorFlow ops as if they were arithmetic: it folds
 constant input, which then runs once or hangs, prunes a collective whose output is unused, and
 merges two equal collectives. Therefore no input may be a constant (see `zeros`), every output must
 be used, and each call has a unique name, the same on every rank. The parts of names are joined by
-dots, because Horovod removes all parts before a slash.
+dots, because Horovod removes the parts before a slash.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def names_ending_in(suffix: str) -> Iterator[None]:
 
 
 class Wire(Protocol):
-    """Collectives that schemes use. Groups of one rank send nothing.
+    """Collectives that schemes use. Groups of one rank send no data.
 
     All ranks of a group call each collective with the same name, and must use the result, because
     TensorFlow prunes unused ops.

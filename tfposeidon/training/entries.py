@@ -148,7 +148,7 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
 def replicated_variables(model: keras.Model) -> list[Any]:
     """Returns replicated variables; raises `RuntimeError` if the model has no weights.
 
-    Builds the optimizer before, if the model has only one.
+    If the model has only one optimizer, this function builds it.
     """
     if not has_weights(model):
         raise RuntimeError(
@@ -231,8 +231,8 @@ def difference(
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]
     received = exchange_objects(own, wire, "tp.equal")
-    # The search below is collective, so all ranks must take the same branch: they compare the same
-    # checksums.
+    # The search below is collective. All ranks take the same branch, because they have received the
+    # same checksums.
     if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
@@ -279,8 +279,8 @@ def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
 def assign_layers(model: keras.Model, state: LayerState) -> None:
     """Assigns state from `read_layers`, possibly of another process, to the layers."""
     before = read_layers(model, *Placement)
-    # Call `finalize_state` before the assignment, because it replaces values by others that the
-    # layer computes from its variables.
+    # Call `finalize_state` before the assignment, because it overwrites values that a layer derives
+    # from its variables.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()

@@ -240,8 +240,8 @@ class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
     In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank in their next collective. It is not deferred if ranks exchange in each step
-    and detect absent ranks, because a callback may stop within epochs.
+    wait for this rank in their next collective. A stop is not deferred if ranks exchange in each
+    step and detect absent ranks, as they do if a callback may stop within an epoch.
 
     Before the first epoch and after each epoch, ranks compare settings: learning rates, momentum,
     weight decay, trainable variables and the epoch. Before each epoch, after the first step and at

@@ -159,7 +159,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     own = session.of(model)
     own.begin_fit(callbacks)
     own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Create the hooks before anything is built: they give optimizers access to their model.
+    # Create the hooks before the model is built, because they give optimizers access to it.
     hooks = own.hooks
     for one in hooks:
         one.check(callbacks)

@@ -75,7 +75,7 @@ def held_by(model: Any) -> list[Any]:
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but nothing deeper. Other optimizers are found in a train step. Optimizers of an
+    # dictionaries, but no nested ones. Other optimizers are found in a train step. Optimizers of an
     # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
     if not _alive:
         return []
@@ -112,7 +112,7 @@ def _attributes(holder: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
-    """Refuses optimizers that only a train step of Keras's `fit` reveals, because they lack hooks."""
+    """Refuses optimizers that only a train step of Keras's `fit` reveals: they need hooks."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
         # A callback may train another model meanwhile.
@@ -149,7 +149,8 @@ class Session:
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
       has_begun: True once a `fit` has started all ranks from equal values.
       counts_steps: True if the steps of an execution are counted.
-      knows_lengths: False in a `fit` whose epochs may end after different numbers of steps by rank.
+      knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
+        steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
       only_reports: True in a `fit` that logs differences between ranks instead of raising an error.
       shuffles: True in a `fit` that shuffles samples itself.
@@ -323,7 +324,7 @@ class Session:
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
             if self.watches_absence:
-                # Make the step depend on its data: without them it must not change counters and
+                # Make the step wait for its data: a step without data must not change counters or
                 # copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if self.watches_absence or self.counts_steps:
@@ -363,7 +364,7 @@ class Session:
         return before != wanted
 
     def weight_equally(self, wanted: bool) -> bool:
-        """Sets whether all ranks have equal weights; returns whether to retrace."""
+        """Sets whether ranks weight their batches equally; returns whether to retrace."""
         # Optimizers that exchange gradients in each step need not count samples then.
         in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
         batches = [optimizer.exchange.batch for optimizer in in_step]
