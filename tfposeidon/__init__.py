@@ -1,6 +1,6 @@
 """Keras 3 training that scales over slow networks.
 
-Importing this package loads nothing else. Names are loaded on first use, so that `python -m
+Importing this package loads none of its modules. Names are loaded on first use, so that `python -m
 tfposeidon install` and `check` work before TensorFlow and Horovod are installed.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# For type checkers and editors, which cannot resolve names of `__getattr__`.
+# Import the names for type checkers and editors, which cannot resolve names of `__getattr__`.
 if TYPE_CHECKING:
     from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes, state
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables

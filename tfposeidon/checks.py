@@ -1,8 +1,8 @@
-"""Checks of arguments, and of values that must be equal on all ranks.
+"""Checks arguments, and values that must be equal on all ranks.
 
 Errors state the rule, the received value and the remedy. Ranks exchange values with
 `wire.exchange_objects`, and each rank compares all of them. All ranks receive the same values and
-raise the same error, so none is left waiting in its next collective.
+raise the same error, so no rank waits for others in its next collective.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Show = Callable[[Any, Any], tuple[str, str]]
-"""Function from two different values to a text for each, in full or only where they differ."""
+"""Formats two different values, each as a text, in full or only where they differ."""
 
 
 # ------------------------------------------------------------------ arguments
 
 
 class Range(NamedTuple):
-    """Allowed numbers: the end of the sentence "`x` must be ...", and a test for finite numbers."""
+    """Allowed numbers.
+
+    `rule` completes the sentence "`x` must be ..."; `holds` tests whether a finite number is
+    allowed.
+    """
 
     rule: str
     holds: Callable[[float], bool]
@@ -34,12 +38,12 @@ FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
 
 def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> float:
-    """Returns `value` as a float, or raises `ValueError` if it is not finite and in the range.
+    """Returns `value` as a float, or raises `ValueError` if it is not a number in the range.
 
     >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
     0.0
     """
-    # In Python a bool is a number, but as a numeric argument it is a mistake.
+    # In Python a bool is a number, but a bool as a numeric argument is a mistake.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not allowed.holds(value):
         raise ValueError(_message(name, value, allowed.rule, remedy))
@@ -47,7 +51,7 @@ def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> flo
 
 
 def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
-    """Returns `value` as an int, or raises `ValueError` if it is not an integer from `least`.
+    """Returns `value` as an int, or raises `ValueError` if it is not an integer >= `least`.
 
     >>> check_integer("keep", 2, 1)
     2
@@ -81,7 +85,7 @@ def in_full(first: Any, other: Any) -> tuple[str, str]:
 
 
 def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
-    """Returns a function that shows the first different items of two lists."""
+    """Returns a function that shows the first items at which two lists differ."""
 
     def shown(first: Sequence[Any], other: Sequence[Any]) -> tuple[str, str]:
         index, here, there = first_difference(first, other, show)
@@ -91,13 +95,13 @@ def at_first_item(noun: str, show: Callable[[Any], str] = str) -> Show:
 
 
 def at_first_entry(show: Show = in_full) -> Show:
-    """Returns a function that shows the first different entries of two dictionaries."""
+    """Returns a function that shows the first entries at which two dictionaries differ."""
 
     def shown(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str]:
         name = next(
             name
             for name in dict.fromkeys([*first, *other])
-            # A missing name is a difference even if the other value is None.
+            # A missing name differs from a name with the value None.
             if (name in first, first.get(name)) != (name in other, other.get(name))
         )
         here, there = show(first.get(name), other.get(name))
@@ -113,7 +117,10 @@ def require_equal(
     show: Show = in_full,
     error: type[Exception] = RuntimeError,
 ) -> None:
-    """Raises an error on all ranks if they sent different values; only some need to send one.
+    """Raises an error if the values that ranks sent differ.
+
+    `received` holds the values of all ranks, or maps some ranks to their values. All ranks raise
+    the error if all pass the same `received`.
 
     >>> require_equal([1, 1, 2], "All ranks must use one rate", "Set it on all.")
     Traceback (most recent call last):
@@ -130,7 +137,7 @@ def require_equal(
 
 
 def different_ranks(received: Sequence[Any]) -> list[int]:
-    """Returns the ranks whose value differs from that of rank 0.
+    """Returns the ranks whose values differ from the value of rank 0.
 
     >>> different_ranks(["a", "a", "b"])
     [2]
@@ -141,7 +148,7 @@ def different_ranks(received: Sequence[Any]) -> list[int]:
 def first_difference(
     first: Sequence[Any], other: Sequence[Any], show: Callable[[Any], str] = str
 ) -> tuple[int, str, str]:
-    """Returns the first index at which two lists differ, and texts of their items there.
+    """Returns the first index at which two lists differ, and each list's item there as a text.
 
     >>> first_difference(["a", "b"], ["a"])
     (1, 'b', 'none (there are 1)')

@@ -1,4 +1,4 @@
-"""Collectives for scripts, which custom training loops need in addition to the optimizer."""
+"""Provides collectives for scripts, which custom training loops use besides the optimizer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _OF_CONTROL_FLOW = (
     func_graphs.WhileCondFuncGraph,
     func_graphs.WhileBodyFuncGraph,
 )
-# Dtypes that Horovod sums. Smaller ones are sent as wider ones, complex ones as pairs of real ones.
+# Horovod sums these dtypes. Tensors of other dtypes are cast to the dtypes in `_WIDER`, and complex
+# tensors are sent as pairs of real ones.
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
-    # The sum may exceed its range, although the mean does not.
+    # A sum of float16 values may overflow although their mean does not.
     "float16": tf.float32,
     "bfloat16": tf.float32,
     "bool": tf.int32,
@@ -48,9 +49,9 @@ _WIDER = {
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Broadcasts variables of one rank, such as weights and optimizer state before training.
+    """Copies variables of one rank to all, such as weights and optimizer state before training.
 
-    All ranks call it together, outside of any `tf.function`.
+    All ranks must call this function together, outside of any `tf.function`.
 
     Args:
       variables: Keras or TensorFlow variables of any dtype, including strings, or a structure of
@@ -58,8 +59,8 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
       root_rank: Rank whose values all ranks receive (default 0).
 
     Raises:
-      ValueError: If `root_rank` is not a rank of the job, in a `tf.function`, or if an element is
-        not a variable.
+      ValueError: If `root_rank` is not a rank of the job, if the call is in a `tf.function`, or if
+        an element is not a variable.
       RuntimeError: On all ranks, if their variables differ; the message names the first difference.
 
     Example:
@@ -93,33 +94,33 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
 def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
     """Computes the mean or the sum over all ranks of a tensor, or of each tensor of a structure.
 
-    All ranks call it together, in the same order, eagerly or in a `tf.function`. In a function its
-    result must be used, because TensorFlow prunes unused ops. Iterations of a TensorFlow loop may
-    run in parallel, and Horovod then refuses two collectives of one name: make the value depend on
-    the previous iteration, or set `parallel_iterations=1`
-    (`tf.autograph.experimental.set_loop_options`).
+    All ranks must call this function in the same order, eagerly or in a `tf.function`. In a
+    `tf.function`, the result must be used, because TensorFlow prunes unused ops. TensorFlow may run
+    iterations of a loop in parallel, and Horovod then refuses two collectives of the same name:
+    make the value depend on the previous iteration, or set `parallel_iterations=1` with
+    `tf.autograph.experimental.set_loop_options`.
 
     Args:
-      value: Tensor, or a value that can be converted to one, of the same shape and dtype on every
-        rank; all dtypes except strings. A list or tuple of numbers is one tensor. Also
-        dictionaries, lists and tuples of these, such as the result of `evaluate(return_dict=True)`.
+      value: Tensor of any dtype except string, or a value that can be converted to one, of the same
+        shape and dtype on every rank. A list or tuple of numbers is one tensor. Alternatively, a
+        dictionary, list or tuple of such values, such as the result of
+        `evaluate(return_dict=True)`.
       op: `"mean"` (default), for floating-point and complex values, or `"sum"`.
-      name: Name of the collective, the same on all ranks. Required, with a different name for each
-        call, if one graph calls `all_reduce` several times, directly and in functions that it
-        calls.
+      name: Name of the collective, the same on all ranks. If one graph calls `all_reduce` several
+        times, directly and in functions that it calls, each call requires a different name.
 
     Returns:
-      Tensor of the same shape and dtype with the same bits on every rank, or a structure of them.
-      Sums of bools are int32; sums of integers wrap around as in TensorFlow.
+      Tensor of the same shape and dtype with the same bits on every rank, or a structure of such
+      tensors. Sums of bools are int32. Sums of integers wrap around as in TensorFlow.
 
     Raises:
-      ValueError: If `op` is invalid, for a mean of values that are not floating point, and for
-        values that are not numeric tensors. In eager mode, on all ranks.
+      ValueError: If `op` is invalid, if `op="mean"` and a value is neither floating point nor
+        complex, or if a value is not numeric. In eager mode, all ranks raise the error.
       RuntimeError: In eager mode, on all ranks, if structures, shapes, dtypes or operations differ.
-        In a function, Horovod refuses differences.
+        In a `tf.function`, Horovod raises its own error.
 
     Cost: one all-reduce per tensor, 2 (P - 1) / P of its bytes sent per rank over a ring; in eager
-    mode, two additional small all-gathers that compare the ranks' arguments.
+    mode, one additional small all-gather that compares the ranks' arguments.
 
     Example:
       >>> import tfposeidon as tp
@@ -156,12 +157,13 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
 def all_gather(value: Any, name: str | None = None) -> Any:
     """Concatenates the tensors of all ranks along the first axis, in the order of ranks.
 
-    All ranks call it together, in the same order, eagerly or in a `tf.function`; see `all_reduce`.
+    All ranks must call this function in the same order, eagerly or in a `tf.function`; see
+    `all_reduce`.
 
     Args:
-      value: Tensor `[n, ...]`, or a value that can be converted to one, of the same dtype on every
-        rank: numbers or strings. `n` may differ between ranks; a scalar counts as `[1]`. Also a
-        structure of these; see `all_reduce`.
+      value: Tensor `[n, ...]` of numbers or strings, or a value that can be converted to one, of
+        the same dtype on every rank. `n` may differ between ranks; a scalar counts as `[1]`.
+        Alternatively, a structure of such values; see `all_reduce`.
       name: Name of the collective; see `all_reduce`.
 
     Returns:
@@ -169,11 +171,13 @@ def all_gather(value: Any, name: str | None = None) -> Any:
       tensors.
 
     Raises:
-      ValueError: If a value cannot be converted to a tensor. In eager mode, on all ranks.
+      ValueError: If a value cannot be converted to a tensor. In eager mode, all ranks raise the
+        error.
       RuntimeError: In eager mode, on all ranks, if structures, dtypes or shapes beyond the first
         axis differ.
 
     Cost: one all-gather per tensor, two for strings; every rank receives the tensors of all others.
+    In eager mode, one additional small all-gather compares the ranks' arguments.
 
     Example:
       >>> import tfposeidon as tp
@@ -193,9 +197,10 @@ def all_gather(value: Any, name: str | None = None) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def barrier(name: str | None = None) -> None:
-    """Waits until all ranks have called it.
+    """Waits until all ranks have called this function.
 
-    In a `tf.function`, later ops may start earlier unless they depend on it.
+    In a `tf.function`, TensorFlow may start later ops before the barrier ends, unless they depend
+    on it.
 
     Args:
       name: Name of the collective; see `all_reduce`.
@@ -214,16 +219,17 @@ def _name(what: str, given: str | None) -> str:
     """Returns a name that is unique in its graph and the same on all ranks."""
     if given is not None:
         return f"tp.{what}.{given}"
+    # In eager mode one name is sufficient, because each call ends before the next starts.
     if tf.executing_eagerly():
         return f"tp.{what}"
-    # In eager mode one name is sufficient, because each call ends before the next starts.
     graph = function = tf.compat.v1.get_default_graph()
-    # TensorFlow numbers branches and loop bodies per process, so their names may differ between
-    # ranks.
+    # Use the name of the function around branches and loop bodies: TensorFlow numbers these per
+    # process, so their names may differ between ranks.
     while isinstance(function, _OF_CONTROL_FLOW):
         function = function.outer_graph
     name = re.sub(r"[^\w.-]", "_", function.name)
-    # In this graph the op will mark the name as used; an op in a branch does not mark it outside.
+    # In the op's own graph, the op will mark the name as used; from a branch, it will not mark the
+    # name in the function around it.
     return str(function.unique_name(f"tp.{what}.{name}", mark_as_used=function is not graph))
 
 
@@ -234,7 +240,7 @@ def _on_each(
     collective: Callable[[tf.Tensor, Wire, str], tf.Tensor],
     describe: Callable[[tf.Tensor], Any],
 ) -> Any:
-    """Applies a collective to each tensor of a structure, which must be equal on all ranks."""
+    """Applies a collective to each tensor of a structure; structures of all ranks must be equal."""
     wire, refusal = runtime.wire(), None
     tensors: Any = None
     try:
@@ -258,7 +264,7 @@ def _on_each(
 
 
 def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name: str) -> None:
-    """Raises an error on all ranks if one refused its arguments, or if their arguments differ."""
+    """Raises an error on all ranks if any rank refused its arguments, or if arguments differ."""
     ranks = exchange_objects([str(refusal or ""), given], wire, name)
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(ranks) if text]
     if refused:
@@ -274,7 +280,7 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
 
 
 def _joined(value: Any) -> tf.Tensor | None:
-    """Returns a list of numbers or strings as one tensor; `None` for anything else."""
+    """Returns a list or tuple of numbers or strings as one tensor, `None` for other values."""
     scalars = (bool, int, float, complex, str, bytes, np.generic)
     is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     if not is_list or not all(isinstance(one, scalars) for one in keras.tree.flatten(value)):
@@ -302,8 +308,8 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Keep the shape, so that Horovod refuses different ones. The tensor must be opaque, because
-    # Grappler folds a collective on a constant, which a script may pass.
+    # Keep the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
+    # script may pass a constant, and Grappler folds a collective on a constant.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0
     total = wire.all_reduce(opaque(row, unknown_zero()), wire.topology.world, name, scale)
@@ -320,7 +326,7 @@ def _gathered(tensor: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
 
 
 def _gathered_text(rows: tf.Tensor, wire: Wire, name: str) -> tf.Tensor:
-    """Gathers the concatenated bytes of all strings, and their lengths."""
+    """Gathers the lengths and bytes of strings, because Horovod does not support strings."""
     flat, world = tf.reshape(rows, [-1]), wire.topology.world
     zero = unknown_zero()
     lengths = wire.all_gather(opaque(tf.strings.length(flat), zero), world, f"{name}.lengths")

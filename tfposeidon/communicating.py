@@ -1,7 +1,8 @@
-"""Base class of optimizers that communicate.
+"""Defines the base class of optimizers that communicate.
 
-Think of it as a Keras optimizer that contains another one: `apply` validates its arguments and
-calls `_step` of a subclass, which communicates and lets the inner optimizer update the variables.
+Think of such an optimizer as a Keras optimizer that contains another one: `apply` validates its
+arguments and calls `_step` of a subclass, which communicates and lets the inner optimizer update
+the variables.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ HOROVODS = {
     "device_sparse": "leave it out: gradients are exchanged on the device that holds them",
     "scale_local_gradients": "leave it out: all gradients are averaged over ranks",
 }
-"""Arguments of Horovod's `DistributedOptimizer` for Keras, and their replacements."""
+"""Maps each argument of Horovod's `DistributedOptimizer` for Keras to its replacement."""
 
 
 class CommunicatingOptimizer(OptimizerWrapper):
-    """Base class of optimizers that communicate, and let a Keras optimizer inside apply updates.
+    """Base class of optimizers that communicate, and let an inner Keras optimizer apply updates.
 
-    Under `mixed_float16`, `compile` wraps it in Keras's `LossScaleOptimizer`, as any optimizer; see
+    Under `mixed_float16`, `compile` wraps this optimizer in Keras's `LossScaleOptimizer`; see
     `apply_under`. Subclasses document the arguments of the constructor, and end `build` with
     `_exchange.build()` and `_adopt(variables)`.
     """
@@ -63,7 +64,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         "sample_count",
     )
     has_own_inner: ClassVar[bool] = False
-    """True if the state of the inner optimizer and of a loss scale differs between ranks."""
+    """True if each rank has its own state of the inner optimizer and of a loss scale."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
-        # Do this here and not at import, because importing the module must not change Keras.
+        # Patch Keras here, because importing this module must not change Keras.
         keras_patches.patch_keras(CommunicatingOptimizer)
         session.register_optimizer(self)
 
@@ -95,27 +96,30 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """State that differs between ranks: variables, each with its description."""
-        # Accumulated gradients, the state of schemes, and this rank's shards of the inner
-        # optimizer. `keras_callbacks.Checkpoint` saves them per rank; `.keras` files do not.
+        """Variables whose values differ between ranks, each with its description.
+
+        They contain accumulated gradients, the state of schemes, and this rank's shards of the
+        inner optimizer's state. `keras_callbacks.Checkpoint` saves them per rank; `.keras` files do
+        not contain them.
+        """
         raise NotImplementedError
 
     @property
     def plan(self) -> Plan:
-        """Plan of the exchange: the scheme of each variable, with bytes and reason.
+        """Plan of the exchange: the scheme of each variable, with its cost and the reason.
 
-        `print(optimizer.plan)` shows it as a table. After the first step, it is the plan of the
-        last step.
+        `print(optimizer.plan)` shows the plan as a table. After the first step, it is the plan of
+        the last step.
 
         Raises:
-          RuntimeError: If the optimizer is not built, so that its variables are unknown.
+          RuntimeError: If the optimizer is not built.
         """
         check_built(self)
         return self._exchange.plans.plan(self._trainable_variables, self.inner_optimizer)
 
     @property
     def bytes_per_step(self) -> float:
-        """Predicted payload bytes that this rank sends per step, the mean over steps."""
+        """Predicted number of payload bytes that this rank sends per step, averaged over steps."""
         return self.plan.cost.bytes / (self.gradient_accumulation_steps or 1)
 
     @override
@@ -126,13 +130,13 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        """Saves nothing: Keras saves the inner optimizer as a part of this one."""
+        """Saves no variables, because Keras saves the inner optimizer as a part of this one."""
         if self._exchange.exchangers:
             fit_arguments.warn_if_all_save()
 
     # ------------------------------------------------------------------ steps
 
-    # AutoGraph would convert everything that a custom step calls; nothing in here needs it.
+    # Exclude this code from AutoGraph, which would convert it in custom steps without need.
     @override
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -144,18 +148,19 @@ class CommunicatingOptimizer(OptimizerWrapper):
           grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. With an empty list
             the call does nothing.
           trainable_variables: Trainable variables; by default, those of `build`.
-          sample_count: Number of samples of these gradients on this rank. Ranks are then weighted
-            by their samples, and the result is exact for unequal batches. `None` (default) uses the
-            count of `fit`, and outside of `fit` weights all ranks equally. All ranks must either
-            pass it or not.
+          sample_count: Number of samples from which this rank computed the gradients. Ranks are
+            weighted by these numbers, so that averaged gradients are exact for unequal batches.
+            `None` (default) uses the count of `fit`, and outside of `fit` weights all ranks
+            equally. Either all ranks must pass a number, or none.
 
         Raises:
-          ValueError: When a step is traced, inside XLA or `tf.distribute`, if the numbers of
-            gradients and variables differ, or for variables that cannot be trained.
+          ValueError: When a step is traced, if it is inside XLA or `tf.distribute`, if the numbers
+            of gradients and variables differ, or if the optimizer was built with other variables.
           RuntimeError: At the first step, if variables or settings differ between ranks.
         """
         if self._around() is not None:
-            # `grads` are means, which the loss scale has tested to be finite and has unscaled.
+            # The loss scale has checked that these averaged gradients are finite, and has unscaled
+            # them.
             self.inner_optimizer.apply(grads, trainable_variables)
         elif call := self._checked(grads, trainable_variables, sample_count):
             self._step(*call)
@@ -169,13 +174,15 @@ class CommunicatingOptimizer(OptimizerWrapper):
         sample_count: Any = None,
     ) -> None:
         """Performs a step as `apply` does, for a Keras loss scale around this optimizer."""
-        # Keras does the same for the inner optimizer of a loss scale, so that gradients are
-        # unscaled only once.
+        # Prevent the inner optimizer from unscaling gradients a second time. Keras does the same
+        # for the inner optimizer of a loss scale.
         self.inner_optimizer.loss_scale_factor = None
-        # Use a weak reference: neither Keras nor `leaves` may treat it as an optimizer inside.
+        # Use a weak reference, so that neither Keras nor `leaves` takes the loss scale for an inner
+        # optimizer.
         before, self._around = self._around, weakref.ref(loss_scale)
-        # Gradients are averaged first, so that all ranks see the same infinity. The loss scale is
-        # the `updater`: it tests whether the means are finite, and passes them to `apply`.
+        # Average gradients first, so that all ranks detect the same infinities. The loss scale is
+        # then the `updater`: it checks that averaged gradients are finite, and passes them to
+        # `apply`.
         try:
             if call := self._checked(grads, trainable_variables, sample_count):
                 self._step(*call)
@@ -184,13 +191,16 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
     @property
     def updater(self) -> keras.optimizers.Optimizer:
-        """Optimizer that applies the means: the loss scale during its step, else the inner one."""
+        """Optimizer for averaged gradients: a loss scale in its step, else the inner optimizer."""
         return self._around() or self.inner_optimizer
 
     def _checked(
         self, grads: Iterable[Any], variables: Any, sample_count: Any
     ) -> tuple[list[Any], list[Any], Any] | None:
-        """Builds what is not built; returns the arguments of `_step`, `None` without gradients."""
+        """Validates the arguments of `apply`, and builds this optimizer and a loss scale if needed.
+
+        Returns the arguments of `_step`, or `None` if there are no gradients.
+        """
         grads = list(grads)
         if not grads:
             return None
@@ -201,8 +211,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
             with runtime.variables_outside_trace():
                 self.build(variables)
         if scale is not None and not scale.built:
-            # This is in the trace, and the step is traced again, because `scale_loss` ran without
-            # these variables.
+            # Create these variables within the trace, so that TensorFlow traces the step again:
+            # `scale_loss` ran before they existed.
             with tf.init_scope():
                 scale.build(variables)
         for variable in variables:
@@ -216,7 +226,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         return grads, variables, count
 
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        """Executes one call of `apply`, weighted by `count` samples; `None` for equal weights."""
+        """Executes one call of `apply`; `count` weights this rank, `None` all ranks equally."""
         raise NotImplementedError
 
     @property
@@ -228,11 +238,12 @@ class CommunicatingOptimizer(OptimizerWrapper):
         """Changes the scheme, from the next traced step on.
 
         The state of the old scheme is discarded. To change schemes during `fit`, use
-        `keras_callbacks.SchemeSchedule`, which first sends the old scheme's residual and then
+        `keras_callbacks.SchemeSchedule`, which first sends the old scheme's residuals and then
         retraces the step.
 
         Args:
-          scheme: Any value that the constructor accepts; the same on all ranks, at the same step.
+          scheme: Any value that the constructor accepts. All ranks must pass the same value at the
+            same step.
 
         Raises:
           ValueError: If `scheme` is unknown, or the optimizer cannot change its scheme.
@@ -242,18 +253,19 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self._exchange.plans.change_policy(policy)
 
     def check_change(self, policy: policies.Policy) -> None:
-        """Refuses, with a `ValueError`, a change to an incompatible scheme."""
+        """Raises `ValueError` if the optimizer cannot change to the schemes of `policy`."""
 
     @property
     def exposed_s(self) -> float:
         """Seconds of communication that computation did not hide, over all timed steps.
 
-        It is the time between a step's last gradient and its last mean; on GPUs, where ops are
-        queued, only a hint. Steps are timed in a `fit` with `keras_callbacks.Throughput`, in the
-        first steps of a `fit` with `"auto"`, and after `optimizer.exchange.is_timed = True`.
+        This is the time from a step's last gradient to its last averaged gradient. On GPUs, where
+        ops are queued, it is only an estimate. Steps are timed in a `fit` with
+        `keras_callbacks.Throughput`, in the first steps of a `fit` with `scheme="auto"`, and after
+        `optimizer.exchange.is_timed = True`.
 
         Raises:
-          RuntimeError: If no steps are or were timed.
+          RuntimeError: If steps have not been timed.
         """
         return self._exchange.exposed_s
 
@@ -270,13 +282,15 @@ class CommunicatingOptimizer(OptimizerWrapper):
         return FitHooks(prepare=exchange.exchanger, join_hooks=exchange.join_hooks)
 
     def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the variables hold weights that are equal on all ranks."""
-        # With `assign`, weights that are assigned in the context become the global ones.
+        """Returns a context in which the variables hold the global weights, equal on all ranks.
+
+        With `assign`, values that are assigned to variables in the context become global weights.
+        """
         return contextlib.nullcontext()
 
 
 def check_built(optimizer: Any) -> None:
-    """Raises `RuntimeError` if the optimizer is not built, so that there is no plan."""
+    """Raises `RuntimeError` if the optimizer is not built and therefore has no plan."""
     if not optimizer.built:
         raise RuntimeError(
             "The plan exists only after the optimizer is built. Received: an optimizer that is "
@@ -303,10 +317,10 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
         `LossScaleOptimizer` around one.
 
     Returns:
-      The optimizer itself, or the one inside.
+      `optimizer` itself, or the inner optimizer of the loss scale.
 
     Raises:
-      TypeError: For any other value.
+      TypeError: If `optimizer` is of another type.
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -330,7 +344,7 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
 def check_no_more_arguments(
     owner: str, others: Mapping[str, Any], horovods: Mapping[str, str] = HOROVODS
 ) -> None:
-    """Refuses all unknown arguments in one error, with the replacement for those of Horovod."""
+    """Refuses all unknown arguments in one error, with replacements for Horovod's arguments."""
     if not others:
         return
     lines = [
@@ -344,7 +358,7 @@ def check_no_more_arguments(
 
 
 def _check_inner(owner: str, inner: Any) -> None:
-    """Refuses inner optimizers that are not Keras optimizers, or already wrapped or scaled."""
+    """Refuses inner optimizers that are not Keras optimizers, are wrapped, or are loss scales."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
@@ -366,7 +380,7 @@ def _check_inner(owner: str, inner: Any) -> None:
 
 
 def check_no_averages(optimizer: str, inner: Any) -> None:
-    """Refuses averages over steps of weights that differ between ranks."""
+    """Refuses `use_ema`, because it would average weights that differ between ranks."""
     if any(leaf.use_ema for leaf in leaves(inner)):
         raise ValueError(
             f"{optimizer} does not support use_ema, because weights differ between ranks. "
@@ -386,7 +400,7 @@ def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[An
 
 
 def check_saves_weights_only(name: str, callbacks: Sequence[Any]) -> None:
-    """Refuses Orbax for optimizers whose state is not all in `variables`, which it saves."""
+    """Refuses an `OrbaxCheckpoint` of optimizer state, because the state differs between ranks."""
     for one in callbacks:
         if isinstance(one, keras.callbacks.OrbaxCheckpoint) and not one.save_weights_only:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Communication between ranks: topology, collectives, start of Horovod, and failure reports."""
+"""Starts Horovod, describes the topology, provides collectives and reports failures."""

@@ -1,9 +1,9 @@
-"""Last lines of a failed job: which rank failed first, and why.
+"""Reports in the last lines of a failed job which rank failed first, and why.
 
 One rank's failure makes the collectives of all others fail, and launchers often name the wrong
-rank. A rank that fails writes its cause to the launcher's store, and ranks with a broken collective
-read it there before they exit. Without a store (under MPI), each rank can only report its own
-error.
+rank. A rank that fails writes the cause to the launcher's store, and ranks with a broken collective
+read the cause there before they exit. Without a store (under MPI), each rank can only report its
+own error.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tfposeidon.communication.launcher import STORE_TIMEOUT_S, Store
 from tfposeidon.peers.store import EXIT_STATUS, FIRST_FAILURE
 
 PATIENCE_S = 3.0
-"""Seconds that a rank with a broken collective waits for another rank's cause."""
+"""Seconds that a rank with a broken collective waits for another rank to report the cause."""
 
 _reporter: Reporter | None = None
-"""Reporter of this process, after `watch`."""
+"""Reporter of this process; `None` before `watch`."""
 _BROKEN_COLLECTIVE = re.compile(
     r"Horovod has been shut down|HorovodInternalError|Connection (closed|reset)|gloo/transport|"
     r"Read timeout|Timed out waiting|Broken pipe|Socket closed|"
     # Horovod's process sets no longer exist after its shutdown.
     r"Process set provided does not exist"
 )
-# TensorFlow's messages contain the op's name; dots identify collectives of this package (see
-# `wire`).
+# TensorFlow's messages contain the name of the op. A name with dots identifies a collective of this
+# package (see `wire`).
 _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
 def watch(rank: int, size: int) -> None:
-    """Reports uncaught exceptions of this process from now on."""
+    """Makes this process report uncaught exceptions and its normal end."""
     global _reporter
     reporter = _reporter = Reporter(rank, size, Store.of_launcher())
     previous = sys.excepthook
@@ -48,21 +48,21 @@ def watch(rank: int, size: int) -> None:
         reporter.report(error)
 
     sys.excepthook = hook
-    # Horovod registered its shutdown earlier, so this runs before it: the store has the exit status
-    # when the collectives of other ranks fail.
+    # Exit handlers run in reverse order, and Horovod registered its shutdown earlier. So the store
+    # has the exit status before the shutdown breaks the collectives of other ranks.
     atexit.register(reporter.leave)
 
 
 def report_signal(name: str) -> None:
-    """Reports that a signal ends this process; otherwise Python shows it as a normal exit."""
+    """Reports that a signal ends this process, which would otherwise look like a normal exit."""
     if _reporter is not None:
         _reporter.report_signal(name)
 
 
 class Reporter:
-    """Writer of this rank's exit status to the store, and reader of those of other ranks.
+    """Writes this rank's exit status to the store, and reads the statuses of other ranks.
 
-    The store is `None` under MPI, for one rank, and once it cannot be reached.
+    `store` is `None` under MPI, in a job of one rank, and once the store cannot be reached.
     """
 
     def __init__(self, rank: int, size: int, store: Store | None) -> None:
@@ -72,7 +72,7 @@ class Reporter:
         self.failed = False
 
     def report(self, error: BaseException) -> None:
-        """Prints which rank failed first and why; if it was this one, stores the cause."""
+        """Prints which rank failed first and why, and stores the cause if it was this rank."""
         self.failed = True
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
@@ -86,7 +86,7 @@ class Reporter:
             _print(cause)
 
     def report_signal(self, name: str) -> None:
-        """Prints that a signal ends this rank, or an earlier failure, and stores the cause."""
+        """Stores the signal as the cause unless a rank failed earlier; prints the first cause."""
         self.failed = True
         if self.size == 1:
             return
@@ -97,18 +97,18 @@ class Reporter:
         _print(str(self._get(FIRST_FAILURE) or f"rank {self.rank} received {name}."))
 
     def _put_cause(self, cause: str) -> None:
-        # The store has no atomic operations: if two ranks fail at once, either may be reported.
+        # Reading and writing is not atomic: if two ranks fail at once, either may be reported.
         if self._get(FIRST_FAILURE) is None:
             self._put(FIRST_FAILURE, cause)
         self._put(EXIT_STATUS.format(self.rank), "failed")
 
     def leave(self) -> None:
-        """Writes to the store that the script ended normally, for ranks that still wait for it."""
+        """Stores that this script has ended normally, for ranks that still wait for this rank."""
         if not self.failed:
             self._put(EXIT_STATUS.format(self.rank), "ended")
 
     def _first_cause(self) -> str | None:
-        # The failed rank may not have written its cause yet.
+        # Wait, because the failed rank may not have written the cause yet.
         deadline = time.monotonic() + PATIENCE_S
         while self.store is not None and time.monotonic() < deadline:
             if cause := self._get(FIRST_FAILURE):
@@ -144,7 +144,7 @@ class Reporter:
             if self.store is not None:
                 self.store.put(key, value, STORE_TIMEOUT_S)
         except OSError:
-            # The launcher has exited, so no rank can read it.
+            # The launcher has exited, so no rank can read the store.
             self.store = None
 
 
@@ -154,8 +154,8 @@ def _print(text: str) -> None:
 
 def is_broken_collective(error: BaseException) -> bool:
     """Returns whether another rank's failure caused this error of a collective."""
-    # The type and the op must match, too: reading a file over a network also fails with
-    # "Connection reset", and is a cause itself.
+    # Check the type and the op, too: an error while reading a file over a network also contains
+    # "Connection reset", but is itself a cause.
     text = str(error)
     ours = isinstance(error, tf.errors.OpError) and (_WAITING.search(text) or "[Op:Horovod" in text)
     return bool(ours and _BROKEN_COLLECTIVE.search(text))

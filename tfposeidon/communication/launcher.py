@@ -1,8 +1,8 @@
-"""Environment variables of launchers, and all variables that tfposeidon sets.
+"""Reads the rank and the rendezvous store of this process from environment variables.
 
-horovodrun and `tfposeidon lab` provide rank, node and rendezvous store in `HOROVOD_*`, which
-`peers` sets from the variables of other platforms; Open MPI, MPICH and SLURM have other names. They
-are read in `tfposeidon.init()`, never at import.
+horovodrun and `tfposeidon lab` set variables `HOROVOD_*`, and `peers` sets them from the variables
+of other platforms. Open MPI, MPICH and SLURM use other names. All are read in `tfposeidon.init()`,
+never at import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from tfposeidon.peers import rendezvous, sources
 from tfposeidon.peers.store import FAILURES
 
-# The first variable of a tuple that is set is used: horovodrun's precede MPI's and SLURM's.
+# The first variable of a tuple that is set is used, so horovodrun's variables precede the variables
+# of MPI and SLURM.
 RANK = (rendezvous.LAUNCHER, *rendezvous.MPI_RANKS)
 SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = (
@@ -39,10 +40,10 @@ TRANSPORT_LIMIT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 STORE_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 STORE_TIMEOUT_S = 2.0
 STORE_START_TIMEOUT_S = 60.0
-"""If all processes of a machine start at once, the launcher's server responds slowly."""
+"""Seconds within which the launcher's store must respond while all processes start at once."""
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Requests to stores, which must not go to the proxy of `http_proxy`."""
+"""Opens URLs of stores, which must not be requested from the proxy of `http_proxy`."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,16 @@ class ProcessRank:
 def process_rank() -> ProcessRank:
     """Returns the rank of this process, from the variables of its launcher or platform.
 
-    On a platform, the local rank is known once the ranks have met in `tfposeidon.init()`.
+    On a platform, `local_rank` is 0 and `local_size` is 1 until `tfposeidon.init()` has found the
+    nodes.
     """
     if not rendezvous.has_launcher(os.environ, has_mpi()):
         job = sources.find(rendezvous.variables())
         if job and (job.size > 1 or job.has_store):
             return ProcessRank(job.rank, job.size)
     # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
-    # MPI's variables count here even if Horovod lacks MPI, which tfposeidon.init() then refuses.
+    # MPI's variables are used even if Horovod is built without MPI; tfposeidon.init() then raises
+    # an error.
     if not any(os.environ.get(name) for name in RANK):
         return ProcessRank()
     size = _first(SIZE, 1)
@@ -95,9 +98,9 @@ def _first(names: tuple[str, ...], default: int) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """The launcher's key-value store, which Gloo uses for rendezvous.
+    """Client of the launcher's key-value store, which Gloo uses for rendezvous.
 
-    Ranks write the sizes of nodes there before Horovod starts, and the causes of failures when it
+    Ranks store the sizes of nodes before Horovod starts, and the causes of failures when the job
     ends. All keys have the prefix `scope`.
     """
 
@@ -119,11 +122,11 @@ class Store:
         _DIRECT.open(request, timeout=timeout_s).close()
 
     def get(self, key: str) -> Any:
-        """Returns a value, or `None` if there is none yet or the store cannot be reached."""
+        """Returns the value of a key, or `None` if it is missing or the store is unreachable."""
         try:
             with _DIRECT.open(self._url(key), timeout=STORE_TIMEOUT_S) as answer:
                 return json.loads(answer.read())
-        # Horovod's server responds with 404 for a missing key: an HTTPError, which is an OSError.
+        # For a missing key, Horovod's server responds with 404: an HTTPError, which is an OSError.
         except OSError:
             return None
 
@@ -131,7 +134,7 @@ class Store:
         return f"http://{self.address}:{self.port}/{self.scope}/{key}"
 
     def wait_for(self, key: str, timeout_s: float) -> Any:
-        """Returns a value as soon as some rank has put it, or raises `TimeoutError`."""
+        """Returns the value of a key once a rank has stored it, or raises `TimeoutError`."""
         # Poll, because the server responds immediately whether there is a value or not.
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None:
@@ -144,8 +147,9 @@ class Store:
 
 
 def node_sizes(store: Store, own: ProcessRank, timeout_s: float = 120.0) -> list[int]:
-    """Returns the number of ranks of each node, if the launcher numbers ranks node by node."""
-    # The first rank of each node writes its node's size; every rank reads node after node.
+    """Returns the number of ranks on each node; the launcher must number ranks node by node."""
+    # The first rank of each node stores the node's size. Every rank reads the sizes in order,
+    # because their sum is the first rank of the next node.
     if own.local_rank == 0:
         store.put(f"node-of-rank-{own.rank}", own.local_size)
     sizes: list[int] = []

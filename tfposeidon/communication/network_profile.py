@@ -1,4 +1,4 @@
-"""Network profile of a job and compute throughput of its ranks, for planning by cost."""
+"""Describes the network of a job and the compute times of its ranks, from which costs follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfposeidon.text import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
 HEADERS = 1514 / 1448
-"""Bytes sent per byte of payload: Ethernet frames around TCP segments."""
+"""Ratio of sent bytes to payload bytes, for TCP segments in Ethernet frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Link:
 
     Args:
       latency_s: Latency of one message from rank to rank, in seconds.
-      bytes_per_s: Payload bytes per second in one direction: across nodes, of a whole node with all
-        its ranks sending; within a node, of one rank.
+      bytes_per_s: Payload bytes per second in one direction. Across nodes, this is the bandwidth of
+        a whole node while all its ranks send; within a node, the bandwidth of one rank.
       flow_bytes_per_s: Payload bytes per second of a single connection; `None` (default) if one
         connection can use the whole bandwidth.
 
@@ -59,20 +59,22 @@ class Link:
             )
 
     def seconds(self, sent_bytes: float, *, flow_bytes: float = 0.0) -> float:
-        """Returns the transfer time in seconds, without latency."""
-        # `sent_bytes` is payload over all connections, `flow_bytes` the part of the busiest one.
+        """Returns the transfer time in seconds, without latency.
+
+        `sent_bytes` is the payload of all connections, `flow_bytes` the payload of the busiest one.
+        """
         whole_s = sent_bytes / self.bytes_per_s
         return max(whole_s, flow_bytes / (self.flow_bytes_per_s or self.bytes_per_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Compute time of a rank's CPU or GPU, while all ranks of the node are busy.
+    """Compute times of a rank's CPU or GPU, while all ranks of the node are busy.
 
     Args:
       sum_s: Seconds per element that is added to a sum.
       encode_s: Seconds per element that is rounded to 16 bits, or converted back.
-      select_s: Seconds per element of a vector from which the largest are selected.
+      select_s: Seconds per element of a vector whose largest elements are selected.
       pair_s: Seconds per selected pair of index and value.
       half_s: Seconds per element that Horovod adds in float16.
       operation_s: Seconds per floating-point operation of a matrix product.
@@ -98,41 +100,42 @@ CPU = Rates(
 )
 """Rates of one AMD EPYC core per rank, from a study of a few exchanges.
 
-Provisional: no command of this repository has printed them."""
+They are provisional: no command of this repository has printed them."""
 _V100 = Rates(
     sum_s=2e-11, encode_s=1e-11, select_s=1.5e-10, pair_s=2e-9, half_s=0.0, operation_s=2.5e-14
 )
-"""Rates of an NVIDIA V100, from its memory bandwidth and its FLOP rate; not measured."""
+"""Rates of an NVIDIA V100, computed from its memory bandwidth and FLOP rate, not measured."""
 _DEVICES = {
-    # Rates, the link within a node, the latency between nodes, and seconds that a collective waits
-    # for Horovod's thread.
     "v100": (_V100, Link(latency_s=1e-5, bytes_per_s=1e11), 3e-5, 1.2e-3),
     "cpu": (CPU, Link(latency_s=3e-4, bytes_per_s=1.5e9), 3e-4, 3.3e-3),
 }
-"""Presets by device name."""
+"""Presets by device name: the rates, the link within a node, the latency between nodes in seconds,
+and the seconds that a collective waits for Horovod's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkProfile:
-    """Bandwidth and latency of a job's network, and compute time of its ranks; equal on all ranks.
+    """Bandwidth and latency of a job's network, and compute times of its ranks.
 
-    `NetworkProfile.of` creates one from a bandwidth and a preset, `from_json` from a file that
-    `to_json` wrote.
+    `NetworkProfile.of` creates a profile from a bandwidth and a preset, `from_json` from the output
+    of `to_json`. All ranks must use the same profile.
 
     Args:
-      rates: Compute time of a rank's CPU or GPU.
-      collective_s: Seconds until a collective starts if Horovod's thread is idle: its cycle time,
-        and its negotiation with the other ranks.
+      rates: Compute times of a rank's CPU or GPU.
+      collective_s: Seconds until a collective starts if Horovod's thread is idle: the thread's
+        cycle time, and its negotiation with the other ranks.
       ranks_per_node: Number of ranks on each node.
       device: Device of the rates, such as "cpu" or "v100".
       node: Link between the ranks of a node; `None` (default) for nodes of one rank.
       across: Link of a node to the other nodes; `None` (default) for a single node.
-      measured_at: Time of the measurement, as ISO 8601; empty (default) for given values.
-      uncertainty: Relative standard error of the measured bandwidth between nodes, total or of one
-        connection; of that within the node if there is only one node. 0 (default) for given values.
-      ranks_per_core: Ranks of a node per core that they may run on, where most ranks share one; 0
-        (default) if unknown.
-      hosts: Names of the nodes of the measurement; empty (default) for given values.
+      measured_at: Time of the measurement in ISO 8601 format; empty (default) if the values were
+        not measured.
+      uncertainty: Relative standard error of the measured bandwidth between nodes, or of the
+        bandwidth of one connection if that error is larger. With a single node, it is the error of
+        the bandwidth within the node. 0 (default) if the values were not measured.
+      ranks_per_core: Ratio of a node's ranks to the cores that they may use, on the node with the
+        highest ratio; 0 (default) if unknown.
+      hosts: Host names of the measured nodes; empty (default) if the values were not measured.
 
     Raises:
       ValueError: If a number is out of its range, or both links are `None`.
@@ -169,7 +172,7 @@ class NetworkProfile:
     def of(
         cls, rate: str, *, ranks_per_node: int, device: str = "cpu", flow: str | None = None
     ) -> NetworkProfile:
-        """Returns a profile with a given bandwidth between nodes and a preset for all else.
+        """Returns a profile with a given bandwidth between nodes and a preset for other values.
 
         Args:
           rate: Bandwidth of a node in one direction, with its unit, such as "25gbit".
@@ -178,7 +181,7 @@ class NetworkProfile:
           flow: Bandwidth of a single connection, with its unit; `None` (default) for no limit.
 
         Returns:
-          The profile. Its payload rates are reduced by the headers of Ethernet and TCP.
+          The profile. Its payload bandwidths exclude the headers of Ethernet and TCP.
 
         Raises:
           ValueError: If a rate has no unit or is out of its range, or the preset is unknown.
@@ -203,7 +206,7 @@ class NetworkProfile:
         )
 
     def to_json(self) -> str:
-        """Returns the content of a file that `from_json` reads."""
+        """Returns the profile as a JSON text, which `from_json` reads."""
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
@@ -218,7 +221,7 @@ class NetworkProfile:
           The profile.
 
         Raises:
-          ValueError: If the text is not valid JSON, has another format, or is incomplete.
+          ValueError: If the text is not valid JSON, has another `format`, or is incomplete.
         """
         try:
             found = json.loads(text)
@@ -237,7 +240,7 @@ class NetworkProfile:
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
-        """Refuses the profile of another kind of cluster; the number of nodes may differ."""
+        """Refuses a profile of another kind of cluster; the number of nodes may differ."""
         per_node = max(len(node) for node in topology.nodes)
         if len(topology.nodes) > 1 and self.across is None:
             raise ValueError(
@@ -289,7 +292,7 @@ def read_profile(path: str | os.PathLike[str]) -> NetworkProfile:
 
 
 def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile:
-    """Returns the profile for the argument `network` of `init`; `device` names the preset."""
+    """Returns the profile for the argument `network` of `init`; `device` is the job's device."""
     if isinstance(given, NetworkProfile):
         profile = given
     elif isinstance(given, str) and NUMBER_AND_UNIT.fullmatch(given.strip()):
@@ -300,8 +303,8 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
     else:
         raise ValueError(f"{FORMS}. Received: network={given!r}")
     profile.check_fits(topology)
-    # Only measured profiles must match the job's device: plans from presets may be for other
-    # machines.
+    # Only a measured profile must match the job's device: a preset may describe another machine on
+    # purpose.
     if profile.measured_at and (profile.device == "cpu") != (device == "cpu"):
         raise ValueError(
             "A measured network profile must come from the type of device that trains, because "
@@ -313,7 +316,7 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
 
 
 def _payload_rate(text: Any) -> float:
-    """Returns payload bytes per second."""
+    """Returns the payload bytes per second of a bandwidth with a unit."""
     if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
         raise ValueError(
             f'A rate must be a string with a unit. Received: {text!r}. Write for example "25gbit" '
@@ -323,5 +326,5 @@ def _payload_rate(text: Any) -> float:
 
 
 def readable_rate_of_payload(bytes_per_s: float, digits: int = 3) -> str:
-    """Formats a payload rate as the bandwidth that carries it, headers included."""
+    """Formats a payload rate as the bandwidth that it requires, including headers."""
     return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.{digits}g}"))

@@ -1,7 +1,7 @@
-"""The job of this process, which `init` starts once: its ranks, collectives and network.
+"""Starts the job of this process, and provides its ranks, collectives and network profile.
 
-Environments in which collectives cannot run are refused here: other backends of Keras, the scope of
-a `tf.distribute` strategy, and XLA.
+This module refuses environments in which collectives cannot run: other backends of Keras, the scope
+of a `tf.distribute` strategy, and XLA.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
 from tfposeidon.peers import rendezvous
 
 MEASURE: Literal["measure"] = "measure"
-"""Network profile to measure when the first step that needs it is traced."""
+"""Value of `network` to measure the profile when the first step that needs it is traced."""
 UNKNOWN = "unknown"
-"""Network profile that is not measured."""
+"""Value of `network` for a job without a network profile."""
 
 _OF_FUNCTIONS = 50
-"""Priority of the variable creators of `tf.function`; those of users' scopes have another."""
+"""Priority of variable creators of `tf.function`; creators in scopes of users have another."""
 
 
 log = logging.getLogger("tfposeidon")
@@ -51,9 +51,9 @@ def init(
 ) -> Topology:
     """Starts Horovod, finds the nodes and sets up process sets. May be called repeatedly.
 
-    Ranks find each other by the environment variables of their launcher or platform; without either
-    it starts a job of one rank. The first step calls it if the script does not.
-    Call it to set its arguments, or before code that depends on the rank.
+    Ranks find each other by the environment variables of their launcher or platform; without such
+    variables, `init` starts a job of one rank. The first step calls `init` if the script does not.
+    Call it to pass arguments, or before code that depends on the rank.
 
     Args:
       ranks_per_node: Number of ranks of each emulated node; by default, nodes are the launcher's
@@ -63,7 +63,7 @@ def init(
       transport_timeout_s: Seconds that Gloo waits for a stopped process or a broken connection;
         default 30, with a server 300, or the value of `HOROVOD_GLOO_TIMEOUT_SECONDS`.
       pin_gpu: True (default) to assign each rank of a node the GPU of its local rank, with memory
-        growth; False for the script's own GPU configuration.
+        growth; False to retain the script's own GPU configuration.
       network: Network profile for the plans of `scheme="auto"`, the same on all ranks: `"measure"`
         to measure it at the first step; the bandwidth between nodes in one direction with its unit,
         such as `"25gbit"`; a `tfposeidon.NetworkProfile`; the path of a file that contains one; or
@@ -81,12 +81,12 @@ def init(
       ImportError: If Horovod is missing or was built without TensorFlow.
       ValueError: If an argument is out of its range, `network` is for another kind of cluster, or
         the variables of a platform are incomplete or contradict each other.
-      TimeoutError: If a rank did not come within `start_timeout_s`.
-      PermissionError: If the token of this rank is not that of the job.
-      RuntimeError: If it was called before with another layout or server, if ranks request
-        different ones, if two processes have one rank, if `hvd.init()` was called before and
-        process sets are needed, if TensorFlow has initialized the GPUs that ranks of this node
-        share, or if Horovod has NCCL and the node has fewer GPUs than ranks
+      TimeoutError: If a rank did not call `init` within `start_timeout_s`.
+      PermissionError: If this rank's token differs from the job's token.
+      RuntimeError: If `init` was called before with another layout or server, if ranks request
+        different layouts or servers, if two processes have the same rank, if `hvd.init()` was
+        called before and process sets are needed, if TensorFlow has initialized the GPUs that ranks
+        of this node share, or if Horovod is built with NCCL and the node has fewer GPUs than ranks
         (unless `pin_gpu` is false).
 
     Example:
@@ -139,15 +139,15 @@ def own_wire() -> Wire:
 
 
 def server_rank() -> int | None:
-    """Returns the server's rank that was passed to `init`; `None` for none."""
+    """Returns the server's rank, or `None` for a job without a server."""
     return _server_rank
 
 
 def workers() -> Group:
     """Returns the ranks that train: all except the server of `init(server_rank=...)`.
 
-    Shard data over them: `workers().index(rank())` is the shard of this rank, out of
-    `workers().size`. Starts Horovod with default arguments if needed.
+    To shard data over workers, give this rank shard `workers().index(rank())` of `workers().size`.
+    Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -169,7 +169,7 @@ def stall_limit_s() -> float:
 
 
 def network_profile() -> NetworkProfile | None:
-    """Returns the network profile of this job, or `None` if it is not known (yet)."""
+    """Returns the network profile of this job, or `None` while it is unknown."""
     return _network_profile
 
 
@@ -179,13 +179,13 @@ def measures_network() -> bool:
 
 
 def set_network_profile(given: NetworkProfile | Literal["measure"] | None) -> None:
-    """Sets the network profile for later plans, which must be the same on all ranks."""
+    """Sets the network profile for later plans; all ranks must set the same profile."""
     global _network_profile, _measures_network
     _network_profile, _measures_network = (None, True) if given == MEASURE else (given, False)
 
 
 def store_network_profile(measured: NetworkProfile) -> None:
-    """Stores a measured profile, the same on all ranks, of this job or the one that it resumes."""
+    """Stores a profile that this job or the resumed job measured; the same on all ranks."""
     global _network_profile
     _network_profile = measured
 
@@ -241,7 +241,7 @@ def size() -> int:
 def local_rank() -> int:
     """Returns the index of this process among the ranks of its node, from 0.
 
-    With `init(ranks_per_node=...)`, nodes are the emulated ones. Starts Horovod with default
+    With `init(ranks_per_node=...)`, the node is an emulated node. Starts Horovod with default
     arguments if needed.
 
     Example:
@@ -266,19 +266,19 @@ def local_size() -> int:
 
 
 def leader() -> int:
-    """Returns the rank whose log lines are about the job: the server if there is one, else 0."""
+    """Returns the rank that logs job-wide messages: the server if there is one, else rank 0."""
     return _server_rank or 0
 
 
 def log_once(text: str, *values: object) -> None:
-    """Logs one line about the job, on one rank only; arguments as for `logging`."""
+    """Logs a job-wide message on the leader only; arguments as for `logging`."""
     if rank() == leader():
-        # Log a warning: without a logging configuration, Python shows nothing below that level.
+        # Log a warning: without a logging configuration, Python omits messages below that level.
         log.warning(text, *values)
 
 
 def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: int | None) -> None:
-    """Refuses arguments of a later `init` that differ from those of the running job."""
+    """Refuses arguments of a later `init` that contradict the running job."""
     asked = topology
     if ranks_per_node is not None:
         asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
@@ -327,9 +327,9 @@ def check_graph() -> None:
 
 @contextlib.contextmanager
 def variables_outside_trace() -> Iterator[None]:
-    """Creates variables as if before the current trace, so that they cause no retracing."""
-    # `tf.init_scope` is not sufficient: `tf.function` still registers these variables, and retraces
-    # without creating any. There is no public alternative to the private attribute.
+    """Makes variables in this context appear created before the trace, to prevent retracing."""
+    # `tf.init_scope` is not sufficient: `tf.function` would still register these variables, and
+    # trace again without creating any. TensorFlow has no public alternative to this attribute.
     graph = tf.compat.v1.get_default_graph()
     before = graph._variable_creator_stack
     graph._variable_creator_stack = [one for one in before if one[0] != _OF_FUNCTIONS]

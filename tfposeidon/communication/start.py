@@ -1,4 +1,4 @@
-"""Start of Horovod with the process sets that the topology needs, and each rank's choice of a GPU.
+"""Starts Horovod with the process sets that the topology needs, and chooses each rank's GPU.
 
 `runtime.init` calls these functions once per process.
 """
@@ -37,7 +37,7 @@ log = logging.getLogger("tfposeidon")
 
 
 def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
-    """Returns the ranks of each node if they find each other by a platform's variables."""
+    """Returns the ranks of each node on a platform without a launcher, else `None`."""
     import horovod.tensorflow as hvd
 
     checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
@@ -47,7 +47,7 @@ def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
 def start_horovod(
     ranks_per_node: int | None, server_rank: int | None, nodes: rendezvous.Nodes | None
 ) -> HorovodWire:
-    """Starts Horovod, or uses the one that the script has started."""
+    """Starts Horovod, or uses the instance that the script has started."""
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():
@@ -58,7 +58,7 @@ def start_horovod(
         return start_over_mpi(hvd, own, server_rank)
     topology = _find_topology(own, ranks_per_node, nodes)
     _check_layout_in_store(topology, server_rank)
-    # Pass process sets at the start: those that are added later make each cycle of Horovod's
+    # Pass process sets at the start: process sets that are added later make each cycle of Horovod's
     # thread wait for all ranks.
     process_sets = {g: hvd.ProcessSet(list(g.ranks)) for g in topology.groups(server_rank)}
     hvd.init(process_sets=list(process_sets.values()))
@@ -67,11 +67,11 @@ def start_horovod(
 
 
 def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
-    """Starts Horovod if ranks do not know each other's hosts beforehand."""
-    # Process sets are added after the start, which makes each cycle of Horovod's thread wait for
-    # all ranks.
+    """Starts Horovod under MPI, where ranks learn each other's hosts only after the start."""
+    # Add process sets after the start, although each cycle of Horovod's thread then waits for all
+    # ranks.
     hvd.init(process_sets="dynamic")
-    # A Horovod without MPI has one process in each of mpirun's.
+    # Detect a Horovod without MPI, which makes each process of mpirun a job of one rank.
     _check_layout(hvd, own)
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
@@ -99,8 +99,8 @@ def _find_topology(
 
 
 def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
-    """Compares the layout with that of rank 0, before Horovod starts."""
-    # Horovod would abort without a reason if process sets differed between ranks.
+    """Compares this rank's layout with rank 0's layout before Horovod starts."""
+    # Horovod would abort without naming the reason if process sets differed between ranks.
     store = launcher.Store.of_launcher()
     if store is None or topology.size == 1:
         return
@@ -144,7 +144,7 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
 
 
 def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> HorovodWire:
-    """Uses a Horovod that the script started, if no process sets are needed."""
+    """Uses the Horovod instance that the script has started, if no process sets are needed."""
     check_server_rank(server_rank, hvd.size())
     topology = Topology.regular(hvd.rank(), hvd.size(), ranks_per_node or hvd.local_size())
     problem = None
@@ -177,7 +177,7 @@ def check_horovod() -> None:
 def set_limits(
     stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
 ) -> None:
-    """Sets Horovod's variables for time limits, except those that the user has set."""
+    """Sets Horovod's environment variables for time limits, unless the user has set them."""
     if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
         transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
     limits = {"stall_timeout_s": stall_timeout_s, "transport_timeout_s": transport_timeout_s}
@@ -187,8 +187,8 @@ def set_limits(
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)
-        # Horovod checks for late ranks once per warning time, and only ends the job at such a
-        # check.
+        # Shorten the warning time, too: Horovod checks for late ranks once per warning time, and
+        # ends the job only at such a check.
         os.environ[launcher.STALL_WARNING] = str(max(1, min(LONGEST_STALL_WARNING_S, limit // 4)))
     if transport_timeout_s is not None:
         os.environ[launcher.TRANSPORT_LIMIT] = str(round(transport_timeout_s))
@@ -223,15 +223,15 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
 
 
 def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
-    """Makes only this rank's GPU visible to TensorFlow, or raises if ranks would share all.
+    """Makes only this rank's GPU visible to TensorFlow; raises if ranks would share all GPUs.
 
-    Warns if one process is alone on a node with several GPUs, of which it uses one.
+    Warns if the only rank of a node uses one of several GPUs.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
     try:
-        # With more ranks than GPUs, some share one, which memory growth makes possible.
+        # If there are more ranks than GPUs, ranks share GPUs, which requires memory growth.
         own = gpus[local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)

@@ -1,6 +1,6 @@
-"""Ranks of a job, their nodes, the groups that communicate, and the parts of work of each rank.
+"""Describes ranks, nodes and groups of a job, and divides work among ranks.
 
-Everything here is pure: `launcher` reads the environment, and `start` starts Horovod.
+This module has no side effects: `launcher` reads the environment, and `start` starts Horovod.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Topology:
 
     Args:
       rank: Rank of this process.
-      nodes: Ranks of each node; together, each of `0..size-1` once.
+      nodes: Ranks of each node; each rank from 0 to `size - 1` is on exactly one node.
 
     Raises:
       ValueError: If a rank is missing or occurs twice, or if `rank` is not in `nodes`.
@@ -130,13 +130,13 @@ class Topology:
 
     def position_group(self, position: int) -> Group:
         """Returns the ranks at one position of every node, one rank per node."""
-        # Under MPI, ranks of a node may not be consecutive, and Horovod sorts those of a process
-        # set.
+        # Sort the ranks, as Horovod sorts the ranks of a process set: under MPI, ranks of a node
+        # may not be consecutive.
         return Group(tuple(sorted(node[position] for node in self.nodes)))
 
     @property
     def across(self) -> Group | None:
-        """Position group of this rank, or `None` if some node is too small to have the position."""
+        """Position group of this rank, or `None` if a smaller node does not have the position."""
         return self.position_group(self.position) if self.position < self.positions else None
 
     def same_node(self, a: int, b: int) -> bool:
@@ -145,8 +145,8 @@ class Topology:
 
     def groups(self, server_rank: int | None = None) -> tuple[Group, ...]:
         """Returns the groups of two or more ranks, except the world, that need a process set."""
-        # The order must be the same on all ranks: nodes, positions, then pairs with the server. A
-        # node of two ranks may be such a pair, so duplicates are removed.
+        # The order must be the same on all ranks: nodes, positions, then pairs with the server.
+        # Remove duplicates, because a node of two ranks may be such a pair.
         found = [*map(Group, self.nodes), *map(self.position_group, range(self.positions))]
         if server_rank is not None:
             others = (rank for rank in self.world.ranks if rank != server_rank)
@@ -166,7 +166,7 @@ class Topology:
 
 
 def even_parts(length: int, parts: int) -> list[tuple[int, int]]:
-    """Returns start and end of each part; lengths differ by one at most, larger parts first.
+    """Returns start and end of each part; lengths differ by at most one, longer parts first.
 
     >>> even_parts(5, 3)
     [(0, 2), (2, 4), (4, 5)]
@@ -183,7 +183,7 @@ def balanced_parts(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     [(0, 1), (1, 4), (4, 5)]
     """
     smallest = max(sizes, default=0)
-    # Search the smallest limit with which greedy filling needs no more than `parts` parts.
+    # Search for the smallest limit with which greedy filling needs no more than `parts` parts.
     limit = smallest + bisect.bisect_left(
         range(smallest, sum(sizes)), True, key=lambda limit: len(_filled(sizes, limit)) <= parts
     )

@@ -1,12 +1,12 @@
-"""Four collectives on groups of ranks, and the packing of tensors for them.
+"""Provides four collectives on groups of ranks, and packs tensors for them.
 
 This is the only module that uses Horovod's collectives.
 
-Horovod's TensorFlow ops look like arithmetic to Grappler: a collective with a constant input is
-folded (it runs once, or hangs), an unused one is pruned, and two equal ones are merged. Therefore
-no input may be a constant (see `zeros`), every output must be used, and each call has a unique
-name, the same on every rank. Names are joined by dots, because Horovod removes everything before a
-slash.
+Grappler optimizes Horovod's TensorFlow ops as if they were arithmetic: it folds a collective with a
+constant input, which then runs once or hangs, prunes a collective whose output is unused, and
+merges two equal collectives. Therefore no input may be a constant (see `zeros`), every output must
+be used, and each call has a unique name, the same on every rank. The parts of names are joined by
+dots, because Horovod removes the parts before a slash.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tfposeidon.checks import require_equal
 from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
-"""Size of a tensor that `tf.function` captures as an input; TensorFlow's limit is 128 elements."""
+"""Length of a vector that `tf.function` captures as an input; TensorFlow's limit is 128."""
 _LENGTH_BYTES = 8
-"""Bytes of the length that precedes an object."""
+"""Size in bytes of the length that precedes each object."""
 _SAME_BITS = {
     "bfloat16": tf.uint16,
     "uint32": tf.int32,
     "uint64": tf.int64,
     "complex64": tf.int64,
-    # The result has an additional axis of two.
+    # The bitcast tensor has an additional axis of length 2.
     "complex128": tf.int64,
 }
 
-# Suffix of the names of all collectives that are called or traced within `names_ending_in`.
 _suffix = contextvars.ContextVar("suffix", default="")
+"""Suffix of the names of all collectives that are called or traced within `names_ending_in`."""
 
 
 @contextlib.contextmanager
 def names_ending_in(suffix: str) -> Iterator[None]:
     """Appends a suffix to the names of collectives within this context, which may be nested."""
-    # Code that one graph calls several times needs it. TensorFlow makes names unique too, but
-    # differently in branches, and on ranks that have exhausted their input.
+    # Code that one graph calls several times needs a different suffix for each call. TensorFlow
+    # also makes names unique, but differently in branches, and on ranks with exhausted input.
     token = _suffix.set(suffix + _suffix.get())
     try:
         yield
@@ -55,7 +55,7 @@ def names_ending_in(suffix: str) -> Iterator[None]:
 
 
 class Wire(Protocol):
-    """Collectives that schemes use. Groups of one rank send nothing.
+    """Collectives that schemes use. Groups of one rank send no data.
 
     All ranks of a group call each collective with the same name, and must use the result, because
     TensorFlow prunes unused ops.
@@ -119,7 +119,7 @@ class Wire(Protocol):
 
 
 class HorovodWire(Wire):
-    """Collectives by Horovod's ops, over NCCL, MPI or Gloo.
+    """Implements the collectives with Horovod's ops, over NCCL, MPI or Gloo.
 
     `process_sets` must contain each group of `topology.groups()`.
     """
@@ -165,16 +165,16 @@ class HorovodWire(Wire):
     def _options(self, name: str, group: Group) -> dict[str, Any]:
         is_world = group == self.topology.world
         process_set = _horovod_ops().global_process_set if is_world else self._process_sets[group]
-        # Horovod matches collectives by name, and name scopes may differ between ranks, as in
-        # branches, so names ignore scopes.
+        # Ignore name scopes: Horovod matches collectives by name, and scopes may differ between
+        # ranks, as in branches.
         own_name = name + _suffix.get()
         return {"name": own_name, "ignore_name_scope": True, "process_set": process_set}
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
     """Returns a scalar 0 that TensorFlow does not recognize as a constant."""
-    # Functions inside a user's `tf.function` may not create variables. TensorFlow captures small
-    # outer tensors as constants, and large ones as inputs.
+    # Use an outer tensor, because code in a user's `tf.function` may not create variables.
+    # TensorFlow captures small outer tensors as constants, and large ones as inputs.
     with tf.init_scope(), tf.device("/CPU:0"):
         outside = tf.zeros([_MORE_THAN_A_CONSTANT], dtype)
     with tf.device("/CPU:0"):
@@ -195,12 +195,12 @@ class Zeros(dict[str, tf.Variable]):
 
 
 def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Returns zeros, in the dtype of the scalar 0, that TensorFlow cannot fold as `tf.zeros`."""
+    """Returns zeros in the dtype of `zero`, a scalar 0, which TensorFlow cannot fold."""
     return tf.broadcast_to(tf.convert_to_tensor(zero), shape)
 
 
 def opaque(tensor: tf.Tensor, zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Returns the same tensor, without a copy, in a form that TensorFlow cannot fold."""
+    """Returns `tensor` as the output of an op that TensorFlow cannot fold, without a copy."""
     # The result is a slice of the whole tensor that starts at `zero`, an int32 scalar 0. A reshape
     # is not sufficient: if all dimensions but one are known, TensorFlow infers the last.
     if tensor.shape.rank is None:
@@ -242,16 +242,17 @@ def broadcast_bytes(content: bytes, wire: Wire, root_rank: int, name: str) -> by
 
 
 def _horovod_ops() -> Any:
-    # Import it late, because tfposeidon can load models and plans without Horovod.
+    # Import Horovod only here, because tfposeidon can load models and plans without it.
     from horovod.tensorflow import mpi_ops
 
     return mpi_ops
 
 
 class GroupWire(HorovodWire):
-    """Collectives between some ranks of a job, numbered from 0, including this rank.
+    """Implements the collectives among some ranks of a job, including this rank.
 
-    Horovod must have a process set for these ranks. `topology` describes them and their nodes.
+    Horovod must have a process set for these ranks. `topology` describes only these ranks, numbered
+    from 0, and their nodes.
     """
 
     def __init__(self, wire: HorovodWire, ranks: Iterable[int]) -> None:
@@ -262,7 +263,7 @@ class GroupWire(HorovodWire):
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        # Horovod numbers the root among all ranks of the job.
+        # Horovod's broadcast would number the root among all ranks of the job.
         return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
 
     @override
@@ -291,19 +292,19 @@ def from_horovod_dtype(carried: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def summed_dtype(values: Sequence[Any]) -> tf.DType:
-    """Returns float64 if any value has it, or else float32: means lose no bits of their values."""
+    """Returns the dtype for sums and means of values: float64 if any is float64, else float32."""
     wide = [value for value in values if tf.as_dtype(value.dtype) == tf.float64]
     return tf.float64 if wide else tf.float32
 
 
 def pack(values: Sequence[Any], dtype: tf.DType = tf.float32) -> tf.Tensor:
-    """Returns floating-point values, concatenated to a vector."""
+    """Returns floating-point values, flattened and concatenated to one vector."""
     flat = [tf.reshape(tf.cast(tf.convert_to_tensor(v), dtype), [-1]) for v in values]
     return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
 
 
 def unpack(vector: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the parts of a vector from `pack`, in the shapes and dtypes of `like`."""
+    """Splits a vector from `pack` into tensors with the shapes and dtypes of `like`."""
     if not like:
         return []
     shapes = [tf.TensorShape(value.shape) for value in like]

@@ -1,1 +1,1 @@
-"""Integration with Keras's training loop: patches, model sessions and epochs of equal length."""
+"""Integrates with Keras's training loop: patches, model sessions and epochs of equal length."""

@@ -1,4 +1,4 @@
-"""All state of a model, its optimizers and its callbacks, with the placement of each entry.
+"""Lists all state of a model, its optimizers and its callbacks, with each entry's placement.
 
 Checkpoints, broadcasts and comparisons read this one list, so that they cover the same state.
 
@@ -43,8 +43,8 @@ LayerState = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# Their `finalize_state` would start from the counts of this rank's `adapt` and discard the assigned
-# values.
+# `finalize_state` of these layers would compute values from this rank's `adapt`, and overwrite the
+# assigned values.
 _FINALIZED_FROM_COUNTS = (
     *_LOOKUPS,
     keras.layers.TextVectorization,
@@ -58,7 +58,7 @@ _TABLES = (
 
 
 def held_optimizers(model: Any) -> list[Any]:
-    """Returns the communicating optimizers, with their loss scales, or `model.optimizer`."""
+    """Returns communicating optimizers, or loss scales around them; if none, `model.optimizer`."""
     own = getattr(model, "optimizer", None)
     return session.held_by(model) or ([] if own is None else [own])
 
@@ -69,7 +69,7 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model except for `parts`, in the same order on all ranks."""
+    """Returns all state of a model except the result of `parts`, in the same order on all ranks."""
     replicated = list(model.trainable_variables)
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)
@@ -84,12 +84,12 @@ def entries(model: Any) -> list[StateEntry]:
 
 
 def _has_own_inner(optimizer: Any) -> bool:
-    # Keras's own optimizers are replicated.
+    # The state of Keras's own optimizers is replicated.
     return getattr(optimizer, "has_own_inner", False)
 
 
 def _own_inner(held: Any) -> list[Any]:
-    """Returns the variables of an inner optimizer that differ between ranks, and its loss scale."""
+    """Returns variables of an inner optimizer and a loss scale that may differ between ranks."""
     optimizer = session.without_loss_scale(held)
     if not (_has_own_inner(optimizer) and optimizer.built):
         return []
@@ -100,7 +100,7 @@ def _own_inner(held: Any) -> list[Any]:
 
 
 def of_train_step(model: Any) -> list[Any]:
-    """Returns replicated variables that no optimizer has updated, and that are not its state."""
+    """Returns replicated variables that optimizers neither update nor use as their state."""
     updated: list[Any] = []
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)
@@ -121,13 +121,14 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
     """Returns the averaged state that an optimizer synchronizes together with its weights."""
-    # Only the first such optimizer synchronizes it: otherwise each would average all of it.
+    # Only the first optimizer of local weights synchronizes this state; otherwise each of them
+    # would average it.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
 
 def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
-    """Yields per-rank optimizer state; collective for optimizers that have no plan yet."""
+    """Yields optimizer state that differs between ranks; collective if an optimizer has no plan."""
     for number, held in enumerate(held_optimizers(model)):
         optimizer = session.without_loss_scale(held)
         # Keras's own optimizers have no such state.
@@ -145,7 +146,10 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
 
 
 def replicated_variables(model: keras.Model) -> list[Any]:
-    """Returns replicated variables; builds a sole optimizer; raises if the model has no weights."""
+    """Returns replicated variables; raises `RuntimeError` if the model has no weights.
+
+    If the model has only one optimizer, this function builds it.
+    """
     if not has_weights(model):
         raise RuntimeError(
             "This callback requires the model's weights when training begins. Received: a model "
@@ -153,7 +157,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
             "model.build(input_shape), before fit."
         )
     found = held_optimizers(model)
-    # With several optimizers, their variables are known only in the first step.
+    # With several optimizers, the variables of each one are known only in the first step.
     if found == [getattr(model, "optimizer", None)] and not found[0].built:
         model.optimizer.build(model.trainable_variables)
     return variables_of(model, Placement.REPLICATED)
@@ -162,7 +166,7 @@ def replicated_variables(model: keras.Model) -> list[Any]:
 def has_weights(model: keras.Model) -> bool:
     """Returns whether the model, or all of its layers, are built."""
     # Models without a `call` of their own, such as GANs, are never built, although their layers
-    # are. A trainer that is a layer has no `layers`.
+    # are. A layer that inherits Keras's trainer without being a model has no `layers`.
     layers = getattr(model, "layers", ())
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
@@ -170,7 +174,10 @@ def has_weights(model: keras.Model) -> bool:
 def broadcast_state(
     model: keras.Model, wire: Wire, root_rank: int = 0, with_own_inner: bool = False
 ) -> None:
-    """Copies one rank's state, on request also that of its inner optimizers; collective."""
+    """Copies one rank's state to all ranks; collective.
+
+    `with_own_inner` includes state of inner optimizers that may differ between ranks.
+    """
     own_inner = [v for held in held_optimizers(model) if with_own_inner for v in _own_inner(held)]
     variables = [
         *replicated_variables(model),
@@ -180,19 +187,20 @@ def broadcast_state(
     ]
     replicas.broadcast(variables, wire, root_rank)
     if wire.topology.rank != root_rank:
-        # The sum over ranks must be the root's value.
+        # Clear these variables, because the sum over ranks must be the root's value.
         replicas.clear(variables_of(model, Placement.PARTIAL))
     broadcast_layers(model, wire, root_rank)
     for optimizer in optimizers(model):
-        # Other optimizers hold their whole state on each rank.
+        # Only optimizers with sharded state have this method.
         scatter = getattr(optimizer, "scatter_state", None)
         if scatter is not None:
             scatter(root_rank)
 
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Makes all ranks start with the values of one, and each with its own seeds; collective."""
-    # Within an epoch, a snapshot holds each rank's own statistics.
+    """Makes all ranks start with one rank's values, but with different seeds; collective."""
+    # Do not compare the statistics of layers after resuming, because a snapshot within an epoch
+    # contains each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
@@ -211,10 +219,11 @@ def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> Non
 def difference(
     model: keras.Model, wire: Wire, with_layers: bool = False, *placements: Placement
 ) -> str | None:
-    """Returns the first value that differs between ranks, or `None`, on all ranks; collective.
+    """Returns a message about the first value that differs between ranks, or `None`; collective.
 
-    It compares one checksum over replicated variables and those with other `placements`. It raises
-    on all ranks if they have different variables.
+    Ranks compare one checksum over replicated variables and variables with other `placements`.
+    `with_layers` includes state outside of variables. All ranks return the same message, or raise
+    an error if they have different variables.
     """
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)
@@ -222,14 +231,15 @@ def difference(
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]
     received = exchange_objects(own, wire, "tp.equal")
-    # All ranks take the same branch, since the search for a difference is collective.
+    # The search below is collective. All ranks take the same branch, because they have received the
+    # same checksums.
     if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))
     found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
     if not found:
-        # The checksums of a rank without a GPU may differ although the values are equal.
+        # The checksum of a rank without a GPU may differ although its values are equal.
         return None
     path, ranks = next(iter(found.items()))
     return (
@@ -243,21 +253,21 @@ def difference(
 
 
 def _outside_variables(model: keras.Model) -> list[StateEntry]:
-    """Returns the layers with state outside of variables, including those of inner models."""
+    """Returns the layers with state outside of variables, including layers of inner models."""
     known = (keras.layers.Normalization, keras.layers.Discretization, *_LOOKUPS)
     return [
-        # Names have an index, because several layers may have the same name.
+        # Include the index in names, because several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
-        # The state of a `TextVectorization` belongs to the lookup layer inside it, which is a layer
-        # of the model, too.
+        # The state of a `TextVectorization` belongs to the lookup layer inside it, which is also a
+        # layer of the model.
         if not isinstance(layer, keras.layers.TextVectorization)
         and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
     ]
 
 
 def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
-    """Returns the state with one of these placements that layers hold outside of variables."""
+    """Returns the state of layers outside of variables that has one of these placements."""
     return {
         f"{entry.name}.{name}": value
         for entry in _outside_variables(model)
@@ -267,9 +277,10 @@ def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
 
 
 def assign_layers(model: keras.Model, state: LayerState) -> None:
-    """Assigns to the layers a state from `read_layers`, possibly of another process."""
+    """Assigns state from `read_layers`, possibly of another process, to the layers."""
     before = read_layers(model, *Placement)
-    # Layers that derive values from their variables (`finalize_state`) do so first.
+    # Call `finalize_state` before the assignment, because it overwrites values that a layer derives
+    # from its variables.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
@@ -280,7 +291,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
         }
         if values and not _equal(_read(layer), values):
             _assign(layer, values)
-    # Functions traced before hold the old values as constants and must be traced again.
+    # Traced functions contain the old values as constants and must be traced again.
     if not _equal(read_layers(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
@@ -288,7 +299,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
 
 
 def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Copies one rank's state outside of variables to all; raises on all if a rank refuses it."""
+    """Copies one rank's state outside of variables to all; raises on all ranks if one refuses."""
     if wire.topology.size == 1:
         return
     stream = io.BytesIO()
@@ -351,7 +362,7 @@ def _read_lookup(layer: Any) -> LayerState:
     vocabulary = layer.get_vocabulary(include_special_tokens=False)
     if not vocabulary:
         return {}
-    # Integers are stored as text, too: NumPy's files cannot hold objects.
+    # Store integer tokens as text, too, because arrays in NumPy's files must not contain objects.
     state = {"vocabulary": np.asarray([str(token) for token in vocabulary])}
     weights = getattr(layer, "idf_weights_const", None)
     return state if weights is None else state | {"idf_weights": np.asarray(weights)}
@@ -363,8 +374,8 @@ def _assign_lookup(layer: Any, values: LayerState) -> None:
     if "idf_weights" not in values:
         layer.set_vocabulary(tokens)
         return
-    # Keras accepts the weights of regular tokens only, and computes those of special tokens
-    # (unknown ones) from them. The saved weights of all tokens are assigned afterwards.
+    # `set_vocabulary` accepts only the weights of regular tokens, and computes the weights of
+    # special tokens from them. So assign the saved weights of all tokens afterwards.
     begin = layer.vocabulary_size() - len(layer.get_vocabulary(include_special_tokens=False))
     layer.set_vocabulary(tokens, idf_weights=values["idf_weights"][begin : begin + len(tokens)])
     layer.load_own_variables({"idf_weights": values["idf_weights"]})

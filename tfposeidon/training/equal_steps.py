@@ -1,9 +1,9 @@
-"""Epochs that end on all ranks after as many steps as the rank with the fewest batches has.
+"""Ends each epoch on all ranks after as many steps as the rank with the fewest batches has.
 
-`EqualSteps` runs before the user's callbacks and ends the epoch; after it, `LayerAverages` and
-`GlobalMetrics` synchronize what the user's callbacks see. `AgreedStop` runs after them, stops
-training on all ranks and compares settings and values across ranks. In between,
-`PlannerCallbacks` passes the events of `fit` to the planners of optimizers.
+The callbacks run in this order: `EqualSteps` ends the epoch. `LayerAverages` and `GlobalMetrics`
+synchronize layer state and logs, which the user's callbacks read next. `PlannerCallbacks` runs the
+callbacks of the optimizers' planners. `AgreedStop` stops training on all ranks, and compares
+settings and values across ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ WHERE_SET = (
 def with_equal_epochs(
     callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None, synchronizes: bool
 ) -> list[Any]:
-    """Returns the callbacks of `fit` together with those for several ranks, in the required order.
+    """Returns the user's callbacks and the callbacks for several ranks, in the required order.
 
     `EqualSteps` precedes the user's callbacks, which may communicate at the end of an epoch, and
-    `AgreedStop` follows them, since they may request a stop. `rows` is this rank's batch size, or
-    `None` if it is unknown or varies. `synchronizes` is `FitHooks.synchronizes_model` of all hooks.
+    `AgreedStop` follows them, because they may request a stop. `rows` is this rank's batch size, or
+    `None` if it is unknown or varies. `synchronizes` is true if `FitHooks.synchronizes_model` is
+    true for all optimizers.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows, synchronizes)
     first = [callback for one in hooks for callback in one.first]
@@ -66,7 +67,7 @@ def _may_stop(callback: Any) -> bool:
 
 
 def has_batch_hooks(callback: Any) -> bool:
-    """Returns whether a callback overrides a hook within an epoch of training."""
+    """Returns whether a callback overrides a hook that Keras calls for each training batch."""
     hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
     base = keras.callbacks.Callback
     return any(
@@ -76,13 +77,13 @@ def has_batch_hooks(callback: Any) -> bool:
 
 
 class EqualSteps(keras.callbacks.Callback):
-    """Keras callback that ends each epoch, on all ranks, after the fewest batches of any rank.
+    """Keras callback that ends each epoch on all ranks once one rank has no more batches.
 
-    If all ranks know their number of batches and run single steps, they agree on the minimum once,
-    at no cost per step. Otherwise, or if a callback may stop within an epoch, a rank that has
-    finished joins the other ranks' next step with zeros, which ends the epoch for all of them.
-    Ranks that train local weights exchange in few steps, so `AgreedStop` defers a stop to the end
-    of the epoch.
+    If all ranks know their number of batches, and these are equal or executions have one step, they
+    agree on the minimum once, at no cost per step. Otherwise, or if a callback may stop within an
+    epoch, a rank that has finished joins the other ranks' next step with zeros, which ends the
+    epoch on all ranks. Ranks that train local weights do not exchange in each step, so `AgreedStop`
+    defers a stop to the end of the epoch.
     """
 
     def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
@@ -100,8 +101,8 @@ class EqualSteps(keras.callbacks.Callback):
         may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
         self._watches = self._limit is None or may_stop
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
-            # Eager collectives match by their order alone, and a rank with exhausted input does not
-            # know the order in which several optimizers exchange.
+            # Horovod matches eager collectives by their order alone, and a rank with exhausted
+            # input does not know in which order other ranks exchange gradients of the optimizers.
             if self._limit is None:
                 raise ValueError(
                     "With run_eagerly=True and several optimizers, each rank must know its number "
@@ -109,7 +110,7 @@ class EqualSteps(keras.callbacks.Callback):
                     "steps_per_epoch to fit."
                 )
             self._watches = False
-        # A step traced earlier follows the earlier settings.
+        # Trace the step again, because earlier traces depend on the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
         has_changed = self._session.weight_equally(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
@@ -118,10 +119,10 @@ class EqualSteps(keras.callbacks.Callback):
     def _agree_on_limit(self, steps: list[Any]) -> None:
         self._fewest = fewest = None if None in steps else min(steps)
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
-        # of an epoch are equal on all ranks only if its number of steps is.
+        # of an epoch are equal on all ranks only if the number of steps is equal.
         self.params["steps"] = fewest
         equal = fewest is not None and len(set(steps)) == 1
-        # An execution of several steps cannot end within them.
+        # An execution of several steps cannot end after some of them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
         if not equal:
             runtime.log_once(
@@ -138,7 +139,7 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._fewest is not None and batch >= self._fewest:
-            # Keras's loop over an epoch catches it and ends the epoch as if the data were
+            # Keras's loop over batches catches this error, and ends the epoch as if the data were
             # exhausted.
             raise StopIteration
         self.is_over = False
@@ -154,17 +155,17 @@ class EqualSteps(keras.callbacks.Callback):
         steps, complete = np.subtract(self._session.steps_done, self._before)
         self._steps += int(steps)
         are_absent = bool(self._session.absent_ranks)
-        # Fewer steps than `steps_per_execution`: this rank's input ended within the execution.
+        # If fewer steps than `steps_per_execution` ran, this rank's input ended within them.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
-        # An update dropped on all ranks does not count as a batch for callbacks.
+        # Callbacks do not count an update that was dropped on all ranks as a batch.
         counts_exchanges = are_absent and self._session.is_in_step
         if self.is_over and not self._finish(bool(complete if counts_exchanges else steps)):
             raise StopIteration
 
     def _finish(self, has_trained: bool) -> bool:
-        """Ends the epoch on all ranks; returns whether its last execution counts."""
-        # This is collective: callbacks may communicate at the end of a batch, so all ranks must
-        # agree first.
+        """Ends the epoch on all ranks; returns whether callbacks count its last execution."""
+        # Callbacks may communicate at the end of a batch, so all ranks must agree first whether the
+        # execution counts.
         self._is_finished = True
         self._join_others()
         own = [has_trained, self._steps]
@@ -182,7 +183,7 @@ class EqualSteps(keras.callbacks.Callback):
         """
         watched = self._session.watched
         of_each = [optimizer.fit_hooks(self.model) for optimizer in watched]
-        # A step may exchange several times.
+        # A step may contain several exchanges, each with a hook.
         hooks = [hook for one in of_each for hook in one.join_hooks()]
         if not hooks:
             raise RuntimeError(
@@ -197,12 +198,12 @@ class EqualSteps(keras.callbacks.Callback):
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
-        """Undoes changes by train steps of dropped updates: counters, copies of weights."""
+        """Restores variables that train steps of dropped updates changed, such as counters."""
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # Optimizers dropped their updates: a difference in their variables is an error, which
-        # `AgreedStop` raises.
+        # Exclude the variables of optimizers, which dropped their updates: a difference there is an
+        # error, which `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:
@@ -210,7 +211,7 @@ class EqualSteps(keras.callbacks.Callback):
 
     @override
     def on_test_begin(self, logs: Any = None) -> None:
-        # Validation precedes the end of the epoch, and its callbacks may communicate.
+        # End the steps before validation, because callbacks may communicate there.
         self._end_steps()
 
     @override
@@ -223,7 +224,7 @@ class EqualSteps(keras.callbacks.Callback):
             return
         self._is_open = False
         if self._watches:
-            # A resumed epoch may already be complete, on all ranks.
+            # A resumed epoch may already be complete; then it is complete on all ranks.
             has_begun = self._has_trained or not self._done or self._limit is None
             if has_begun and not self._is_finished:
                 self._finish(False)
@@ -238,12 +239,14 @@ class EqualSteps(keras.callbacks.Callback):
 class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
-    In epochs of known length, a stop is deferred to the end of the epoch, unless ranks watch for it
-    because a callback may stop within epochs: the others may communicate before they know. Ranks
-    with local weights always defer it. Before the first epoch and after each, ranks compare
-    settings: learning rates, momentum, weight decay, trainable variables and epoch. Before each
-    epoch, after the first step and at the end they compare values; a model's first `fit` starts
-    with those of one rank.
+    In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
+    wait for this rank in their next collective. A stop is not deferred if ranks exchange in each
+    step and detect absent ranks, as they do if a callback may stop within an epoch.
+
+    Before the first epoch and after each epoch, ranks compare settings: learning rates, momentum,
+    weight decay, trainable variables and the epoch. Before each epoch, after the first step and at
+    the end of `fit` they compare values. A model's first `fit` instead starts with the values of
+    one rank.
     """
 
     def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
@@ -254,7 +257,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._has_begun = self._wants_to_stop = self._has_stepped = False
         self._session = session.of(self.model)
-        # Ranks that do not watch for absent ones would be left alone by a stop within an epoch.
+        # Defer a stop unless the other ranks detect absent ranks: they would wait for this rank.
         waits = self._session.is_in_step and self._session.watches_absence
         self._defers_stop = self._session.knows_lengths and not waits
 
@@ -285,17 +288,16 @@ class AgreedStop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         begins, self._has_begun = not self._has_begun, True
         if begins:
-            # A callback that restores one rank only, such as `BackupAndRestore`, changes its first
-            # epoch.
+            # A callback that restores only one rank, such as `BackupAndRestore`, changes that
+            # rank's first epoch.
             settings = _settings(self.model, epoch)
-            # The comparison of values names the first variable that differs.
+            # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
             _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
             self._was_built = entries.has_weights(self.model)
         if self._session.has_begun:
             self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
             return
-        # This is the model's first `fit`.
         if self._synchronizes_model:
             entries.synchronize_start(self.model, runtime.wire())
         self._session.has_begun = True
@@ -323,10 +325,10 @@ class AgreedStop(keras.callbacks.Callback):
 
 
 class PlannerCallbacks(keras.callbacks.Callback):
-    """Keras callback that runs `Planner.callback`, once for all optimizers of the model.
+    """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
-    A schedule may change the planner of an optimizer, and a train step may contain more optimizers
-    than were found before, so each epoch adds the callbacks that are missing.
+    At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
+    planner, or a traced step may have revealed another optimizer.
     """
 
     def __init__(self) -> None:
@@ -356,10 +358,11 @@ class PlannerCallbacks(keras.callbacks.Callback):
 
 
 def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
-    """Returns the settings that must be equal on all ranks, apart from values, as JSON."""
+    """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Keras numbers the objects of each process in variable paths, so paths may differ.
+        # Use names, because Keras numbers the objects of each process in paths of variables, so
+        # paths may differ between ranks.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
@@ -390,7 +393,7 @@ def _check_equal(received: list[dict[str, Any]]) -> None:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """Formats a setting; for a list, its length and the first item missing from `other`."""
+    """Formats a setting; a list as its length and the first item that `other` does not contain."""
     if not isinstance(value, list):
         return str(value)
     more = [item for item in value if item not in other]

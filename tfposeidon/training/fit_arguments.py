@@ -1,10 +1,11 @@
-"""Arguments of `fit` over all ranks: the data, and callbacks that write files.
+"""Compares arguments of `fit` across ranks: the data, and callbacks that write files.
 
-A script that forgets to share its data trains all ranks on the same samples without an error. A few
-samples of each rank reveal that before the first step.
+A script that does not shard its data trains all ranks on the same samples without an error. A
+comparison of a few samples of each rank detects that before the first step.
 
-Unchanged Keras scripts give every rank the same paths. `fit` removes callbacks that write to a
-shared path on all ranks but the lowest, and shares the state that `BackupAndRestore` restores.
+Unchanged Keras scripts give every rank the same paths. If callbacks of several ranks write to the
+same path, only the lowest rank retains its callback, and `fit` broadcasts the state that
+`BackupAndRestore` restores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _PATHS = {
     keras.callbacks.BackupAndRestore: "backup_dir",
     keras.callbacks.OrbaxCheckpoint: "directory",
 }
-"""Callbacks that write files, and their path attributes."""
+"""Maps callbacks that write files to the attribute that holds the path."""
 
 
 # ------------------------------------------------------------------ data
@@ -74,16 +75,17 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 @dataclasses.dataclass
 class _Data:
-    """Data that a rank passes to `fit`: batch size, and length and checksums of some samples.
+    """Properties of the data that a rank passes to `fit`; `None` where they are unknown.
 
-    Both are `None` if they are unknown, or if reading the data calls Python.
+    `samples` holds the number of samples and checksums of some of them. It is unknown for datasets
+    whose steps call Python.
     """
 
     batch_size: int | None = None
     samples: list[Any] | None = None
 
     def read(self, arguments: dict[str, Any]) -> None:
-        """Reads both from the arguments of `fit`."""
+        """Reads the batch size and some samples from the arguments of `fit`."""
         x = arguments["x"]
         if isinstance(x, tf.data.Dataset):
             variant = tf.data.experimental.to_variant(x)
@@ -117,13 +119,16 @@ def _arrays(data: Any) -> list[Any]:
 
 def _checksum(value: Any) -> int:
     array = np.asarray(value)
-    # An array of objects contains addresses.
+    # The bytes of an array of objects are addresses, which differ between processes.
     content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
     return zlib.crc32(content)
 
 
 def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
-    """Returns the number and the first of the samples that a dataset shuffles or batches."""
+    """Returns how many samples a dataset shuffles or batches, and checksums of the first sample.
+
+    Returns `None` if the dataset has a `shard` step or calls Python.
+    """
     steps = pipelines.chain(dataset)
     end = next((i for i, step in enumerate(steps) if pipelines.groups(step)), len(steps))
     read = steps[: min(end, pipelines.first_random(steps))]
@@ -134,7 +139,7 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
         for step in pipelines.unwrapped_datasets(read[-1])
         for node in pipelines.nodes_of_step(step)
     )
-    # Python code may count epochs, or may not restart.
+    # Do not read the dataset if it calls Python code, which may count epochs, or may not restart.
     if any(node.op in pipelines.PYTHON_OPS for node in nodes):
         return None
     found = [int(read[-1].cardinality())]
@@ -149,8 +154,8 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` that run on this rank; collective.
 
-    Of ranks whose callbacks of one kind share a path, the lowest retains its callback. A shared
-    `BackupAndRestore` resumes all ranks from the files of the lowest.
+    If callbacks of one class on several ranks share a path, only the lowest of these ranks retains
+    its callback. A shared `BackupAndRestore` resumes all ranks from the files of the lowest rank.
     """
     mine = [_written(callback) for callback in callbacks]
     ranks: dict[str | None, list[int]] = {}
@@ -175,7 +180,7 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def _written(callback: Any) -> str | None:
-    """Returns kind and path of a Keras callback that writes, comparable across ranks."""
+    """Returns class and path of a Keras callback that writes files; `None` for other callbacks."""
     base = next((base for base in _PATHS if isinstance(callback, base)), None)
     if base is None:
         return None
@@ -229,7 +234,7 @@ class SharedBackup(keras.callbacks.Callback):
 
 @functools.cache
 def warn_if_all_save() -> None:
-    """Warns once if another rank than the lowest saves a model: ranks might share the path."""
+    """Warns once if a rank other than the leader saves a model, as ranks may share the path."""
     if runtime.rank() != runtime.leader():
         log.warning(
             "tfposeidon: rank %d saves a model. Ranks that save to the same path at the same "

@@ -1,7 +1,8 @@
-"""End of an epoch: metrics over the samples of all ranks, and averages of layer state.
+"""Computes metrics over the samples of all ranks, and averages layer state, after each epoch.
 
-Afterwards, logs and layer state are equal on all ranks, so callbacks act identically.
-Callbacks that save before that, and layers that Keras would synchronize in each step, are refused.
+Afterwards, logs and layer state are equal on all ranks, so callbacks act identically. This module
+also refuses callbacks that save within an epoch, and layers that Keras would synchronize in each
+step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SAVING = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.OrbaxCheckpoint,
 )
-"""Callbacks that save weights, with `save_freq` possibly within an epoch."""
+"""Callbacks that save weights, within an epoch if `save_freq` is a number of batches."""
 
 _Layout = list[tuple[str, list[int]]]
 """Aggregation and shape of each variable of a metric."""
@@ -38,11 +39,11 @@ _OF_ONE_RANK = ("none", "only_first_replica")
 
 
 def samples_seen(model: keras.Model) -> float | None:
-    """Returns the samples since Keras last reset its loss tracker, or `None` without a tracker."""
-    # A model with metrics of its own may have one of the same name that counts steps.
+    """Returns how many samples Keras's loss tracker has counted; `None` without a loss tracker."""
+    # A model that overrides `metrics` may have a metric of the same name that counts steps.
     if type(model).metrics is not keras.Model.metrics:
         return None
-    # Keras weights each batch's loss by its samples, so the sum of weights is their number.
+    # Keras weights each batch's loss by its number of samples, so `count` is the sum of these.
     tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
     count = getattr(tracker, "count", None)
     return None if count is None else float(count.numpy())
@@ -91,7 +92,8 @@ class GlobalMetrics(keras.callbacks.Callback):
 class _Phase:
     """Metrics of training or validation on this rank, and the values of their variables.
 
-    The keys of `metrics` and `values` are equal on all ranks; those of `results` are Keras's names.
+    The keys of `metrics` and `values` are equal on all ranks; the keys of `results` are Keras's
+    names. `samples` weights this rank.
     """
 
     prefix: str
@@ -102,7 +104,7 @@ class _Phase:
 
     @classmethod
     def of(cls, model: keras.Model, prefix: str = "") -> _Phase:
-        # Metrics without variables are not built, or keep their state elsewhere.
+        # Omit metrics without variables, which are not built or hold their state elsewhere.
         with_state = [metric for metric in model.metrics if metric.variables]
         metrics = {f"{prefix}{place}.{one.name}": one for place, one in enumerate(with_state)}
         values = {
@@ -115,7 +117,7 @@ class _Phase:
 
 
 def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the numeric results of metrics by name; `values` replaces those of variables."""
+    """Returns the numeric results of metrics by name, while their variables hold `values`."""
     pairs = [
         pair
         for key, metric in metrics.items()
@@ -123,7 +125,7 @@ def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> di
     ]
     own = [keras.ops.convert_to_numpy(variable) for variable, _ in pairs]
     try:
-        # A `tf.function` of a metric reads only the variables themselves.
+        # Assign the values, because a `tf.function` of a metric reads the variables themselves.
         for variable, value in pairs:
             variable.assign(value)
         return _numbers(_flat({metric.name: metric.result() for metric in metrics.values()}))
@@ -133,7 +135,7 @@ def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> di
 
 
 def _flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns logs without nesting, as Keras does; the names of dictionaries are not used."""
+    """Flattens nested logs as Keras does, without the names of inner dictionaries."""
     found: dict[str, Any] = {}
     for name, value in logs.items():
         found.update(_flat(value) if isinstance(value, dict) else {name: value})
@@ -153,9 +155,9 @@ def _numbers(logs: dict[str, Any]) -> dict[str, np.ndarray]:
 def _with_results_of_all(
     logs: dict[str, Any], phases: list[_Phase], wire: Wire
 ) -> dict[str, tuple[float, np.ndarray]]:
-    """Returns the numbers in `logs` with their weights; results of metrics are those of all ranks.
+    """Returns the numbers in `logs` with their weights; metrics are computed over all ranks.
 
-    A number that is not the result of a metric stays that of this rank.
+    A number that is not the result of a metric remains this rank's number.
     """
     totals = _totals(phases, wire)
     of_all = {}
@@ -167,7 +169,7 @@ def _with_results_of_all(
         phase = phases[-1] if name.startswith("val_") else phases[0]
         key = name.removeprefix(phase.prefix)
         own = phase.results.get(key)
-        # XLA may have rounded the result in the logs in another way.
+        # Compare with a tolerance, because XLA may have rounded the result in the logs differently.
         if (
             own is not None
             and own.shape == number.shape
@@ -206,7 +208,7 @@ def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
 def _agree_on_layouts(phases: list[_Phase], wire: Wire) -> dict[str, tuple[list[int], _Layout]]:
     """Returns the ranks that have each metric, and its layout; collective.
 
-    Metrics with different layouts are left out, so that the mean of their results is computed.
+    Metrics whose layouts differ between ranks are omitted; their results are averaged instead.
     """
     own = {
         key: [(v.aggregation, list(v.shape)) for v in metric.variables]
@@ -227,8 +229,8 @@ def _means(numbers: dict[str, tuple[float, np.ndarray]], wire: Wire) -> dict[str
     """Returns the mean of each number over the ranks that have it; collective."""
     own = {name: [weight, value.tolist()] for name, (weight, value) in numbers.items()}
     ranks = exchange_objects(own, wire, "tp.logs")
-    # A rank without a metric, such as `val_loss` where only some ranks validate, receives the mean
-    # of the others, so that callbacks act identically on all ranks.
+    # A rank without a metric, such as `val_loss` if only some ranks validate, receives the mean
+    # over the other ranks, so that callbacks act identically on all ranks.
     names = dict.fromkeys(name for metrics in ranks for name in metrics)
     return {
         name: _mean(
@@ -239,7 +241,7 @@ def _means(numbers: dict[str, tuple[float, np.ndarray]], wire: Wire) -> dict[str
 
 
 def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
-    """Returns the mean of pairs of weight and value; if all weights are 0, the plain mean."""
+    """Returns the weighted mean of pairs of weight and value; unweighted if all weights are 0."""
     require_equal(
         {rank: np.shape(value) for rank, (_, value) in pairs.items()},
         f"All ranks must have the same shape of metric {name!r}",
@@ -248,7 +250,7 @@ def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
     weights = np.array([weight for weight, _ in pairs.values()])
     values = np.array([value for _, value in pairs.values()], np.float64)
     if np.array_equal(values, np.broadcast_to(values[:1], values.shape), equal_nan=True):
-        # A mean of equal numbers may differ from them in its last bit.
+        # Do not average equal numbers, because the mean may differ from them in its last bit.
         mean = values[0]
     else:
         mean = np.average(values, 0, weights if weights.any() else None)
@@ -261,7 +263,7 @@ def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
 class LayerAverages(keras.callbacks.Callback):
     """Keras callback that averages layer state once per epoch, before validation if there is any.
 
-    Validation changes no such state. Partial state is summed at the end of the epoch.
+    Validation does not change this state. Partial state is summed at the end of the epoch.
     """
 
     _is_due = True
@@ -281,18 +283,19 @@ class LayerAverages(keras.callbacks.Callback):
         replicas.collect(partial, session.of(self.model).wire)
 
     def _average(self) -> None:
-        # Where only some ranks validate, the others take part at the end of the epoch.
+        # If only some ranks validate, the others take part at the end of the epoch.
         if self._is_due:
             self._is_due = False
             average_layer_state(self.model)
 
 
 def average_layer_state(model: keras.Model) -> None:
-    """Averages layer state over ranks where it differs; collective."""
+    """Averages layer state over ranks if it differs between them; collective."""
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
     if averaged and wire.topology.size > 1:
-        # Equal values, as of frozen layers, remain unchanged: their mean may be another number.
+        # Do not average equal values, such as statistics of frozen layers: rounding might change
+        # them.
         own = replicas.checksum(averaged, on_device=True)
         if len(set(exchange_objects(own, wire, "tp.layer_state"))) > 1:
             replicas.average(averaged, wire)
@@ -301,11 +304,11 @@ def average_layer_state(model: keras.Model) -> None:
 def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
     """Refuses callbacks that save within an epoch while layer state differs between ranks.
 
-    Collective: if one rank has such a callback, it raises on all.
+    Collective: if one rank has such a callback, all ranks raise the error.
     """
     own = variables_of(model, Placement.AVERAGED, Placement.PARTIAL)
     if not own or not session.of(model).is_in_step:
-        # With local weights, such callbacks see global weights and state.
+        # If ranks train local weights, callbacks save global weights and averaged state.
         return
     within = [one for one in callbacks if isinstance(one, SAVING) and one.save_freq != "epoch"]
     mine = [f"{type(one).__name__}(save_freq={one.save_freq})" for one in within]
@@ -319,7 +322,7 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
 
 
 def refuse_synchronized(model: Any) -> None:
-    """Refuses layers that Keras would synchronize in each step, which it cannot here."""
+    """Refuses synchronized batch normalization, which Keras cannot synchronize across ranks."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise ValueError(

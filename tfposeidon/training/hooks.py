@@ -1,4 +1,4 @@
-"""Hooks of an optimizer in `fit`, and train functions that temporarily replace a model's own.
+"""Defines hooks of an optimizer in `fit`, and train functions that replace a model's own.
 
 Think of hooks as Keras callbacks that belong to the optimizer. Keras calls `model.train_function`
 for each execution, so a replacement can drop batches or retrace.
@@ -23,34 +23,37 @@ from tfposeidon.exchange.means import JoinHook
 class FitHooks:
     """Hooks that `fit` calls for one optimizer.
 
-    `check` refuses incompatible callbacks of the user; `first` and `last` are callbacks before and
-    after those of the user, and `around` returns a context for the whole `fit`.
+    Attributes:
+      check: Refuses incompatible callbacks of the user.
+      prepare: Creates variables that a step with these trainable variables needs, before its trace.
+      first: Callbacks that run before the user's callbacks.
+      last: Callbacks that run after the user's callbacks.
+      around: Returns a context for the whole `fit`.
+      begin_step: Is called before each execution of the train function, also by `train_on_batch`.
+      end_step: Is called after each such execution with its number of steps.
+      join_hooks: Returns the exchanges of a step, which a rank with exhausted input joins.
+      abandon_update: Is called on all ranks when an epoch may end within an accumulated update.
+      run: Replaces Keras's `fit`, which it receives together with its arguments.
+      wire: Returns the communicator of the ranks in step with this one; `None` for all ranks.
+      is_in_step: True if ranks exchange in each step, False if each rank trains local weights.
+      synchronizes_model: True if `fit` starts all ranks with equal values, averages layer state and
+        metrics, and compares replicas.
     """
 
     check: Callable[[Sequence[Any]], None] = lambda callbacks: None
-    # Creates the variables that a step over these trainable variables needs, before it is traced.
     prepare: Callable[[list[Any]], Any] = lambda variables: None
     first: Sequence[Any] = ()
     last: Sequence[Any] = ()
     around: Callable[[Sequence[Any]], contextlib.AbstractContextManager[Any]] = (
         contextlib.nullcontext
     )
-    # Called before and after each execution of the train function, also by `train_on_batch`;
-    # `end_step` receives the execution's number of steps.
     begin_step: Callable[[], None] | None = None
     end_step: Callable[[int], None] | None = None
-    # Returns the exchanges of a step, which a rank joins after it has exhausted its input.
     join_hooks: Callable[[], list[JoinHook]] = list
-    # Called on all ranks where an epoch may end within an accumulated update.
     abandon_update: Callable[[], None] | None = None
-    # Replaces Keras's `fit`, which it receives together with its arguments.
     run: Callable[[Any, inspect.BoundArguments], Any] | None = None
-    # Returns the communicator of the ranks that train in step with this one; `None` for all.
     wire: Callable[[], Wire] | None = None
-    # True if ranks exchange in each step, False if each trains local weights.
     is_in_step: bool = True
-    # True if `fit` starts all ranks with equal values, averages layer state and metrics, and
-    # compares replicas.
     synchronizes_model: bool = True
 
 
@@ -67,7 +70,7 @@ class SkipBatches:
         self.train: Callable[[Any], Any] = model.train_function
 
     def __call__(self, iterator: Any) -> Any:
-        """Drops the batches of one execution; trains once all are dropped."""
+        """Drops the batches of one execution, or trains on them if no more must be dropped."""
         if self.remaining <= 0:
             self.model.train_function = self.train
             return self.train(iterator)
@@ -80,15 +83,15 @@ class SkipBatches:
         if self.remaining <= 0:
             # Metrics that are not built have no result.
             with contextlib.suppress(ValueError):
-                # If no batches are left, the metrics are those of the snapshot.
+                # Return the metrics of the snapshot, which are final if no batches are left.
                 return self.model.get_metrics_result()
         return {}
 
 
 class OutsideOfFit:
-    """Train function for batches after a `fit` with equal batches: retraces the step.
+    """Train function that retraces the step for batches outside of a `fit` with equal batches.
 
-    The next `fit` restores the model's own function, which need not be traced again.
+    The next `fit` restores the model's own train function, which need not be traced again.
     """
 
     def __init__(self, model: keras.Model) -> None:

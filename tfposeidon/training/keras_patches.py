@@ -1,15 +1,15 @@
-"""Patches of `keras.Model` methods for models with communicating optimizers.
+"""Patches methods of `keras.Model` for models with communicating optimizers.
 
-Keras gives an optimizer no access to the model that it trains. So the first `DistributedOptimizer`
-or `LocalUpdates` of a process wraps two methods of `keras.Model`, and models with other optimizers
-keep their behavior. Keras looks these methods up after the optimizer is constructed, even in
+Keras gives an optimizer no access to the model that it trains. So the first communicating optimizer
+of a process wraps two methods of `keras.Model`; models with other optimizers keep their behavior.
+Keras looks these methods up after the optimizer is constructed, even in
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, where wrapping `compile` would be too late.
 
 - `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
   and passes the batch size to the optimizer, which weights unequal batches by it.
-- `fit`: prints on one rank only, without a progress bar where there is no terminal,
-  compares the data that ranks pass (`fit_arguments`), ends epochs on all ranks after the same step
-  (`equal_steps`), and averages layer state and metrics (`global_metrics`).
+- `fit`: prints on one rank only, without a progress bar if there is no terminal, compares the data
+  that ranks pass (`fit_arguments`), ends epochs on all ranks after the same step (`equal_steps`),
+  and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
 The third patched method is `LossScaleOptimizer.apply`: around a communicating optimizer it averages
@@ -59,7 +59,7 @@ def _averaging_first(original: Any) -> Any:
     @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None, **others: Any) -> None:
         inner = self.inner_optimizer
-        # Within its own step, the loss scale receives averaged gradients.
+        # Within its own step, the loss scale already receives averaged gradients.
         if not session.is_distributed(inner) or inner.updater is self:
             original(self, grads, trainable_variables, **others)
         else:
@@ -90,8 +90,8 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     _count_samples(model)
     own = session.of(model)
     own.counts_steps = bool(_step_hooks(own)) and model.steps_per_execution != 1
-    # The setting is restored afterwards, because evaluation can use XLA. Keras does not record
-    # whether "auto" or the user set `jit_compile=True`.
+    # Restore the setting afterwards, because evaluation can use XLA. Override a user's setting as
+    # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
     if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
         own.log_xla_is_off()
@@ -113,7 +113,8 @@ def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable
 def _call_step_hooks(model: keras.Model) -> None:
     """Makes the train function call the hooks of the model's optimizers around each execution."""
     own, train = session.of(model), model.train_function
-    # This list is complete, because such an optimizer is refused if its first step finds it.
+    # This list is complete, because an optimizer with step hooks is refused if it is found only in
+    # its first step.
     hooks = _step_hooks(own)
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
     if not hooks or is_other or getattr(train, "_tfposeidon", False):
@@ -136,8 +137,8 @@ def _call_step_hooks(model: keras.Model) -> None:
 
 def _count_samples(model: Any) -> None:
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # A `tf.function` caches its traces. A clone is traced again together with Keras's function
-    # around it.
+    # Clone a `tf.function`, because it caches its traces. The clone is traced again together with
+    # Keras's function around it.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
@@ -158,7 +159,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     own = session.of(model)
     own.begin_fit(callbacks)
     own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Create the hooks before anything is built: they give optimizers access to their model.
+    # Create the hooks before the model is built, because they give optimizers access to it.
     hooks = own.hooks
     for one in hooks:
         one.check(callbacks)
@@ -183,26 +184,26 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))
-        # Keras's warning about epochs that end early is wrong where another rank has fewer batches;
+        # Keras's warning about epochs that end early is wrong if another rank has fewer batches;
         # `EqualSteps` logs the correct message.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
 
 
 def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
-    """Starts a model's first `fit` with the values of one rank, before callbacks see them."""
+    """Starts a model's first `fit` with the values of one rank, before callbacks read them."""
     global_metrics.check_saves(model, callbacks)
-    # `AgreedStop` does so once more, since callbacks may restore values.
+    # `AgreedStop` synchronizes values again, because callbacks may restore them.
     if not session.of(model).has_begun:
-        # Use the root of `BroadcastVariables`, whose values would be lost otherwise.
+        # Use the root of `BroadcastVariables`, because its values would be overwritten otherwise.
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
-        # A loop before `fit` leaves local weights, which each rank retains.
+        # Synchronize global weights: ranks retain local weights that a loop before `fit` trained.
         with session.of(model).global_weights(assign=True):
             entries.synchronize_start(model, runtime.wire(), root)
 
 
 def _can_shuffle(x: Any) -> bool:
-    """Returns whether `fit` with `shuffle=True` draws the order of these data."""
+    """Returns whether `fit` with `shuffle=True` shuffles these data."""
     is_dataset = isinstance(x, keras.utils.PyDataset)
     return is_dataset or all(hasattr(array, "shape") for array in keras.tree.flatten(x))
 
@@ -231,8 +232,8 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         first = _first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Otherwise the first trace creates the exchange's variables, and TensorFlow traces the
-            # step a second time.
+            # Create the exchange's variables before the first trace: if it created them, TensorFlow
+            # would trace the step a second time.
             optimizer.fit_hooks(model).prepare(model.trainable_weights)
 
 
@@ -249,9 +250,9 @@ def _as_list(callbacks: Any) -> list[Any]:
 
 def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """Builds model, metrics and optimizer before callbacks broadcast or restore them."""
-    # Keras on TensorFlow builds in the first step. A model that can be built neither from shapes
-    # nor by a sample stays unbuilt, and callbacks that need a built model raise an error. The call
-    # of an eager model may need values, but metrics of a built one do not.
+    # With TensorFlow, Keras builds a model in its first step. A model that can be built neither
+    # from shapes nor from a sample remains unbuilt until then, and callbacks that require a built
+    # model raise an error. An eager model may need values to be built, but its metrics do not.
     if not model.run_eagerly or model.built:
         with _trying("from shapes"), _functions_run_as_python():
             specification = _batch_specification(x, y, sample_weight)
@@ -259,7 +260,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
                 model._symbolic_build(data_batch=specification)
     if not entries.has_weights(model):
         with _trying("from a sample"):
-            # A call may use operations that symbolic tensors do not support.
+            # Call the model, because its call may use operations that refuse symbolic tensors.
             model(_first_sample(x), training=False)
     if model.built and not model.optimizer.built and _trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
@@ -267,7 +268,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
 
 @contextlib.contextmanager
 def _trying(way: str) -> Iterator[None]:
-    """Suppresses errors of one way to build a model; its first step builds it then."""
+    """Suppresses errors of one way to build a model, which its first step then builds."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
@@ -280,9 +281,9 @@ _FUNCTION: Any = type(tf.function(lambda: None))
 
 @contextlib.contextmanager
 def _functions_run_as_python() -> Iterator[None]:
-    """Leaves functions of metrics untraced: a trace would keep tensors of the build's graph."""
+    """Runs each `tf.function` as Python, because a trace would retain tensors of this graph."""
     # Unlike `tf.config.run_functions_eagerly`, this affects the current thread only: other threads
-    # exchange samples and weights by functions, whose collectives would lose their names.
+    # exchange samples and weights in a `tf.function`, whose collectives would lose their names.
     thread = threading.get_ident()
     with _building:
         call = _FUNCTION.__call__
@@ -356,13 +357,13 @@ def _array_specification(array: Any) -> tf.TensorSpec:
 
 
 def _verbosity() -> Any:
-    """Returns the value for `verbose="auto"`: 2, one line per epoch, without a progress bar."""
+    """Returns the value for `verbose="auto"`: 0 except on the leader, 2 without a terminal."""
     if runtime.rank() != runtime.leader():
         return 0
-    # Keras takes `"auto"` for 1, a progress bar, everywhere. A pipe or file records the bar's
-    # backspaces and carriage returns, so that an epoch fills pages under `horovodrun`. Notebooks
-    # and PyCharm show the bar without a terminal. Keras's own progress bar detects them by the same
-    # signs.
+    # Keras treats `"auto"` as 1, a progress bar, even without a terminal. A pipe or file, as under
+    # `horovodrun`, records the bar's backspaces and carriage returns, so that an epoch fills pages.
+    # Notebooks and PyCharm show the bar without a terminal; Keras's own progress bar detects them
+    # in the same way.
     shows_bars = (
         "ipykernel" in sys.modules
         or "PYCHARM_HOSTED" in os.environ

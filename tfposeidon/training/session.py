@@ -1,4 +1,4 @@
-"""Session of a model: its communicating optimizers and the state of its training loop.
+"""Provides the session of a model: its communicating optimizers and its training loop's state.
 
 Think of a session as a record attached to the model, which `fit`, callbacks and optimizers share.
 Communicating optimizers are found through the model's attributes, or in its first train step.
@@ -22,15 +22,15 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches, retrace
 
 _distributed: tuple[type, ...] = ()
-"""`CommunicatingOptimizer`, set by registration, since its module imports this one."""
+"""Holds `CommunicatingOptimizer` once it is registered, because its module imports this one."""
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Communicating optimizers. If there are none, models are not searched."""
+"""All communicating optimizers of this process. If there are none, models are not searched."""
 _MOST_ITEMS = 100
-"""Number of items per list or dictionary of a model in which optimizers are searched."""
+"""Maximum number of items that are searched for optimizers in a model's list or dictionary."""
 _Weak = weakref.WeakValueDictionary[int, Any]
 _Join = Callable[[Any, list[Any]], None]
 _joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
-"""Within a train step, receives each optimizer that takes part and its variables."""
+"""Function that receives each optimizer in the train step being traced, and its variables."""
 
 
 def register_optimizer_class(optimizer_class: type) -> None:
@@ -68,15 +68,15 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def held_by(model: Any) -> list[Any]:
-    """Returns every communicating optimizer of a model once, with its loss scale if it has one.
+    """Returns every communicating optimizer of a model once, or the loss scale around it.
 
     `model.optimizer` comes first; the others follow in the order of assignment, which is equal on
     all ranks.
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but nothing deeper. Other optimizers are found in a train step. An inner model
-    # that was compiled itself, such as a pretrained encoder, does not share its optimizers.
+    # dictionaries, but no nested ones. Other optimizers are found in a train step. Optimizers of an
+    # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
     if not _alive:
         return []
     own = getattr(model, "_tfposeidon_session", None)
@@ -112,7 +112,7 @@ def _attributes(holder: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
-    """Refuses hidden communicating optimizers in Keras's `fit`, which calls no hooks for them."""
+    """Refuses optimizers that only a train step of Keras's `fit` reveals: they need hooks."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
         # A callback may train another model meanwhile.
@@ -139,36 +139,41 @@ def _joined(join: _Join) -> Iterator[None]:
 
 
 class Session:
-    """State that a model's training loop, its callbacks and its optimizers share; see `of`."""
+    """State that a model's training loop, its callbacks and its optimizers share; see `of`.
+
+    Attributes:
+      watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
+      watches_absence: True if steps detect ranks with exhausted input.
+      applied: Optimizers that were found in a train step, or the loss scales around them, by `id`.
+      callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
+      has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
+      has_begun: True once a `fit` has started all ranks from equal values.
+      counts_steps: True if the steps of an execution are counted.
+      knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
+        steps.
+      knows_position: True in a `fit` whose data follow one order over all ranks.
+      only_reports: True in a `fit` that logs differences between ranks instead of raising an error.
+      shuffles: True in a `fit` that shuffles samples itself.
+    """
 
     def __init__(self, model: keras.Model) -> None:
-        # The model holds its session: a strong reference back would leave both to the garbage
-        # collector.
+        # Use a weak reference, because the model holds its session: a cycle would keep both until
+        # garbage collection.
         self._reference = weakref.ref(model)
         self._weights_equally = False
-        # The counter is on the CPU, because Python reads it after each execution.
+        # Place the counter on the CPU, because Python reads it after each execution.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
-        # Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
         self.watched: list[Any] = []
         self.watches_absence = False
-        # Optimizers found in a train step, or the loss scales around them, and callbacks of the
-        # last `fit` that have a method `state`. The keys are their identities.
         self.applied, self.callbacks_with_state = _Weak(), _Weak()
         self._has_logged_xla = False
-        # True if a callback changes the schemes: a resumed run then uses the saved schemes.
         self.has_scheme_changes = False
-        # True once a `fit` has started all ranks from equal values.
         self.has_begun = False
-        # True if the steps of an execution are counted.
         self.counts_steps = False
-        # False in a `fit` in which ranks may end an epoch after different numbers of steps.
         self.knows_lengths = True
-        # True in a `fit` whose data follow one order over all ranks.
         self.knows_position = False
-        # True in a `fit` that logs differences between ranks instead of raising an error.
         self.only_reports = False
-        # True in a `fit` that draws the order of samples itself.
         self.shuffles = False
 
     @property
@@ -204,10 +209,10 @@ class Session:
         return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
-        """Returns an upper bound of the steps until these optimizers have exchanged."""
-        # Gradient accumulation exchanges once in several steps, and callbacks run once per
-        # execution. The optimizers are arguments, since a search of all layers takes too long for
-        # each batch.
+        """Returns an upper bound of the number of steps until these optimizers communicate."""
+        # With gradient accumulation, ranks exchange once in several steps, and callbacks run once
+        # per execution. The optimizers are arguments, because searching all layers takes too long
+        # for each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
 
@@ -238,7 +243,8 @@ class Session:
 
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
-        # `fit` reads this attribute of Keras after `on_train_begin`, for `BackupAndRestore`.
+        # Keras's `fit` reads this attribute after `on_train_begin`, because `BackupAndRestore` may
+        # have set it.
         self._model._initial_epoch = epoch
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
@@ -270,22 +276,25 @@ class Session:
         return isinstance(self._model.train_function, SkipBatches)
 
     def flush(self) -> None:
-        """Makes steps send all error-feedback state."""
+        """Makes later steps send all residuals."""
         for optimizer in self.optimizers:
             optimizer.exchange.flush()
 
     @property
     def has_flushed(self) -> bool:
-        """True if a counted step has sent everything since `flush`; the same on all ranks."""
+        """True if, since `flush`, steps that were not skipped have sent all residuals.
+
+        The value is the same on all ranks.
+        """
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
     def forget_steps(self) -> None:
-        """Discards measurements of steps, which plans may depend on, before the steps change."""
+        """Discards step measurements, because plans may depend on them and later steps differ."""
         for optimizer in self.optimizers:
             optimizer.exchange.plans.planner.forget_steps()
 
     def change_scheme(self, policy: Any) -> None:
-        """Applies a policy to all optimizers; all ranks call it with the same policy and step."""
+        """Applies a policy to all optimizers; all ranks must call it at the same step."""
         for optimizer in self.optimizers:
             optimizer.change_scheme(policy)
         self.retrace()
@@ -298,8 +307,8 @@ class Session:
 
     def check_in_step(self, received: str) -> None:
         """Refuses callbacks that communicate within epochs if ranks may be out of step."""
-        # With local weights, a rank with more batches learns of it only in the next
-        # synchronization.
+        # If ranks train local weights, a rank detects only in the next synchronization that another
+        # rank has fewer batches.
         if not self.knows_lengths and not self.is_in_step:
             raise ValueError(
                 "If each rank trains its own weights and the length of epochs is unknown, ranks "
@@ -311,14 +320,15 @@ class Session:
 
     @contextlib.contextmanager
     def train_step(self, data: Any) -> Iterator[None]:
-        """Surrounds the tracing of a train step, in which samples in `data` weight this rank."""
+        """Returns a context for tracing a train step, in which `data` determines sample counts."""
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
             if self.watches_absence:
-                # Otherwise a step that finds no data could change counters and copies of weights.
+                # Make the step wait for its data: a step without data must not change counters or
+                # copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if self.watches_absence or self.counts_steps:
-                # This op is part of the traced step, and also counts the steps within an execution.
+                # This op is part of the traced step, so that it counts each step of an execution.
                 self._step_counter.assign_add(1)
 
             def join(held: Any, variables: list[Any]) -> None:
@@ -343,18 +353,19 @@ class Session:
 
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace."""
-        # All ranks pass the same value, and drop the updates of a step in which a rank is absent.
-        # Cache the list, because searching for optimizers takes longer than a small step.
+        # All ranks must pass the same value, because all drop the updates of a step in which a rank
+        # is absent. Cache the list, because searching for optimizers takes longer than a small
+        # step.
         self.watched = self.optimizers if wanted else []
-        # An optimizer may have trained another model since this one was traced.
+        # Set all optimizers, because one may have trained another model since this one was traced.
         for optimizer in self.optimizers:
             optimizer.exchange.absence.watch(wanted)
         before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
 
     def weight_equally(self, wanted: bool) -> bool:
-        """Makes all ranks weight their batches equally, or not; returns whether to retrace."""
-        # Optimizers that exchange in each step then count no samples.
+        """Sets whether ranks weight their batches equally; returns whether to retrace."""
+        # Optimizers that exchange gradients in each step need not count samples then.
         in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
         batches = [optimizer.exchange.batch for optimizer in in_step]
         for batch in batches:
@@ -364,7 +375,7 @@ class Session:
 
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
-        """Applies the agreed weighting within `fit`; batches outside of it may have other sizes."""
+        """Applies the agreed weighting during `fit`; batches outside of it may have other sizes."""
         left = self._model.train_function
         if isinstance(left, OutsideOfFit):
             self._model.train_function = left.train
@@ -378,24 +389,27 @@ class Session:
 
     @property
     def steps_executed(self) -> int:
-        """Train steps executed, if they are counted."""
+        """Number of executed train steps, if they are counted."""
         return int(self._step_counter.numpy())
 
     @property
     def steps_done(self) -> tuple[int, int]:
-        """Train steps and exchanges of all ranks, counted while `watches_absence`."""
+        """Numbers of train steps, and of exchanges in which every rank had a batch.
+
+        Both are counted while `watches_absence` is true.
+        """
         return self.steps_executed, sum(
             optimizer.exchange.absence.complete for optimizer in self.watched
         )
 
     @property
     def absent_ranks(self) -> int:
-        """Number of ranks without a batch at the last step, while `watches_absence`."""
+        """Maximum number of ranks without a batch in a step of this epoch."""
         return max(optimizer.exchange.absence.ranks for optimizer in self.watched)
 
 
 def _check_is_in_step(optimizer: Any, model: Any) -> None:
-    """Refuses an optimizer found in its first step although `fit` needed it before."""
+    """Refuses an optimizer of local weights that is found only in its first step."""
     if not optimizer.fit_hooks(model).is_in_step:
         raise ValueError(
             "An optimizer that trains local weights must be an attribute of its model, or an "
@@ -407,7 +421,7 @@ def _check_is_in_step(optimizer: Any, model: Any) -> None:
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
     """Refuses optimizers that synchronize the same weights."""
-    # Each would mistake the other's changes for updates of this rank.
+    # Each optimizer would mistake the other's changes for updates of this rank.
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
         if not optimizer.built or optimizer.fit_hooks(model).is_in_step:
