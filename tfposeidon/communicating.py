@@ -389,13 +389,15 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
         )
 
 
-def check_all_variables(optimizer: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+def check_all_variables(
+    optimizer: str, given: Sequence[Any], known: Sequence[Any], alternative: str = ""
+) -> None:
     """Refuses a call that does not update all variables of an optimizer, in their order."""
     if [id(variable) for variable in given] != [id(variable) for variable in known]:
         raise ValueError(
             f"{optimizer} must update all its variables in each call, in their order. Received: "
             f"gradients for {len(given)} of {len(known)} variables, or in another order. Use a "
-            "separate optimizer for each list of variables."
+            f"separate optimizer for each list of variables{alternative}."
         )
 
 

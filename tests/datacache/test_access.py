@@ -164,7 +164,7 @@ def test_links_are_not_followed(shared):
             with pytest.raises(CacheError, match=r"a link to .*victim"):
                 pool(folder)
         else:
-            # What is left of one is removed, links and all, before anything is written.
+            # The remains of a store are removed, including links, before any file is written.
             check_all(filled(folder))
         assert victim.read_text() == "mine"
 

@@ -148,7 +148,7 @@ def _idle_pool(folder, days, samples=1):
 
 
 def _left(folder):
-    """What is left of a pool of one MiB whose maker was killed."""
+    """Creates the remains of a store of 1 MiB whose process was killed."""
     _idle_pool(folder, 1)
     (folder / "datacache.store").rename(folder / "datacache.part")
     return folder

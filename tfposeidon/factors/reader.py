@@ -61,10 +61,11 @@ def factors_of(
     # A sum of products is the product of the stacked factors, which need a common dtype.
     first, *more = {tensor.dtype for p in products for tensor in p.tensors}
     common = tf.float32 if more else first
-    left, right = (
-        tf.concat([tf.cast(matrix, common) for matrix in side], 0)
+    sides = [
+        [tf.cast(matrix, common) for matrix in side]
         for side in zip(*(p.tensors for p in products), strict=True)
-    )
+    ]
+    left, right = (side[0] if len(side) == 1 else tf.concat(side, 0) for side in sides)
     parts = [tf.reshape(tf.cast(term, dtype), shape) for term in local_terms]
     return FactorPair(left, right, tf.add_n(parts) if parts else None, constants)
 

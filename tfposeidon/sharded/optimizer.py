@@ -177,14 +177,8 @@ class ShardedOptimizer(DistributedOptimizer):
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        known = self._trainable_variables
-        if [id(v) for v in variables] != [id(v) for v in known]:
-            raise ValueError(
-                "ShardedOptimizer must update all its variables in each call, in their order. "
-                f"Received: {len(variables)} variables, which are not its {len(known)} variables "
-                "in order. Use a separate optimizer for each list of variables, or "
-                "DistributedOptimizer."
-            )
+        known, name = self._trainable_variables, "ShardedOptimizer"
+        communicating.check_all_variables(name, variables, known, ", or DistributedOptimizer")
         self._shards.use(self.updater)
         self._afterwards = self._shards.afterwards
         super()._step(grads, variables, count)

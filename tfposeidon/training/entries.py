@@ -231,8 +231,7 @@ def difference(
     sums = replicas.checksum(variables, on_device=True)
     own = [sums, replicas.checksum(list(layers.values()))]
     received = exchange_objects(own, wire, "tp.equal")
-    # The search below is collective. All ranks take the same branch, because they have received the
-    # same checksums.
+    # All ranks join the search below, because they have received the same checksums.
     if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
@@ -308,16 +307,16 @@ def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None
     content = broadcast_bytes(stream.getvalue(), wire, root_rank, "tp.layer_state")
     with np.load(io.BytesIO(content)) as archive:
         received = dict(archive)
-    problem = None
+    problem = cause = None
     try:
         assign_layers(model, received)
     except Exception as error:  # noqa: BLE001, because the code of a layer may raise any error.
-        problem = str(error) or type(error).__name__
+        problem, cause = str(error) or type(error).__name__, error
     # All ranks must raise: a rank that continued would wait for the others in a collective.
     problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
     for rank, other in enumerate(problems):
         if other:
-            raise ValueError(f"{other} (rank {rank})")
+            raise ValueError(f"{other} (rank {rank})") from cause
 
 
 def _equal(a: LayerState, b: LayerState) -> bool:

@@ -324,8 +324,7 @@ class Session:
         optimizers = self.optimizers
         with contextlib.ExitStack() as stack:
             if self.watches_absence:
-                # Make the step wait for its data: a step without data must not change counters or
-                # copies of weights.
+                # A step that finds no data must not change counters or copies of weights.
                 stack.enter_context(tf.control_dependencies(sample_counts.tensors(data)[:1]))
             if self.watches_absence or self.counts_steps:
                 # This op is part of the traced step, so that it counts each step of an execution.
