@@ -176,7 +176,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         with self._exchange.call(grads, variables, count):
             if self._accumulation is None:
-                self._apply(self._exchange.means(grads, variables, count), variables)
+                exchange, averaged = self._exchange.prepare(grads, variables, count)
+                self._apply(averaged(*exchange()), variables)
             else:
                 self._accumulate(self._accumulation, grads, variables, count)
 
@@ -215,7 +216,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
             # Scale by all calls of the update if the user provides weights, because the weights of
             # calls before the optimizer was wrapped are unknown.
             factor = calls if own is None else self.gradient_accumulation_steps
-            self._apply(self._exchange.means(grads, variables, weight), variables, factor)
+            exchange, averaged = self._exchange.prepare(grads, variables, weight)
+            self._apply(averaged(*exchange()), variables, factor)
 
         accumulation.add([self._index_of(v) for v in variables], grads, call, update, wait)
 

@@ -28,6 +28,9 @@ from tfposeidon.schemes.base import Scheme, State
 Afterwards = Callable[[list[Any]], list[Any]]
 """Takes averaged gradients, and returns the results of collectives that follow each exchange."""
 
+Exchanged = tuple[list[Any], list[State]]
+"""Averaged gradients, one per variable, and the new state of each exchanged bucket's scheme."""
+
 
 class Exchanger:
     """Exchanges the gradients of one list of variables.
@@ -229,8 +232,8 @@ class Exchanger:
         expectation: Expectation | None = None,
         rescale: tf.Tensor | None = None,
         buckets: Collection[int] | None = None,
-    ) -> tuple[list[Any], list[State]]:
-        """Exchanges `buckets`, by default all; returns averaged gradients and new scheme states."""
+    ) -> Exchanged:
+        """Exchanges `buckets`, by default all."""
         packed: dict[int, tf.Tensor] = {}
         found: dict[int, tuple[tf.Tensor, State]] = {}
         sizes: dict[int, tf.Tensor] = {}

@@ -19,12 +19,13 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
-from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.exchanger import Exchanged, Exchanger
 from tfposeidon.exchange.means import JoinHook, Means, Share
 from tfposeidon.exchange.observer import ExposedTime
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
 from tfposeidon.policies.base import Policy
+from tfposeidon.schemes.base import State
 
 
 class Step:
@@ -120,10 +121,16 @@ class Step:
         everybody = self.absence.record(absent)
         return None if count is None else weight, finite if skips else None, everybody
 
-    def means(self, gradients: list[Any], variables: list[Any], count: Any) -> Means:
-        """Exchanges gradients; returns their averages over all samples of all ranks."""
+    def prepare(
+        self, gradients: list[Any], variables: list[Any], count: Any
+    ) -> tuple[Callable[[], Exchanged], Callable[[list[Any], list[State]], Means]]:
+        """Prepares one exchange of gradients.
+
+        Returns a function that executes the exchange, and a function from its results to averages
+        over all samples of all ranks.
+        """
         if not self._exchanges(variables):
-            return Means(with_merged_rows(gradients))
+            return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
         before, rate = exchanger.states, exchanger.effective_rate
         replicated = [*variables, *updater.variables]
@@ -140,24 +147,32 @@ class Step:
         now = rate.current(updater) if before.exist else None
         rescale = None if now is None else rate.rescale(now)
         share = self._share(exchanger, sent, count)
-        values, states = exchanger.exchange(sent, share.weight, share.expectation, rescale)
         presence = share.presence
-        for done in observed:
-            done(values)
-        everybody = self.absence.record(presence.absent)
-        state = [*zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True)]
-        if now is not None:
-            had_gradient = before.had_gradient, before.updated_had_gradient(presence)
-            state += [(rate.variable, now), had_gradient]
-        return Means(
-            values,
-            missing=exchanger.missing(gradients),
-            present=presence.any_gradient,
-            expected=before.expected(presence),
-            everybody=everybody,
-            moves=True if now is None else now > 0.0,
-            state=tuple(state),
+
+        def averaged(values: list[Any], states: list[State]) -> Means:
+            for done in observed:
+                done(values)
+            everybody = self.absence.record(presence.absent)
+            state = [
+                *zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True)
+            ]
+            if now is not None:
+                had_gradient = before.had_gradient, before.updated_had_gradient(presence)
+                state += [(rate.variable, now), had_gradient]
+            return Means(
+                values,
+                missing=exchanger.missing(gradients),
+                present=presence.any_gradient,
+                expected=before.expected(presence),
+                everybody=everybody,
+                moves=True if now is None else now > 0.0,
+                state=tuple(state),
+            )
+
+        exchange = functools.partial(
+            exchanger.exchange, sent, share.weight, share.expectation, rescale
         )
+        return exchange, averaged
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
         # All ranks must decide alike, so these conditions depend only on values that ranks have

@@ -59,7 +59,8 @@ def update_in_node(
 ) -> Any:
     """Updates weights with the node's averaged gradients; returns this rank's sample count."""
     with node.call(grads, variables, count):
-        means = node.means(grads, variables, count)
+        exchange, averaged = node.prepare(grads, variables, count)
+        means = averaged(*exchange())
         means.update(lambda found: updater.apply(found, variables))
     # A rank without samples applies the update of its node, too, so it needs a positive weight.
     own = tf.maximum(tf.cast(1.0 if count is None else count, tf.float32), _LEAST_SAMPLES)
