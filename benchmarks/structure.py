@@ -92,9 +92,10 @@ def main() -> None:
         return
     columns = [at_revision(one) for one in options.revisions] or [figures(Tree(ROOT))]
     print(f"{'':46}", *(f"{one[:9]:>10}" for one in options.revisions or ["now"]), "  at most")
-    for label in columns[0]:
+    for label in columns[-1]:
         limit = f"{LIMITS[label]:9,}" if label in LIMITS else ""
-        print(f"{label:46}", *(f"{column[label]:>10,}" for column in columns), limit)
+        found = (f"{column[label]:,}" if label in column else "-" for column in columns)
+        print(f"{label:46}", *(f"{one:>10}" for one in found), limit)
 
 
 def at_revision(revision: str) -> dict[str, int]:
@@ -161,7 +162,6 @@ def figures(tree: Tree) -> dict[str, int]:
     functions = [n for n in tree.nodes(ast.FunctionDef) if isinstance(n, ast.FunctionDef)]
     base = methods_of(BASE, tree)
     named = [*documented(tree)]
-    replaced, frames = at_run_time(tree.root)
     return {
         "lines of Python": sum(module.lines for module in tree.of(*PACKAGES)),
         **{f"lines of {one}": sum(m.lines for m in tree.of(one)) for one in PACKAGES},
@@ -176,8 +176,7 @@ def figures(tree: Tree) -> dict[str, int]:
         "longest chain of imports": longest_chain(tree),
         "methods of the optimizers' base class": len(base),
         "of these abstract, constant or empty": sum(map(is_trivial, base)),
-        "frames from apply to the all-reduce": frames,
-        "methods of Keras that are replaced": replaced,
+        **at_run_time(tree.root),
         "private names of Keras": len(private_names(ours)),
         "sys._getframe, sys.last_value, except: pass": len(
             re.findall(AVOIDED, "\n".join(module.text for module in ours))
@@ -279,13 +278,17 @@ def is_trivial(method: ast.FunctionDef) -> bool:
     ) or (isinstance(only.value, ast.Constant))
 
 
-def at_run_time(root: Path) -> tuple[int, int]:
-    """Returns the numbers that `AT_RUN_TIME` prints with a tree, from a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-c", AT_RUN_TIME], cwd=root, capture_output=True, text=True, check=True
-    )
-    methods, frames = done.stdout.split()[-2:]
-    return int(methods), int(frames)
+def at_run_time(root: Path) -> dict[str, int]:
+    """Returns the figures that `AT_RUN_TIME` prints with a tree, from a separate process."""
+    command = [sys.executable, "-c", AT_RUN_TIME]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=root == ROOT)
+    # Earlier revisions have other attributes than the program uses.
+    replaced, frames = done.stdout.split()[-2:] if not done.returncode else ("", "")
+    found = {
+        "frames from apply to the all-reduce": frames,
+        "methods of Keras that are replaced": replaced,
+    }
+    return {label: int(number) for label, number in found.items() if number}
 
 
 def private_names(modules: list[Module]) -> set[str]:
