@@ -3,6 +3,7 @@
     python -m benchmarks.structure               # the working tree; `make check` prints this
     python -m benchmarks.structure v0.1 HEAD     # a column per revision
     python -m benchmarks.structure --missing     # names of docs/api.md without complete docstrings
+    python -m benchmarks.structure --rooms 51a1002 HEAD    # lines and statements of each folder
 
 Tests are left out. Imports count wherever they stand, also in functions and for types, and pass
 through `__init__` modules. Rooms are the layers of the contract that import-linter checks. A small
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -86,26 +87,28 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="list documented names without complete docstrings"
     )
+    parser.add_argument("--rooms", action="store_true", help="count lines and statements by folder")
     options = parser.parse_args()
     if options.missing:
         print(*missing(Tree(ROOT)), sep="\n")
         return
-    columns = [at_revision(one) for one in options.revisions] or [figures(Tree(ROOT))]
+    count = rooms_of if options.rooms else figures
+    columns = [at_revision(one, count) for one in options.revisions] or [count(Tree(ROOT))]
     print(f"{'':46}", *(f"{one[:9]:>10}" for one in options.revisions or ["now"]), "  at most")
-    for label in columns[-1]:
+    for label in sorted(set().union(*columns)) if options.rooms else columns[-1]:
         limit = f"{LIMITS[label]:9,}" if label in LIMITS else ""
         found = (f"{column[label]:,}" if label in column else "-" for column in columns)
         print(f"{label:46}", *(f"{one:>10}" for one in found), limit)
 
 
-def at_revision(revision: str) -> dict[str, int]:
+def at_revision(revision: str, count: Callable[[Tree], dict[str, int]]) -> dict[str, int]:
     """Returns the figures of a revision, read from an archive of it."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        return figures(Tree(Path(folder)))
+        return count(Tree(Path(folder)))
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,18 @@ def figures(tree: Tree) -> dict[str, int]:
         "documented functions": len(named),
         "of these with complete docstrings": sum(not lacks(*one[1:]) for one in named),
     }
+
+
+def rooms_of(tree: Tree) -> dict[str, int]:
+    """Returns lines and statements of each folder, and of modules directly in a package."""
+    found: Counter[str] = Counter()
+    for name, module in tree.modules.items():
+        parts = name.split(".") if module.is_package else name.split(".")[:-1]
+        room = ".".join(parts[:2])
+        found[f"{room}: lines"] += module.lines
+        statements = (node for node in ast.walk(module.tree) if isinstance(node, ast.stmt))
+        found[f"{room}: statements"] += sum(not _is_text(node) for node in statements)
+    return dict(found)
 
 
 def _is_text(node: ast.AST) -> bool:
