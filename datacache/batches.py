@@ -22,13 +22,11 @@ from datacache.epochs import EpochIterator
 from datacache.nodes.reader import Reader
 from datacache.order import Position
 from datacache.pool.spec import Layout
-from datacache.system.background import IN_FLIGHT, BackgroundSteps, populate_page_tables
 
+IN_FLIGHT = 4
+"""Number of windows or batches filled concurrently: some are read while another is decoded."""
 LARGE_PAGE = 2**21
 """Size of a large page of x86-64 in bytes."""
-BUFFERS = IN_FLIGHT + 3
-"""Number of batches of one iteration that exist at the same time: `IN_FLIGHT` that are being read,
-one that is prefetched, and two that training holds."""
 
 
 class Buffers:
@@ -54,16 +52,6 @@ class Buffers:
             self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
             return self._columns(-1, samples)
 
-    def prepare(self, count: int, samples: int) -> BackgroundSteps:
-        """Allocates `count` buffers; a thread makes the kernel provide their pages before use."""
-        with self._lock:
-            self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
-            new = [large_pages(self._bytes) for _ in range(count)]
-            self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        # Create separate arrays, because `take` counts the references to the arrays of `_memory`.
-        parts = [np.frombuffer(pages, np.uint8) for pages in new]
-        return BackgroundSteps(populate_page_tables(parts, new=True))
-
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]
         # Skip the memory before the first boundary of a large page.
@@ -83,12 +71,10 @@ def large_pages(size: int) -> mmap.mmap:
 
 
 def batches(
-    epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader, warm: bool = False
+    epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader
 ) -> tf.data.Dataset:
     """Returns a dataset of this rank's shares of global batches; each iteration is an epoch."""
     buffers = None if layout.varies else Buffers(layout)
-    if buffers and warm:
-        buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
     iterations = Iterations(epochs, reader)
 

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, cast, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from datacache.batches import CachePyDataset, RandomAccess, batches, keep_order
+from datacache.batches import IN_FLIGHT, CachePyDataset, RandomAccess, batches, keep_order
 from datacache.epochs import EpochIterator, Positions, length, steps_ahead
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
@@ -26,11 +27,10 @@ from datacache.order import Order
 from datacache.pool.folder import own_memory
 from datacache.sources.source import Source, check_source, digest
 from datacache.statistics import Counts, Statistics
-from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
 from datacache.tiers.opening import open_tiers
 from datacache.tiers.preprocessing import Preprocessing
-from datacache.tiers.tier import Verify
+from datacache.tiers.tier import Verify, windows
 
 log = logging.getLogger("datacache")
 
@@ -180,8 +180,7 @@ class Cache:
             another number of samples, `seed` or `shuffle`.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        warm = self._tiers.is_complete
-        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader, warm)
+        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader)
         return self._positions.add(data, epochs)
 
     def pydataset(
@@ -342,12 +341,13 @@ class Cache:
         if self._tiers.pool is not None:
             samples = samples[self._tiers.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
-        # Each window checks again for missing samples, because other ranks fill the same store.
-        for count in done_in_windows(
-            lambda window: self._reader.fill(self._tiers.missing(window)), samples
-        ):
-            if bar:
-                bar.add(count)
+        parts = windows(samples)
+        with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="datacache") as threads:
+            # Check again for missing samples, because other ranks fill the same store.
+            filled = threads.map(lambda part: self._reader.fill(self._tiers.missing(part)), parts)
+            for part, _ in zip(parts, filled, strict=True):
+                if bar:
+                    bar.add(len(part))
         if bar:
             bar.close()
         return self.stats()

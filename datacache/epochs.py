@@ -80,11 +80,6 @@ class EpochIterator:
             return self._next
         return self._position() if self._trained == self._length else self._begin
 
-    @property
-    def share(self) -> int:
-        """Largest number of this rank's samples in a batch; a merged batch may have one more."""
-        return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
-
     def begin(self) -> tuple[Position, list[np.ndarray]]:
         """Starts the next iteration; returns its position and this rank's samples in each step."""
         self._refuse_others()

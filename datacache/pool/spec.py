@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,15 +16,21 @@ import numpy as np
 from datacache.order import permutation
 
 ALIGNMENT = 64
-"""Alignment of columns in bytes: a cache line, which TensorFlow requires to avoid a copy."""
+"""Alignment of sections and columns in bytes: a cache line, which TensorFlow requires to avoid a
+copy."""
 TEXT = "string"
 """Name of the dtype of texts, which are Python's bytes in object arrays."""
-WORD_BYTES = 2 * 8
-"""Number of metadata bytes of each sample: two words, see `SampleWords`."""
-HEAP_STATE_BYTES = 4 * 8
-"""Number of bytes of a heap's shared state: three offsets, and the shortest refused length."""
+WORD_BYTES = 8
+"""Number of metadata bytes of each sample."""
+HEAP_STATE_BYTES = 8
+"""Number of bytes of a heap's shared state: the offset of the next sample."""
 Arrays = list[np.ndarray]
 """Components of one sample, or of a batch."""
+
+
+def aligned(size: int) -> int:
+    """Returns the smallest multiple of the alignment that is at least `size`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -167,7 +172,7 @@ class Layout:
 
     def offsets(self, samples: int) -> list[int]:
         """Returns the offset of each column, and the end of the last one, in bytes."""
-        sizes = [-(-samples * column.nbytes // ALIGNMENT) * ALIGNMENT for column in self._columns]
+        sizes = [aligned(samples * column.nbytes) for column in self._columns]
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> Arrays:
@@ -307,7 +312,7 @@ class PoolSpec:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Start and end of each section after the header, in bytes; each begins at a page."""
+        """Start and end of each section after the header, in bytes."""
         slots, varies = self.shard.kept_samples, self.layout.varies
         sizes = {
             "words": WORD_BYTES * slots,
@@ -319,7 +324,7 @@ class PoolSpec:
         sections, begin = {}, 0
         for name, size in sizes.items():
             sections[name] = begin, begin + size
-            begin += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            begin += aligned(size)
         return sections
 
     @property

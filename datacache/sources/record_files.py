@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from datacache.native import FileStatus
 from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
-from datacache.sources.tfrecord_format import TfRecords, find_all_records
+from datacache.sources.tfrecord_format import TfRecords, find_records
 
 SEARCHES = 32
 """Number of files searched concurrently: on a network file system, each read has to wait."""
@@ -127,7 +127,7 @@ def _searched(path: str) -> TfRecords:
     try:
         # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))
-        entries = find_all_records(path)
+        entries = find_records(path)
         return TfRecords(path, 0, len(entries), listed, entries)
     except OSError as error:
         raise SourceError(

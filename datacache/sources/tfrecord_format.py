@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import struct
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -21,7 +19,7 @@ checksum after the content."""
 class TfRecords:
     """Records of a TFRecord file by index.
 
-    `entries` are the offset and length of each record's content, `[take, 2]` int64. Without
+    `entries` are the offset and length of each record's content, `[records, 2]` int64. Without
     `entries`, the first read searches the file for its records.
     """
 
@@ -35,20 +33,17 @@ class TfRecords:
         # Only one thread searches the file.
         with self._lock:
             if self._entries is None:
-                self._entries = find_records(self.path, self.skip, self.take)
-            offset, length = self._entries[record - self.skip].tolist()
-            if offset == 0:
-                # The next attempt searches the file again.
-                self._entries = None
-        if offset == 0:
-            refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
+                refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
+                self._entries = find_records(self.path)
+            entries = self._entries
+        if record >= len(entries):
             raise OSError(f"{self.path} ends before record {record}")
+        offset, length = entries[record].tolist()
         size = HEADER_BYTES + length + CHECKSUM_BYTES
         found = read_listed(self.path, offset - HEADER_BYTES, size, self.listed)
         content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
         checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
         if checksums != (masked_checksum(found[:LENGTH_BYTES]), masked_checksum(content)):
-            self._entries = None
             raise OSError(f"{self.path} is damaged at record {record}")
         return content
 
@@ -62,7 +57,7 @@ def masked_checksum(content: bytes) -> bytes:
 def find_damage(path: str) -> str | None:
     """Returns a description of a file's first damage, or `None`."""
     try:
-        entries, listed = find_all_records(path), FileStatus.of(os.stat(path))
+        entries, listed = find_records(path), FileStatus.of(os.stat(path))
         records = TfRecords(path, 0, len(entries), listed, entries)
         for record in range(len(entries)):
             records.read(record)
@@ -71,37 +66,19 @@ def find_damage(path: str) -> str | None:
     return None
 
 
-def _headers(path: str) -> Iterator[tuple[int, int, bool]]:
-    """Yields offset and length of each record's content, and whether its header is written."""
-    size, offset = os.path.getsize(path), 0
-    with open(path, "rb", buffering=0) as stream:
-        while offset < size:
-            header = os.pread(stream.fileno(), HEADER_BYTES, offset)
-            (length,) = struct.unpack("<Q", header[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"))
-            yield offset + HEADER_BYTES, length, any(header)
-            offset += HEADER_BYTES + length + CHECKSUM_BYTES
-
-
-def find_all_records(path: str) -> np.ndarray:
+def find_records(path: str) -> np.ndarray:
     """Returns the offset and length of each record's content in bytes, `[records, 2]` int64."""
     entries: list[tuple[int, int]] = []
-    end = 0
-    for offset, length, is_written in _headers(path):
-        if not is_written:
-            # Zeros are not a valid header, so the file was extended beyond the written data.
-            raise OSError(f"{path} has zeros where record {len(entries)} should begin")
-        entries.append((offset, length))
-        end = offset + length + CHECKSUM_BYTES
-    if end != os.path.getsize(path):
+    size, begin = os.path.getsize(path), 0
+    with open(path, "rb", buffering=0) as stream:
+        while begin < size:
+            header = os.pread(stream.fileno(), HEADER_BYTES, begin)
+            if not any(header):
+                # Zeros are not a valid header, so the file was extended beyond the written data.
+                raise OSError(f"{path} has zeros where record {len(entries)} should begin")
+            (length,) = struct.unpack("<Q", header[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"))
+            entries.append((begin + HEADER_BYTES, length))
+            begin += HEADER_BYTES + length + CHECKSUM_BYTES
+    if begin > size:
         raise OSError(f"{path} ends within record {len(entries) - 1}")
     return np.array(entries, np.int64).reshape(-1, 2)
-
-
-def find_records(path: str, skip: int, take: int) -> np.ndarray:
-    """Returns offset and length of some records, `[take, 2]` int64; zeros for missing records."""
-    size, entries = os.path.getsize(path), np.zeros((take, 2), np.int64)
-    for row, (offset, length, _) in enumerate(itertools.islice(_headers(path), skip, skip + take)):
-        # A damaged length may not even fit into 64 bits.
-        if offset + length <= size:
-            entries[row] = offset, length
-    return entries

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from datacache.errors import NoRoomError
 from datacache.pool.folder import is_pool
-from datacache.pool.inspection import find_idle_pools, make_room
 from datacache.pool.pool import Pool
 from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
@@ -33,8 +32,6 @@ from datacache.tiers.tier import (
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
 """Share of a disk's free space that a new store may take."""
-UNLIMITED = 2**62
-"""Number of bytes that exceeds the memory of any machine."""
 FOLDER_DIGITS = 20
 """Number of hexadecimal digits of the fingerprint in a folder's name; 20 digits are 80 bits."""
 Root = str | os.PathLike[str] | None
@@ -62,7 +59,7 @@ def open_tiers(
             return on_error.enter_context(pool) if pool else None
 
         last = on_error.enter_context(SourceTier(source, counts))
-        on_disk = opened(disk, lambda root: open_stored_pool(source, root))
+        on_disk = opened(disk, lambda root: _open_stored_pool(source, root))
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
         new = _NewStores(source, make, stored, last.stream)
         name = fingerprint[:FOLDER_DIGITS]
@@ -74,6 +71,9 @@ def open_tiers(
         )
         whole = Path(memory or "").expanduser() / name
 
+        def memory_room(folder: Path) -> int:
+            return budget_bytes(budget, free_bytes(folder))
+
         def shard_folder(node: int, nodes: int) -> Path:
             return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
 
@@ -81,15 +81,19 @@ def open_tiers(
             # Use an existing store whatever its size: `needed_bytes` may have to read a sample.
             if is_pool(whole) or is_pool(shard_folder(node, nodes)):
                 return is_pool(whole)
-            return new.needed_bytes() <= reclaimable_bytes(whole, budget)
+            return new.needed_bytes() <= memory_room(whole)
 
         node, nodes = (0, 1) if memory is None else choose_shard(fits)
         folder = shard_folder(node, nodes)
         in_memory = opened(
-            memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
+            memory,
+            lambda _: Pool(
+                folder,
+                lambda: _pool_spec(new.layout, source, memory_room(folder), node, nodes),
+            ),
         )
         if in_memory:
-            in_memory.prepare(verify=verify == "first")
+            in_memory.prepare()
         _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
         layout = in_memory.layout if in_memory else new.layout
         preprocessed = PreprocessingTier(stored, make, layout, source.name)
@@ -156,18 +160,8 @@ class _NewStores:
         packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
         return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
-    def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
-        """Describes a store in memory, after removing idle stores if it needs their space."""
 
-        def room() -> int:
-            return budget_bytes(budget, free_bytes(folder))
-
-        needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
-        make_room(folder.parent, folder, room, needed_bytes)
-        return _pool_spec(self.layout, self._source, room(), node, nodes)
-
-
-def open_stored_pool(source: Source, root: Path) -> Pool:
+def _open_stored_pool(source: Source, root: Path) -> Pool:
     """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
@@ -186,13 +180,6 @@ def open_stored_pool(source: Source, root: Path) -> Pool:
 
 def _disk_room_bytes(folder: Path) -> int:
     return budget_bytes(DISK_BUDGET, free_bytes(folder))
-
-
-def reclaimable_bytes(folder: Path, budget: int | str) -> int:
-    """Returns how many bytes a budget would allow if all idle stores were removed."""
-    # Include remains of a killed process in `folder` itself, which a new store replaces.
-    idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
-    return budget_bytes(budget, free_bytes(folder) + idle_bytes)
 
 
 def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:

@@ -23,10 +23,11 @@ from datacache.pool.pool import Pool
 from datacache.pool.spec import Arrays, Layout
 from datacache.sources.source import Source, SourceError, StreamSource, stored_components
 from datacache.statistics import Counts
-from datacache.system.background import windows
 from datacache.system.descriptors import Owner
 
 log = logging.getLogger("datacache")
+WINDOW_SAMPLES = 64
+"""Number of samples filled together: enough to amortize the Python overhead per window."""
 POLL_S = 0.002
 """Seconds between two checks for samples that other processes are producing. A kernel lock can wait
 for one process only, but several may be producing samples of a batch."""
@@ -378,6 +379,11 @@ class StoreTier(Tier):
                 self.pool.folder,
                 corrupt.tolist(),
             )
+
+
+def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
+    """Splits samples into windows of nearly equal size, each of at most `size` samples."""
+    return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
 
 def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
