@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from datacache.pool.spec import ALIGNMENT
+from datacache.pool.spec import ALIGNMENT, aligned
 from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0
@@ -83,9 +83,7 @@ def _attach(descriptor: Any) -> SharedPages:
 
 def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
     """Returns the arrays of a batch as consecutive views of shared memory."""
-    sizes = [
-        -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
-    ]
+    sizes = [aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in specs]
     offsets = list(itertools.accumulate(sizes, initial=0))
     # mmap rejects empty mappings.
     buffer = pages.mapping(max(offsets[-1], ALIGNMENT))
@@ -99,6 +97,13 @@ class LoaderProcess:
     """Controls a loader process from the training process, and owns the memory of its buffers."""
 
     def __init__(self, load: Load, buffers: int) -> None:
+        try:
+            content = pickle.dumps(load)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
+                "an object of a class at the top level of a module."
+            ) from error
         self.buffers = [
             SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
@@ -108,22 +113,14 @@ class LoaderProcess:
         # A daemon is terminated if the training process exits without `stop`.
         self._process = context.Process(
             target=_serve,
-            args=(end, _Unpickled(load), self.buffers),
+            args=(end, content, self.buffers),
             name="datacache parallel loader",
             daemon=True,
         )
-        try:
+        # Only the loader may hold this end open, so that the connection closes when the loader
+        # ends.
+        with end:
             self._process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self._connection.close()
-            raise TypeError(
-                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
-                "an object of a class at the top level of a module."
-            ) from error
-        finally:
-            # Only the loader may hold this end open, so that the connection closes when the loader
-            # ends.
-            end.close()
 
     @property
     def alive(self) -> bool:
@@ -168,22 +165,6 @@ class LoaderProcess:
         return code or 0
 
 
-class _Unpickled:
-    """Pickled `load`, which the loader unpickles itself, so that it can report an error."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-
-    def __getstate__(self) -> bytes:
-        return bytes(reduction.ForkingPickler.dumps(self._load))
-
-    def __setstate__(self, content: bytes) -> None:
-        self._content = content
-
-    def get(self) -> Load:
-        return pickle.loads(self._content)
-
-
 class Requests(threading.Thread):
     """Receives the requests of the training process on a thread of the loader process."""
 
@@ -193,29 +174,23 @@ class Requests(threading.Thread):
 
     def __init__(self, end: connection.Connection) -> None:
         super().__init__(daemon=True)
-        self._end = end
+        self._end, self._trainer, self._turn = end, os.getppid(), 0
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._trainer = os.getppid()
-        self._turn = 0
 
     @override
     def run(self) -> None:
         try:
-            while (request := self._receive()) is not None:
-                self._turn = request[0]
+            while self._turn >= 0:
+                # Check the parent process too. The connection may stay open after the training
+                # process has ended, because its forks hold the other end open as well.
+                while not self._end.poll(WATCH_S):
+                    if os.getppid() != self._trainer:
+                        raise EOFError
+                request = self._end.recv()
+                self._turn = -1 if request is None else request[0]
                 self._queue.put(request)
         except (EOFError, OSError):
             os._exit(1)
-        self._turn = -1
-        self._queue.put(None)
-
-    def _receive(self) -> tuple[int, int, bytes] | None:
-        # Check the parent process too. The connection may stay open after the training process has
-        # ended, because its forks hold the other end open as well.
-        while not self._end.poll(WATCH_S):
-            if os.getppid() != self._trainer:
-                raise EOFError
-        return self._end.recv()
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         for request in iter(self._queue.get, None):
@@ -224,16 +199,14 @@ class Requests(threading.Thread):
                 yield request
 
 
-def _serve(
-    end: connection.Connection, unpickled: _Unpickled, buffers: Sequence[SharedPages]
-) -> None:
+def _serve(end: connection.Connection, pickled_load: bytes, buffers: Sequence[SharedPages]) -> None:
     # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests = Requests(end)
     requests.start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
-            load = unpickled.get()
+            load = pickle.loads(pickled_load)
         except Exception as error:  # noqa: BLE001 - the training process raises it
             end.send(Reply(turn=FAILED, error=f"{type(error).__name__}: {error}"))
             return

@@ -132,9 +132,7 @@ class ParallelLoader:
         self.start()
         self._turn += 1
         turn = self._turn
-        failures: list[Exception] = []
-        taken = _until_it_fails(items, failures)
-        requests = zip(itertools.cycle(range(self._buffers)), taken, strict=False)
+        requests = zip(itertools.cycle(range(self._buffers)), items, strict=False)
         requested: deque[tuple[int, Any]] = deque()
         wanted = self._buffers
         while True:
@@ -147,8 +145,6 @@ class ParallelLoader:
             # Request one more batch, because the buffer of the last one is free now. This is the
             # paper's handshake (steps 20 to 27).
             wanted = 1
-        if failures:
-            raise failures[0]
 
     def _current_child(self, turn: int) -> LoaderProcess:
         if self._child is None or turn != self._turn:
@@ -187,14 +183,6 @@ class ParallelLoader:
         )
         error.add_note(f"In the loader process:\n{reply.trace}")
         raise error
-
-
-def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator[Any]:
-    """Yields items; records an error, which `batches` raises after all previous batches."""
-    try:
-        yield from items
-    except Exception as error:  # noqa: BLE001 - `batches` raises it
-        failures.append(error)
 
 
 @dataclass(frozen=True, eq=False)

@@ -182,29 +182,26 @@ class Layout:
             for column, at in zip(self._columns, self.offsets(samples), strict=False)
         ]
 
+    def matches(self, sample: Sequence[Any]) -> bool:
+        """Returns whether a sample has these components."""
+        return len(sample) == len(self.components) and all(
+            map(Component.matches, self.components, sample)
+        )
+
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
-        if len(sample) == len(self.components) and all(
-            map(Component.matches, self.components, sample)
-        ):
-            return list(sample)
-        arrays = [as_array(array) for array in sample]
-        if len(arrays) != len(self.components):
+        # Converting a sample takes as long as copying a small one.
+        arrays = list(sample if self.matches(sample) else map(as_array, sample))
+        if not self.matches(arrays):
             raise ValueError(
-                "All samples must have the same number of components. Received: "
-                f"{len(arrays)} for {name(number)}, while the first sample has "
-                f"{len(self.components)}."
+                "All samples must have the same shapes and types. Received: "
+                f"{Layout.of(arrays)} for {name(number)}, while the first sample has {self}. "
+                "Resize or pad to one shape in `preprocess`, or pass variable_shapes=True."
             )
-        for i, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
-            if not wanted.matches(array):
-                received = Layout.of([array]).components[0]
-                raise ValueError(
-                    "All samples must have the same shapes and types. Received: "
-                    f"{received} for component {i} of {name(number)}, while the first sample has "
-                    f"{wanted}. Resize or pad to one shape in `preprocess`, or pass "
-                    "variable_shapes=True."
-                )
         return arrays
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.components))
 
     def pack(self, sample: Arrays) -> builtins.bytes:
         """Returns a sample as bytes, for the heap of a store or a message."""

@@ -58,7 +58,6 @@ class RecordFilesSource(RecordSource):
 
     def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
         self._features = None if features is None else dict(features)
-        _check_format(paths[0])
         with ThreadPoolExecutor(SEARCHES) as threads:
             files = list(threads.map(_searched, paths))
         if not any(file.take for file in files):
@@ -131,17 +130,6 @@ def _searched(path: str) -> TfRecords:
         return TfRecords(path, 0, len(entries), listed, entries)
     except OSError as error:
         raise SourceError(
-            f"TFRecord files must be complete. Received: {error}. Copy or write {path} again."
-        ) from error
-
-
-def _check_format(path: str) -> None:
-    """Raises `SourceError` if the checksums of the first record do not match."""
-    try:
-        for _ in tf.data.TFRecordDataset(path).take(1):
-            pass
-    except (tf.errors.DataLossError, tf.errors.OpError) as error:
-        raise SourceError(
-            f"Files must be uncompressed TFRecord files. Received: {path} ({error.message}). "
-            "Pass other files, or write them without compression."
+            f"TFRecord files must be complete and uncompressed. Received: {error}. Copy or write "
+            f"{path} again."
         ) from error

@@ -53,45 +53,27 @@ def open_tiers(
 ) -> StoreTier:
     """Opens the tiers of a cache, and creates stores if there is space; returns the first tier."""
     with contextlib.ExitStack() as on_error:
-
-        def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
-            pool = _open_if_room(root, open_pool)
-            return on_error.enter_context(pool) if pool else None
-
+        opened = functools.partial(_open_if_room, on_error, source)
         last = on_error.enter_context(SourceTier(source, counts))
-        on_disk = opened(disk, lambda root: _open_stored_pool(source, root))
+        stored_name = f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
+        on_disk = opened(disk, stored_name, lambda: _stored_layout(source), DISK_BUDGET)
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
         new = _NewStores(source, make, stored, last.stream)
         name = fingerprint[:FOLDER_DIGITS]
-        new.decoded = in_decoded = opened(
-            decoded,
-            lambda root: Pool(
-                root / name, lambda: _pool_spec(new.layout, source, _disk_room_bytes(root))
-            ),
-        )
+        new.decoded = in_decoded = opened(decoded, name, lambda: new.layout, DISK_BUDGET)
         whole = Path(memory or "").expanduser() / name
 
-        def memory_room(folder: Path) -> int:
-            return budget_bytes(budget, free_bytes(folder))
-
-        def shard_folder(node: int, nodes: int) -> Path:
-            return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
+        def shard_name(node: int, nodes: int) -> str:
+            return name if nodes == 1 else f"{name}.{node}of{nodes}"
 
         def fits(node: int, nodes: int) -> bool:
             # Use an existing store whatever its size: `needed_bytes` may have to read a sample.
-            if is_pool(whole) or is_pool(shard_folder(node, nodes)):
+            if is_pool(whole) or is_pool(whole.with_name(shard_name(node, nodes))):
                 return is_pool(whole)
-            return new.needed_bytes() <= memory_room(whole)
+            return new.needed_bytes() <= budget_bytes(budget, free_bytes(whole))
 
-        node, nodes = (0, 1) if memory is None else choose_shard(fits)
-        folder = shard_folder(node, nodes)
-        in_memory = opened(
-            memory,
-            lambda _: Pool(
-                folder,
-                lambda: _pool_spec(new.layout, source, memory_room(folder), node, nodes),
-            ),
-        )
+        part = (0, 1) if memory is None else choose_shard(fits)
+        in_memory = opened(memory, shard_name(*part), lambda: new.layout, budget, *part)
         if in_memory:
             in_memory.prepare()
         _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
@@ -105,12 +87,23 @@ def open_tiers(
         return top
 
 
-def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
+def _open_if_room(
+    on_error: contextlib.ExitStack,
+    source: Source,
+    root: Root,
+    name: str,
+    layout: Callable[[], Layout],
+    share: int | str,
+    *part: int,
+) -> Pool | None:
     """Opens a store below a folder; logs a warning and returns `None` if there is no space."""
     if root is None:
         return None
+    folder = Path(root).expanduser() / name
     try:
-        return open_pool(Path(root).expanduser())
+        return on_error.enter_context(
+            Pool(folder, lambda: _pool_spec(layout(), source, folder, share, *part))
+        )
     except (NoRoomError, OSError) as error:
         if isinstance(error, OSError) and not means_full(error):
             raise
@@ -161,8 +154,8 @@ class _NewStores:
         return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
 
-def _open_stored_pool(source: Source, root: Path) -> Pool:
-    """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
+def _stored_layout(source: Source) -> Layout:
+    """Returns the layout of stored samples, whose sizes may differ in all dimensions."""
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
             f"Samples on a disk must have a known number of dimensions. Received: {source} with "
@@ -173,13 +166,7 @@ def _open_stored_pool(source: Source, root: Path) -> Pool:
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
         for spec in source.signature
     ]
-    layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
-    folder = root / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
-    return Pool(folder, lambda: _pool_spec(layout, source, _disk_room_bytes(folder)))
-
-
-def _disk_room_bytes(folder: Path) -> int:
-    return budget_bytes(DISK_BUDGET, free_bytes(folder))
+    return Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
 
 
 def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
@@ -191,10 +178,10 @@ def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
 
 
 def _pool_spec(
-    layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
+    layout: Layout, source: Source, folder: Path, share: int | str, node: int = 0, nodes: int = 1
 ) -> PoolSpec:
-    """Describes a store for as many samples as fit into `room_bytes`."""
-    sample_bytes = layout.bytes + WORD_BYTES
+    """Describes a store for as many samples as fit into a share of the free space of a folder."""
+    room_bytes, sample_bytes = budget_bytes(share, free_bytes(folder)), layout.bytes + WORD_BYTES
     slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:
         raise NoRoomError(
