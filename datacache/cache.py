@@ -60,8 +60,7 @@ class Cache:
         nodes send samples to each other. "auto" replicates if all samples fit in the budget of
         every node. Ranks must open the same caches in the same order.
       verify: Policy for checksums: "first" verifies samples of other processes before their first
-        use, once after each start of the machine; "always" verifies before each use; "never"
-        disables verification.
+        use in this process; "always" verifies before each use; "never" disables verification.
       version: Version of the samples, any value for JSON; each version has its own cache. Change it
         when the samples change in a way that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
@@ -71,6 +70,8 @@ class Cache:
       fingerprint: SHA-256 of everything that determines the samples, in hexadecimal.
 
     Raises:
+      RuntimeError: In methods with an argument `data`, if the cache has no dataset, or has several
+        and `data` does not identify one of them.
       ValueError: If an argument is out of range, or ranks open different caches.
       CacheError: If a folder has other content, or a store has a newer format or another owner.
       SourceError: If the source is incomplete or empty, or its first sample cannot be read.
@@ -116,10 +117,9 @@ class Cache:
             ("partition", partition, get_args(Partitioning)),
         ):
             if value not in kinds:
-                listed = " or ".join(
-                    [", ".join(f'"{kind}"' for kind in kinds[:-1]), f'"{kinds[-1]}"']
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(kinds)}. Received: {name}={value!r}"
                 )
-                raise ValueError(f"`{name}` must be {listed}. Received: {name}={value!r}")
         # Refuse an invalid budget before reading the source.
         budget_bytes(budget, 1)
         check_source(source)
@@ -129,9 +129,7 @@ class Cache:
         # Include TensorFlow's version, because releases may decode images to different pixels.
         traced = [repr(self._make.structure), self._make.fingerprint, tf.__version__]
         self.fingerprint = digest([source.identity, *traced, [version, variable_shapes]])
-        self._counts = Counts()
-        self._positions = Positions()
-        self._closed = False
+        self._counts, self._positions, self._closed = Counts(), Positions(), False
         self._keeps_any = memory is not None or decoded is not None
         self._tiers = open_tiers(
             source,
@@ -256,9 +254,6 @@ class Cache:
           steps: Number of steps.
           data: Dataset of this cache, or one derived from it by `map`; required if the cache has
             several datasets.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).count(steps)
 
@@ -288,8 +283,8 @@ class Cache:
             compute them from `epoch`, as if earlier epochs had run on the same number of ranks.
 
         Raises:
-          RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
-            dataset is ambiguous, or the position cannot be computed from `epoch`.
+          RuntimeError: If the next iteration starts within an epoch, or the position cannot be
+            computed from `epoch`.
         """
         self._positions.of(data).begin_epoch(
             epoch,
@@ -306,9 +301,6 @@ class Cache:
 
         Args:
           data: Dataset in training; see `count`.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         return self._positions.of(data).epoch_steps
 
@@ -317,9 +309,6 @@ class Cache:
 
         Args:
           data: Dataset in training; see `count`.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).leave()
 
@@ -368,8 +357,7 @@ class Cache:
           The state, with values for JSON.
 
         Raises:
-          RuntimeError: If the cache has no dataset, the dataset is ambiguous, or its steps were not
-            counted.
+          RuntimeError: If its steps were not counted.
         """
         return self._positions.of(data).state_dict()
 

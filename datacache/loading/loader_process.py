@@ -17,13 +17,12 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from datacache.pool.spec import ALIGNMENT, aligned
 from datacache.system.descriptors import Descriptor
@@ -165,52 +164,36 @@ class LoaderProcess:
         return code or 0
 
 
-class Requests(threading.Thread):
-    """Receives the requests of the training process on a thread of the loader process."""
-
-    # With a thread, the loader can end with the training process while `load` is busy, and the
+def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
+    """Receives requests until `None`; ends the process when its training process has ended."""
+    # With this thread, the loader can end with the training process while `load` is busy, and the
     # training process never blocks on sending. A death signal from the kernel is not a substitute:
     # it is sent as soon as the thread that started the loader ends.
-
-    def __init__(self, end: connection.Connection) -> None:
-        super().__init__(daemon=True)
-        self._end, self._trainer, self._turn = end, os.getppid(), 0
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    @override
-    def run(self) -> None:
-        try:
-            while self._turn >= 0:
-                # Check the parent process too. The connection may stay open after the training
-                # process has ended, because its forks hold the other end open as well.
-                while not self._end.poll(WATCH_S):
-                    if os.getppid() != self._trainer:
-                        raise EOFError
-                request = self._end.recv()
-                self._turn = -1 if request is None else request[0]
-                self._queue.put(request)
-        except (EOFError, OSError):
-            os._exit(1)
-
-    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        for request in iter(self._queue.get, None):
-            # Skip batches of a pass that has ended.
-            if request[0] == self._turn:
-                yield request
+    request: Any = ()
+    try:
+        while request is not None:
+            # Check the parent process too. The connection may stay open after the training process
+            # has ended, because its forks hold the other end open as well.
+            while not end.poll(WATCH_S):
+                if os.getppid() != trainer:
+                    raise EOFError
+            requests.put(request := end.recv())
+    except (EOFError, OSError):
+        os._exit(1)
 
 
 def _serve(end: connection.Connection, pickled_load: bytes, buffers: Sequence[SharedPages]) -> None:
     # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = Requests(end)
-    requests.start()
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(end, requests, os.getppid()), daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
             load = pickle.loads(pickled_load)
         except Exception as error:  # noqa: BLE001 - the training process raises it
             end.send(Reply(turn=FAILED, error=f"{type(error).__name__}: {error}"))
             return
-        for turn, buffer, content in requests:
+        for turn, buffer, content in iter(requests.get, None):
             end.send(_answer(turn, load, buffers[buffer], content))
 
 

@@ -61,12 +61,6 @@ class Pool(Owner):
         """Number of samples that are ready."""
         return int((self._words >= READY).sum())
 
-    @property
-    def size_bytes(self) -> int:
-        """Number of bytes of the metadata, the columns, and the samples in the heap."""
-        in_heap = int(self._places()[:, 1].sum()) if self._heap else 0
-        return self.spec.reserved_bytes + in_heap
-
     def prepare(self) -> None:
         """Starts a thread that creates the page tables of a full store in memory."""
         # A process that opens a full store finds its pages in memory, but has no page tables for

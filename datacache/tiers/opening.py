@@ -146,10 +146,7 @@ class _NewStores:
         )
 
     def needed_bytes(self) -> int:
-        """Returns how many bytes all samples need; this is an estimate unless `decoded` is full."""
-        # The size of an incomplete store covers only the samples stored so far.
-        if self.decoded and self.decoded.filled == len(self._source):
-            return self.decoded.size_bytes
+        """Returns how many bytes all samples need if they are as large as the first one."""
         packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
         return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
 
