@@ -34,10 +34,10 @@ BLOCK_BYTES = 512
 """Unit of `st_blocks` in bytes, independent of the block size of the file system."""
 DESCRIPTION = """Manages stores: folders of cached samples, in /dev/shm or on local disks.
 
-  python -m datacache ls                       list your stores in shared memory
-  python -m datacache ls /local/cache          list the stores on a disk
-  python -m datacache verify /local/cache      compare all ready samples with their checksums
-  python -m datacache rm --all /local/cache    remove all stores that no process has open
+  python -m datacache ls                     list your stores in shared memory
+  python -m datacache ls /local/cache        list the stores on a disk
+  python -m datacache verify /local/cache    compare all ready samples with their checksums
+  python -m datacache rm /local/cache        remove all stores that no process has open
 
 All commands are safe while jobs run. Corrupted samples are marked, and jobs regenerate them. The
 exit status is 1 if a sample is corrupted, and 2 if an operation failed."""
@@ -61,26 +61,24 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, nargs, text in (
         ("ls", _ls, "*", "list stores, their sizes and ready samples, and whether they are in use"),
         ("verify", _verify, "+", "compare all ready samples with their checksums"),
-        ("rm", _rm, "*", "remove stores that no process has open, and remains of stores"),
+        ("rm", _rm, "+", "remove stores that no process has open, and remains of stores"),
     ):
         command = commands.add_parser(name, help=text)
         help_text = "a store, or a folder of stores"
         command.add_argument("folders", nargs=nargs, type=Path, metavar="FOLDER", help=help_text)
         command.set_defaults(run=run)
-    all_help = f"remove all stores in these folders (default: {default_memory()})"
-    commands.choices["rm"].add_argument("--all", action="store_true", help=all_help)
     return parser
 
 
 def _ls(options: argparse.Namespace) -> int:
-    rows, reasons, roots = [], [], options.folders or _own_memory()
-    for folder in _found(roots):
+    rows, reasons, roots = [], [], options.folders or [Path(default_memory())]
+    for folder in _found(roots) if options.folders or roots[0].exists() else ():
         try:
             rows.append(_row(folder))
         except (CacheError, OSError) as error:
             reasons.append(f"{folder} cannot be used. {error}")
     if not rows and not reasons:
-        reasons = [f"No stores in {', '.join(map(str, roots or [default_memory()]))}."]
+        reasons = [f"No stores in {', '.join(map(str, roots))}."]
     print("\n".join([*(table([HEADINGS, *rows]) if rows else []), *reasons]))
     return DONE
 
@@ -120,30 +118,13 @@ def _verify_one(folder: Path) -> int:
 
 
 def _rm(options: argparse.Namespace) -> int:
-    if options.all:
-        return _each(_found(options.folders or _own_memory()), _rm_one)
-    if not options.folders:
-        raise CacheError(
-            "`rm` requires the stores to remove. Received: folders=[]. Pass the folders of the "
-            "stores, or --all."
-        )
-    return _each(options.folders, _rm_one)
+    return _each(_found(options.folders) or options.folders, _rm_one)
 
 
 def _rm_one(folder: Path) -> int:
     remove(folder)
     print(f"{folder}: removed")
     return DONE
-
-
-def _own_memory() -> list[Path]:
-    """Returns this user's folder in shared memory, or an empty list if it does not exist."""
-    root = Path(default_memory())
-    if not os.path.lexists(root):
-        return []
-    # Opening the folder checks its owner: another user may have created it.
-    Directory(root).close()
-    return [root]
 
 
 def _found(roots: Sequence[Path]) -> list[Path]:

@@ -103,8 +103,7 @@ def batches(
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow requires the asserted length of every iteration, so assert it only if the first
-    # iteration is not shorter.
+    # TensorFlow requires the asserted length of every iteration, also of a shorter first one.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
@@ -130,8 +129,7 @@ class Iterations:
             number = next(self._numbers)
             begin, shares = self._epochs.begin()
             self._begun[number] = begin
-            # Keep the previous iteration, which may have batches in flight. Older iterators are
-            # usually abandoned.
+            # Keep the previous iteration, which may have batches in flight.
             self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
             self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
@@ -140,8 +138,7 @@ class Iterations:
         """Returns the indices of the samples of a step."""
         with self._lock:
             if number not in self._latest:
-                # Three or more iterators are open on one dataset, and this is not one of the last
-                # two.
+                # Three or more iterators are open on one dataset.
                 self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
             shares, look_ahead = self._latest[number]
         look_ahead(step)
@@ -196,8 +193,7 @@ class CachePyDataset(keras.utils.PyDataset):
 
     @override
     def on_epoch_end(self) -> None:
-        # Keras also signals the end of an epoch after it has read only some batches, before it
-        # trains.
+        # Keras also signals the end of an epoch after it has built a model from some batches.
         if self._begun is not None and len(self._asked) == self._begun[1]:
             self._iterations.end(int(self._begun[0]))
 

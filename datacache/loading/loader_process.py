@@ -116,8 +116,7 @@ class LoaderProcess:
             name="datacache parallel loader",
             daemon=True,
         )
-        # Only the loader may hold this end open, so that the connection closes when the loader
-        # ends.
+        # Only the loader may hold this end open: the connection closes when the loader ends.
         with end:
             self._process.start()
 
@@ -127,8 +126,7 @@ class LoaderProcess:
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
         try:
-            # Pickle here and not in the connection, so that the loader can attribute an unpickling
-            # error to its batch.
+            # Pickle here, so that the loader can attribute an unpickling error to its batch.
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(

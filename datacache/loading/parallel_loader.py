@@ -142,8 +142,7 @@ class ParallelLoader:
             if not requested:
                 break
             yield self._batch(turn, mode, *requested.popleft())
-            # Request one more batch, because the buffer of the last one is free now. This is the
-            # paper's handshake (steps 20 to 27).
+            # The buffer of the last batch is free now: the paper's handshake (steps 20 to 27).
             wanted = 1
 
     def _current_child(self, turn: int) -> LoaderProcess:

@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,6 @@ def default_memory() -> str:
 
     Returns:
       `/dev/shm/datacache-<user id>`.
-
-    Example:
-      >>> default_memory() == f"/dev/shm/datacache-{os.geteuid()}"
-      True
     """
     return f"{SHARED_MEMORY}/datacache-{os.geteuid()}"
 
@@ -148,8 +145,7 @@ def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
             f"{path}, without one.",
             folder,
         ) from error
-    # Check the format before the digest: a newer format may compute the digest differently, and
-    # such a store must not be rebuilt.
+    # Check the format first: a newer one may have another digest, and must not be rebuilt.
     if found > FORMAT:
         raise CacheError(
             f"The format of a store must be at most {FORMAT}. Received: format {found} in {folder}."
@@ -245,7 +241,7 @@ def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -
 
 def _make(directory: Directory, spec: PoolSpec) -> None:
     """Creates the file of a store. The file gets its final name once it is complete."""
-    header = {"format": FORMAT, "name": directory.path.resolve().name, "store": spec.to_dict()}
+    header = {"format": FORMAT, "name": directory.path.resolve().name, "store": asdict(spec)}
     line = json.dumps(header | {"digest": _digest(header)}).encode()
     header_bytes = aligned(len(line) + 1)
     with directory.open(UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:

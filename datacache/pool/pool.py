@@ -46,8 +46,7 @@ class Pool(Owner):
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()
-            # Samples that differ in size are in the heap. The only column then has the offset and
-            # the length of each.
+            # If samples differ in size, the only column has the offset and length of each.
             self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
             # Other processes may write the words at any time. `_verified` are the words of samples
             # that this process has written or verified.
@@ -179,8 +178,7 @@ class Pool(Owner):
         word = self._words[index]
         packed = self._heap.content(*self._columns[0][index].tolist())
         content = None if packed is None else bytes(packed)
-        # Another sample may have been written to these bytes during the copy, but only after this
-        # sample's word had changed.
+        # Before another sample is written to these bytes, this sample's word changes.
         if word < READY or word != self._words[index]:
             return None
         if content is None:

@@ -6,7 +6,7 @@ import builtins
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -51,10 +51,6 @@ class Component:
 
     `dtype` is NumPy's name of the dtype, or "string". Dimensions that differ between samples are
     `None`.
-
-    Example:
-      >>> print(Component(dtype="uint8", shape=(None, 3)))
-      uint8[?, 3]
     """
 
     dtype: str
@@ -221,14 +217,7 @@ PLACE = Component(dtype="int64", shape=(2,))
 
 
 def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
-    """Returns an array `[n, ...]` per component; components that vary are padded at the end.
-
-    Example:
-      >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
-      >>> stack_samples([[np.ones(1)], [np.ones(2)]], layout)
-      [array([[1., 0.],
-             [1., 1.]])]
-    """
+    """Returns an array `[n, ...]` per component; components that vary are padded at the end."""
     columns = zip(zip(*samples, strict=True), layout.components, strict=True)
     return [
         _stack_padded(list(map(as_array, arrays)), component)
@@ -254,8 +243,7 @@ def owner_nodes(samples: int, nodes: int) -> np.ndarray:
 
     The numbers of samples per node differ by at most one.
     """
-    # Assign samples at random: samples of a class are often adjacent, and one node should not own
-    # them all.
+    # One node should not own all samples of a class, which are often adjacent.
     return _shuffled_positions(samples) % nodes
 
 
@@ -334,17 +322,8 @@ class PoolSpec:
         """Number of bytes of all sections."""
         return self.sections["heap"][1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the description as values for JSON."""
-        # The keys are the format on disk, independent of the names of the attributes.
-        content = {"layout": asdict(self.layout), "part": asdict(self.shard)}
-        return content | {"source": self.source, "heap_bytes": self.heap_bytes}
-
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        return cls(
-            layout=Layout.from_dict(content["layout"]),
-            shard=SampleShard(**content["part"]),
-            heap_bytes=content["heap_bytes"],
-            source=content["source"],
-        )
+        """Returns the description that `dataclasses.asdict` has turned into JSON."""
+        layout, shard = Layout.from_dict(content["layout"]), SampleShard(**content["shard"])
+        return cls(**content | {"layout": layout, "shard": shard})

@@ -92,8 +92,7 @@ def is_byte_locked(handle: Descriptor, index: int) -> bool:
 
 
 def _request(kind: int, index: int) -> bytes:
-    # The fields of a `struct flock` are type, whence, start, length and pid, which must be 0 for
-    # open-file-description locks.
+    # The fields of a `struct flock` are type, whence, start, length and pid, which must be 0.
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, index, 1, 0)
 
 

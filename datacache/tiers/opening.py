@@ -58,31 +58,38 @@ def open_tiers(
         stored_name = f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
         on_disk = opened(disk, stored_name, lambda: _stored_layout(source), DISK_BUDGET)
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
-        new = _NewStores(source, make, stored, last.stream)
+        first = functools.cache(functools.partial(_first_sample, make, stored, last.stream))
         name = fingerprint[:FOLDER_DIGITS]
-        new.decoded = in_decoded = opened(decoded, name, lambda: new.layout, DISK_BUDGET)
+        in_decoded = opened(decoded, name, lambda: _layout(make, first()), DISK_BUDGET)
+
+        def new_layout() -> Layout:
+            return in_decoded.layout if in_decoded else _layout(make, first())
+
         whole = Path(memory or "").expanduser() / name
 
         def shard_name(node: int, nodes: int) -> str:
             return name if nodes == 1 else f"{name}.{node}of{nodes}"
 
         def fits(node: int, nodes: int) -> bool:
-            # Use an existing store whatever its size: `needed_bytes` may have to read a sample.
+            # Use an existing store whatever its size, without reading a sample.
             if is_pool(whole) or is_pool(whole.with_name(shard_name(node, nodes))):
                 return is_pool(whole)
-            return new.needed_bytes() <= budget_bytes(budget, free_bytes(whole))
+            layout = new_layout()
+            in_heap = len(layout.pack(first())) if layout.varies else 0
+            needed_bytes = len(source) * (in_heap + layout.bytes + WORD_BYTES)
+            return needed_bytes <= budget_bytes(budget, free_bytes(whole))
 
         part = (0, 1) if memory is None else choose_shard(fits)
-        in_memory = opened(memory, shard_name(*part), lambda: new.layout, budget, *part)
+        in_memory = opened(memory, shard_name(*part), new_layout, budget, *part)
         if in_memory:
             in_memory.prepare()
         _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
-        layout = in_memory.layout if in_memory else new.layout
+        layout = in_memory.layout if in_memory else new_layout()
         preprocessed = PreprocessingTier(stored, make, layout, source.name)
         below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
         top = StoreTier(in_memory, below, counts, verify)
-        if "first" in vars(new):
-            top.put(0, new.first)
+        if first.cache_info().currsize:
+            top.put(0, first())
         on_error.pop_all()
         return top
 
@@ -111,44 +118,25 @@ def _open_if_room(
         return None
 
 
-class _NewStores:
-    """Describes new stores, from the store of decoded samples or else from the first sample."""
+def _first_sample(make: Preprocessing, stored: Tier, stream: Stream | None) -> Arrays:
+    """Returns the first sample, preprocessed."""
+    # Bypass a store above a stream, which would read the whole stream first.
+    if stream:
+        _, components = next(stream({0}))
+    else:
+        (components,) = stored.samples(np.array([0]))
+    return make([components], np.array([0]))[0]
 
-    def __init__(
-        self, source: Source, make: Preprocessing, stored: Tier, stream: Stream | None
-    ) -> None:
-        self._source, self._make, self._stored, self._stream = source, make, stored, stream
-        self.decoded: Pool | None = None
 
-    @functools.cached_property
-    def first(self) -> Arrays:
-        """The first sample, preprocessed."""
-        # Bypass a store above a stream, which would read the whole stream first.
-        if self._stream:
-            _, stored = next(self._stream({0}))
-        else:
-            (stored,) = self._stored.samples(np.array([0]))
-        return self._make([stored], np.array([0]))[0]
-
-    @property
-    def layout(self) -> Layout:
-        if self.decoded:
-            return self.decoded.layout
-        if not self._make.variable_shapes:
-            return Layout.of(self.first)
-        # If the graph does not know a rank, use the rank of the first sample.
-        shapes = [
-            [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
-            for array, spec in zip(self.first, tf.nest.flatten(self._make.structure), strict=True)
-        ]
-        return Layout.of(
-            self.first, [[i for i, size in enumerate(shape) if size is None] for shape in shapes]
-        )
-
-    def needed_bytes(self) -> int:
-        """Returns how many bytes all samples need if they are as large as the first one."""
-        packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
-        return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
+def _layout(make: Preprocessing, first: Arrays) -> Layout:
+    if not make.variable_shapes:
+        return Layout.of(first)
+    # If the graph does not know a rank, use the rank of the first sample.
+    shapes = [
+        [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
+        for array, spec in zip(first, tf.nest.flatten(make.structure), strict=True)
+    ]
+    return Layout.of(first, [[i for i, size in enumerate(one) if size is None] for one in shapes])
 
 
 def _stored_layout(source: Source) -> Layout:
