@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import os
 import sys
 import time
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, 1 (corrupted samples), 2 (error) or 130 (Ctrl-C)."""
     options = _parser().parse_args(argv)
     try:
-        return options.run(options)
+        return options.run(options.folders)
     except KeyboardInterrupt:
         return INTERRUPTED
     except (CacheError, OSError) as error:
@@ -58,10 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m datacache", description=DESCRIPTION)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    verify, rm = functools.partial(_each, _verify), functools.partial(_each, _rm)
     for name, run, nargs, text in (
         ("ls", _ls, "*", "list stores, their sizes and ready samples, and whether they are in use"),
-        ("verify", _verify, "+", "compare all ready samples with their checksums"),
-        ("rm", _rm, "+", "remove stores that no process has open, and remains of stores"),
+        ("verify", verify, "+", "compare all ready samples with their checksums"),
+        ("rm", rm, "+", "remove stores that no process has open, and remains of stores"),
     ):
         command = commands.add_parser(name, help=text)
         help_text = "a store, or a folder of stores"
@@ -70,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ls(options: argparse.Namespace) -> int:
-    rows, reasons, roots = [], [], options.folders or [Path(default_memory())]
-    for folder in _found(roots) if options.folders or roots[0].exists() else ():
+def _ls(folders: list[Path]) -> int:
+    rows, reasons, roots = [], [], folders or [Path(default_memory())]
+    for folder in itertools.chain.from_iterable(map(_stores, roots)):
         try:
             rows.append(_row(folder))
         except (CacheError, OSError) as error:
@@ -98,11 +101,7 @@ def _row(folder: Path) -> tuple[str, ...]:
     return str(folder), spec.source, *map(str, counts), size, time_text, state
 
 
-def _verify(options: argparse.Namespace) -> int:
-    return _each(_found(options.folders) or options.folders, _verify_one)
-
-
-def _verify_one(folder: Path) -> int:
+def _verify(folder: Path) -> int:
     with Pool(folder) as pool:
         samples = np.arange(pool.spec.shard.samples)
         samples = samples[pool.ready(samples)]
@@ -117,28 +116,16 @@ def _verify_one(folder: Path) -> int:
     return CORRUPT if corrupt else DONE
 
 
-def _rm(options: argparse.Namespace) -> int:
-    return _each(_found(options.folders) or options.folders, _rm_one)
-
-
-def _rm_one(folder: Path) -> int:
+def _rm(folder: Path) -> int:
     remove(folder)
     print(f"{folder}: removed")
     return DONE
 
 
-def _found(roots: Sequence[Path]) -> list[Path]:
-    """Returns the folders that are stores or the remains of one, and the stores in the others."""
-    found: list[Path] = []
-    for root in roots:
-        if not root.is_dir():
-            raise CacheError(
-                f"A store must be a folder. Received: {root}, which is none. Check the path."
-            )
-        found += filter(
-            _looks_like_a_store, [root] if _looks_like_a_store(root) else root.iterdir()
-        )
-    return sorted(found)
+def _stores(root: Path) -> list[Path]:
+    """Returns the folder if it is a store or the remains of one, else the stores in it."""
+    is_store = _looks_like_a_store(root) or not root.is_dir()
+    return list(filter(_looks_like_a_store, [root] if is_store else sorted(root.iterdir())))
 
 
 def _looks_like_a_store(path: Path) -> bool:
@@ -149,10 +136,10 @@ def _looks_like_a_store(path: Path) -> bool:
     return STORE in names or (bool(names) and names <= FILES)
 
 
-def _each(folders: Sequence[Path], run: Callable[[Path], int]) -> int:
-    """Runs a command for each folder, even after failures; returns the largest exit status."""
-    statuses = [DONE]
-    for folder in folders:
+def _each(run: Callable[[Path], int], folders: list[Path]) -> int:
+    """Runs a command for each store, even after failures; returns the largest exit status."""
+    statuses = []
+    for folder in [store for root in folders for store in _stores(root) or [root]]:
         try:
             statuses.append(run(folder))
         except (CacheError, OSError) as error:

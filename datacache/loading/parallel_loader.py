@@ -52,8 +52,7 @@ class ParallelLoader:
     Raises:
       ValueError: If `buffers` is less than 2.
 
-    Cost: two copies of each batch (one with `views`), and about 0.2 ms for messages per batch. At
-    its start, the process imports the module of `load` and the main script.
+    Cost: two copies of each batch (one with `views`), and about 0.2 ms for messages per batch.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
     where the paper's loader copies them to the GPU through a second buffer (steps 19 and 25); a

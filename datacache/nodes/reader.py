@@ -199,9 +199,7 @@ def choose_shard(
         lambda first, other: (f"fingerprint {first}", other),
         ValueError,
     )
-    replicated = partition == "replicate" or (
-        partition == "auto" and all(theirs for _, theirs in answers)
-    )
+    replicated = partition != "split" and all(theirs for _, theirs in answers)
     return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.sources.record_files import RecordSource
+from datacache.sources.record_files import RecordSource, TfRecords
 from datacache.sources.source import SourceError, refuse_changed
-from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RecordSource):
