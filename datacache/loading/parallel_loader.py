@@ -269,15 +269,11 @@ class CropAndMirror:
         )
 
     def _check(self, images: np.ndarray, mean: np.ndarray) -> None:
-        if images.ndim != 4 or min(images.shape[1:3]) < self.size:
+        is_large_enough = images.ndim == 4 and min(images.shape[1:3]) >= self.size
+        if not is_large_enough or mean.shape not in (images.shape[1:], images.shape[3:]):
             raise ValueError(
-                "Images must be of shape [n, h, w, c], with h and w at least `size`. Received: "
-                f"images of shape {list(images.shape)}, size={self.size}. Pass a smaller `size`, "
-                "or larger images."
-            )
-        if mean.shape not in (images.shape[1:], images.shape[3:]):
-            raise ValueError(
-                "`mean` must have the shape of an image, [h, w, c], or of its channels, [c]. "
-                f"Received: mean of shape {list(mean.shape)}, images of shape "
-                f"{list(images.shape)}. Pass the mean of images of this size, or of their channels."
+                "Images must be of shape [n, h, w, c], with h and w at least `size`, and `mean` "
+                f"must have the shape of an image or of its channels. Received: size={self.size}, "
+                f"mean of shape {list(mean.shape)}, images of shape {list(images.shape)}. Pass "
+                "larger images, a smaller `size`, or the mean of such images."
             )

@@ -112,11 +112,6 @@ class StoreFile(Owner):
         self.file.close()
 
 
-def is_pool(folder: Path) -> bool:
-    """Returns whether a folder contains a finished store."""
-    return (folder / STORE).exists()
-
-
 def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
     """Opens the file of a store; raises `CacheError` if it does not exist."""
     try:

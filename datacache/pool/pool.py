@@ -165,7 +165,7 @@ class Pool(Owner):
             checksums = self._index_checksums[indices]
         targets = self.gather(samples, into, checksums)
         if checksums is not None:
-            corrupt = samples[self._settle(indices, words, (words & CHECKSUM) == checksums)]
+            corrupt = samples[self.settle(indices, words, (words & CHECKSUM) == checksums)]
         whole = not corrupt.size and bool(self._unchanged(indices, words).all())
         return targets if whole else None, corrupt
 
@@ -198,9 +198,9 @@ class Pool(Owner):
         # Read words before bytes, as in `gather_verified`.
         words = self._words[indices]
         checksums, inside = self._checksums(indices)
-        return samples[self._settle(indices, words, inside & ((words & CHECKSUM) == checksums))]
+        return samples[self.settle(indices, words, inside & ((words & CHECKSUM) == checksums))]
 
-    def _settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
+    def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
         """Marks corrupted samples as not ready; returns which are corrupted, `[n]` bool.
 
         A sample that another process has cleared or rewritten since is skipped: the bytes may be a

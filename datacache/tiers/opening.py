@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.errors import NoRoomError
-from datacache.pool.folder import is_pool
+from datacache.pool.folder import STORE
 from datacache.pool.pool import Pool
 from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
@@ -72,8 +72,9 @@ def open_tiers(
 
         def fits(node: int, nodes: int) -> bool:
             # Use an existing store whatever its size, without reading a sample.
-            if is_pool(whole) or is_pool(whole.with_name(shard_name(node, nodes))):
-                return is_pool(whole)
+            part = whole.with_name(shard_name(node, nodes))
+            if (whole / STORE).exists() or (part / STORE).exists():
+                return (whole / STORE).exists()
             layout = new_layout()
             in_heap = len(layout.pack(first())) if layout.varies else 0
             needed_bytes = len(source) * (in_heap + layout.bytes + WORD_BYTES)

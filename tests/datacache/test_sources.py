@@ -193,13 +193,13 @@ def test_folders_that_mislead(tmp_path):
         datacache.from_folder(root)
     (root / "a" / "there").unlink()
     (root / "itself").symlink_to(root / "itself")
-    with pytest.raises(SourceError, match=r"must exist. Received: .*symbolic links.*itself'"):
+    with pytest.raises(SourceError, match=r"must be readable. Received: .*symbolic links.*itself'"):
         datacache.from_folder(root)
     (root / "itself").unlink()
     (root / "a" / "gone.png").symlink_to(root / "nothing")
     with pytest.raises(
         SourceError,
-        match=r"A file must exist. Received: .*gone.png'. Remove it if it is a broken link",
+        match=r"must be readable. Received: .*gone.png'.* remove it if it is a broken link",
     ):
         datacache.from_folder(root)
 
