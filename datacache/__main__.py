@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(folders: list[Path]) -> int:
-    rows, reasons, roots = [], [], folders or [Path(default_memory())]
+    rows: list[tuple[str, ...]] = []
+    reasons: list[str] = []
+    roots = folders or [Path(default_memory())]
     for folder in itertools.chain.from_iterable(map(_stores, roots)):
         try:
             rows.append(_row(folder))

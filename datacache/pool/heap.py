@@ -52,7 +52,7 @@ class Heap:
             begin = _end(places(), len(self._bytes))
         end = begin + len(content)
         self._state[0] = begin
-        if end > len(self._bytes) or not self._is_reserved(begin, end):
+        if end > len(self._bytes) or not self._reserve(begin, end):
             return None
         self._bytes[begin:end] = np.frombuffer(content, np.uint8)
         self._state[0] = end
@@ -68,7 +68,7 @@ class Heap:
             return None
         return self._bytes.data[offset : offset + length]
 
-    def _is_reserved(self, begin: int, end: int) -> bool:
+    def _reserve(self, begin: int, end: int) -> bool:
         """Reserves a chunk, or only up to `end` if it does not fit; returns whether that fits."""
         if self._reserved.start <= begin and end <= self._reserved.stop:
             return True
