@@ -137,7 +137,7 @@ def _checked(handle: Descriptor, path: Path, kind: int, mode: int, new: bool) ->
             raise CacheError(
                 f"A store must be accessible to user {os.geteuid()} only. Received: {path} with "
                 f"mode {found:o}, expected mode {mode:o}. If no other user has written there, "
-                f"correct it: chmod -R go-rwxs {folder}; otherwise remove it: rm -r {folder}"
+                f"correct it: chmod -R go-rwxs {folder}; otherwise pass another folder."
             )
         on_error.pop_all()
     return handle

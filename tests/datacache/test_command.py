@@ -178,10 +178,10 @@ def test_rm_leaves_what_is_in_use(pools, capsys):
 
 def test_rm_removes_nothing_of_others(pools, capsys):
     (pools / "a" / "thesis.tex").write_text("x")
-    (pools / "mine").mkdir()
+    (pools / "mine").mkdir(mode=0o700)
     (pools / "mine" / "datacache.store").write_text("x")
     (pools / "mine" / "notes").write_text("x")
-    (pools / "empty").mkdir()
+    (pools / "empty").mkdir(mode=0o700)
     before = _state(pools)
     for folder, text in (
         (

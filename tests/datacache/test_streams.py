@@ -222,6 +222,6 @@ def test_a_damaged_record_of_a_stream_is_an_error(tmp_path, opened):
     )
     cache = opened(datacache.from_dataset(data, key="damaged"), None)
     with pytest.raises(
-        Exception, match=r"corrupted record at 168.*, after 7 elements.*from_tfrecords names"
+        Exception, match=r"corrupted record at 180.*, after 7 elements.*from_tfrecords names"
     ):
         list(cache.dataset(5))
