@@ -22,13 +22,11 @@ from datacache.epochs import EpochIterator
 from datacache.nodes.reader import Reader
 from datacache.order import Position
 from datacache.pool.spec import Layout
-from datacache.system.background import IN_FLIGHT, BackgroundSteps, populate_page_tables
 
+IN_FLIGHT = 4
+"""Number of windows or batches filled concurrently: some are read while another is decoded."""
 LARGE_PAGE = 2**21
 """Size of a large page of x86-64 in bytes."""
-BUFFERS = IN_FLIGHT + 3
-"""Number of batches of one iteration that exist at the same time: `IN_FLIGHT` that are being read,
-one that is prefetched, and two that training holds."""
 
 
 class Buffers:
@@ -54,16 +52,6 @@ class Buffers:
             self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
             return self._columns(-1, samples)
 
-    def prepare(self, count: int, samples: int) -> BackgroundSteps:
-        """Allocates `count` buffers; a thread makes the kernel provide their pages before use."""
-        with self._lock:
-            self._bytes = max(self._bytes, self._layout.offsets(samples)[-1])
-            new = [large_pages(self._bytes) for _ in range(count)]
-            self._memory = [np.frombuffer(pages, np.uint8) for pages in new]
-        # Create separate arrays, because `take` counts the references to the arrays of `_memory`.
-        parts = [np.frombuffer(pages, np.uint8) for pages in new]
-        return BackgroundSteps(populate_page_tables(parts, new=True))
-
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]
         # Skip the memory before the first boundary of a large page.
@@ -83,12 +71,10 @@ def large_pages(size: int) -> mmap.mmap:
 
 
 def batches(
-    epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader, warm: bool = False
+    epochs: EpochIterator, layout: Layout, structure: Any, reader: Reader
 ) -> tf.data.Dataset:
     """Returns a dataset of this rank's shares of global batches; each iteration is an epoch."""
     buffers = None if layout.varies else Buffers(layout)
-    if buffers and warm:
-        buffers.prepare(min(BUFFERS, len(epochs)), epochs.share)
     types = [tf.as_dtype(component.dtype) for component in layout.components]
     iterations = Iterations(epochs, reader)
 
@@ -117,8 +103,7 @@ def batches(
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow requires the asserted length of every iteration, so assert it only if the first
-    # iteration is not shorter.
+    # TensorFlow requires the asserted length of every iteration, also of a shorter first one.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
@@ -144,8 +129,7 @@ class Iterations:
             number = next(self._numbers)
             begin, shares = self._epochs.begin()
             self._begun[number] = begin
-            # Keep the previous iteration, which may have batches in flight. Older iterators are
-            # usually abandoned.
+            # Keep the previous iteration, which may have batches in flight.
             self._latest = {n: latest for n, latest in self._latest.items() if n == number - 1}
             self._latest[number] = shares, self._reader.look_ahead(shares)
         return np.int64(number), np.int64(len(shares))
@@ -154,8 +138,7 @@ class Iterations:
         """Returns the indices of the samples of a step."""
         with self._lock:
             if number not in self._latest:
-                # Three or more iterators are open on one dataset, and this is not one of the last
-                # two.
+                # Three or more iterators are open on one dataset.
                 self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
             shares, look_ahead = self._latest[number]
         look_ahead(step)
@@ -210,8 +193,7 @@ class CachePyDataset(keras.utils.PyDataset):
 
     @override
     def on_epoch_end(self) -> None:
-        # Keras also signals the end of an epoch after it has read only some batches, before it
-        # trains.
+        # Keras also signals the end of an epoch after it has built a model from some batches.
         if self._begun is not None and len(self._asked) == self._begun[1]:
             self._iterations.end(int(self._begun[0]))
 

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, cast, get_args
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from datacache.batches import CachePyDataset, RandomAccess, batches, keep_order
+from datacache.batches import IN_FLIGHT, CachePyDataset, RandomAccess, batches, keep_order
 from datacache.epochs import EpochIterator, Positions, length, steps_ahead
 from datacache.errors import Closed
 from datacache.from_tfposeidon import ProgressBar, process_rank
@@ -26,11 +27,10 @@ from datacache.order import Order
 from datacache.pool.folder import own_memory
 from datacache.sources.source import Source, check_source, digest
 from datacache.statistics import Counts, Statistics
-from datacache.system.background import done_in_windows
 from datacache.system.room import budget_bytes
 from datacache.tiers.opening import open_tiers
 from datacache.tiers.preprocessing import Preprocessing
-from datacache.tiers.tier import Verify
+from datacache.tiers.tier import Verify, windows
 
 log = logging.getLogger("datacache")
 
@@ -60,8 +60,7 @@ class Cache:
         nodes send samples to each other. "auto" replicates if all samples fit in the budget of
         every node. Ranks must open the same caches in the same order.
       verify: Policy for checksums: "first" verifies samples of other processes before their first
-        use, once after each start of the machine; "always" verifies before each use; "never"
-        disables verification.
+        use in this process; "always" verifies before each use; "never" disables verification.
       version: Version of the samples, any value for JSON; each version has its own cache. Change it
         when the samples change in a way that the graph of `preprocess` does not show.
       variable_shapes: True if dimensions that the graph does not know may differ between samples.
@@ -71,6 +70,8 @@ class Cache:
       fingerprint: SHA-256 of everything that determines the samples, in hexadecimal.
 
     Raises:
+      RuntimeError: In methods with an argument `data`, if the cache has no dataset, or has several
+        and `data` does not identify one of them.
       ValueError: If an argument is out of range, or ranks open different caches.
       CacheError: If a folder has other content, or a store has a newer format or another owner.
       SourceError: If the source is incomplete or empty, or its first sample cannot be read.
@@ -116,10 +117,9 @@ class Cache:
             ("partition", partition, get_args(Partitioning)),
         ):
             if value not in kinds:
-                listed = " or ".join(
-                    [", ".join(f'"{kind}"' for kind in kinds[:-1]), f'"{kinds[-1]}"']
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(kinds)}. Received: {name}={value!r}"
                 )
-                raise ValueError(f"`{name}` must be {listed}. Received: {name}={value!r}")
         # Refuse an invalid budget before reading the source.
         budget_bytes(budget, 1)
         check_source(source)
@@ -129,9 +129,7 @@ class Cache:
         # Include TensorFlow's version, because releases may decode images to different pixels.
         traced = [repr(self._make.structure), self._make.fingerprint, tf.__version__]
         self.fingerprint = digest([source.identity, *traced, [version, variable_shapes]])
-        self._counts = Counts()
-        self._positions = Positions()
-        self._closed = False
+        self._counts, self._positions, self._closed = Counts(), Positions(), False
         self._keeps_any = memory is not None or decoded is not None
         self._tiers = open_tiers(
             source,
@@ -180,8 +178,7 @@ class Cache:
             another number of samples, `seed` or `shuffle`.
         """
         epochs = self._new_epochs(global_batch, seed, shuffle, state)
-        warm = self._tiers.is_complete
-        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader, warm)
+        data = batches(epochs, self._tiers.layout, self._make.structure, self._reader)
         return self._positions.add(data, epochs)
 
     def pydataset(
@@ -257,9 +254,6 @@ class Cache:
           steps: Number of steps.
           data: Dataset of this cache, or one derived from it by `map`; required if the cache has
             several datasets.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).count(steps)
 
@@ -289,8 +283,8 @@ class Cache:
             compute them from `epoch`, as if earlier epochs had run on the same number of ranks.
 
         Raises:
-          RuntimeError: If the next iteration starts within an epoch, the cache has no dataset, the
-            dataset is ambiguous, or the position cannot be computed from `epoch`.
+          RuntimeError: If the next iteration starts within an epoch, or the position cannot be
+            computed from `epoch`.
         """
         self._positions.of(data).begin_epoch(
             epoch,
@@ -307,9 +301,6 @@ class Cache:
 
         Args:
           data: Dataset in training; see `count`.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         return self._positions.of(data).epoch_steps
 
@@ -318,9 +309,6 @@ class Cache:
 
         Args:
           data: Dataset in training; see `count`.
-
-        Raises:
-          RuntimeError: If the cache has no dataset, or the dataset is ambiguous.
         """
         self._positions.of(data).leave()
 
@@ -342,12 +330,13 @@ class Cache:
         if self._tiers.pool is not None:
             samples = samples[self._tiers.has_room(samples)]
         bar = ProgressBar(len(samples), "samples") if progress else None
-        # Each window checks again for missing samples, because other ranks fill the same store.
-        for count in done_in_windows(
-            lambda window: self._reader.fill(self._tiers.missing(window)), samples
-        ):
-            if bar:
-                bar.add(count)
+        parts = windows(samples)
+        with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="datacache") as threads:
+            # Check again for missing samples, because other ranks fill the same store.
+            filled = threads.map(lambda part: self._reader.fill(self._tiers.missing(part)), parts)
+            for part, _ in zip(parts, filled, strict=True):
+                if bar:
+                    bar.add(len(part))
         if bar:
             bar.close()
         return self.stats()
@@ -368,8 +357,7 @@ class Cache:
           The state, with values for JSON.
 
         Raises:
-          RuntimeError: If the cache has no dataset, the dataset is ambiguous, or its steps were not
-            counted.
+          RuntimeError: If its steps were not counted.
         """
         return self._positions.of(data).state_dict()
 

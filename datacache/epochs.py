@@ -54,8 +54,7 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._first = self._next
         self.all_whole = not self._first.samples
-        # Compute the number of steps here, so that an invalid batch size raises an error before the
-        # first batch.
+        # Compute the number here, so that an invalid batch size is an error before the first batch.
         self.epoch_steps = order.steps(Position(), ranks)
         # `_begin` is the start of the iteration in training, `_trained` its number of trained
         # steps, and `_length` its total number of steps: infinity for data that repeat, `None`
@@ -80,18 +79,12 @@ class EpochIterator:
             return self._next
         return self._position() if self._trained == self._length else self._begin
 
-    @property
-    def share(self) -> int:
-        """Largest number of this rank's samples in a batch; a merged batch may have one more."""
-        return -(-min(self.order.global_batch, self.order.samples) // self._ranks)
-
     def begin(self) -> tuple[Position, list[np.ndarray]]:
         """Starts the next iteration; returns its position and this rank's samples in each step."""
         self._refuse_others()
         self._passes += 1
         begin = self.start
-        # The first epoch needs no report: all ranks agree on it, even if some have only read a
-        # batch to build a model.
+        # All ranks agree on the first epoch, even if some have read a batch to build a model.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._reported:
             raise RuntimeError(
@@ -147,8 +140,7 @@ class EpochIterator:
         # Keras rounds an epoch up to whole executions, unless the data end earlier.
         executions = -(-steps // steps_per_execution) if steps else math.inf
         steps = int(min(executions * steps_per_execution, length))
-        # One iteration over the data spans this number of epochs of `fit`. Then Keras creates a new
-        # iterator.
+        # Keras creates a new iterator over the data after this number of epochs of `fit`.
         epochs = length if length == math.inf else -(-length // steps)
         passes, within = divmod(epoch, epochs)
         if is_first and within and length < math.inf and length % steps:
@@ -241,8 +233,7 @@ class Positions:
 
     def __init__(self) -> None:
         self._made: list[EpochIterator] = []
-        # Refer weakly to datasets, so that the memory of their batches is freed when the script
-        # drops them.
+        # Refer weakly to datasets, whose batches are then freed when the script drops them.
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:

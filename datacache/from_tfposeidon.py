@@ -34,8 +34,7 @@ def __getattr__(name: str) -> Any:
 
 def job_wire() -> Wire | None:
     """Returns the collectives of this job's ranks, or `None` if the job is a single process."""
-    # A single process needs no Horovod. Otherwise the first call starts Horovod with default
-    # arguments, unless the script has called `tfposeidon.init`.
+    # In a job of several, the first call starts Horovod, unless the script has called `init`.
     if process_rank().size == 1:
         return None
     from tfposeidon.communication import runtime

@@ -31,10 +31,6 @@ class Position:
     Attributes:
       epoch: Index of the epoch.
       samples: Number of samples of this epoch that all ranks together have received.
-
-    Example:
-      >>> Position(epoch=2, samples=512)
-      Position(epoch=2, samples=512)
     """
 
     epoch: int = 0
@@ -57,7 +53,8 @@ class Order:
       shuffle: True to permute; otherwise samples are in the order of their indices.
 
     Raises:
-      ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative.
+      ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative; and in
+        methods with an argument `ranks`, if a batch has fewer samples than there are ranks.
 
     Example:
       >>> order = Order(samples=7, global_batch=4, shuffle=False)
@@ -100,9 +97,6 @@ class Order:
           Indices of the rank's samples in each step, int64, and the position after the step. If
           fewer samples are left than there are ranks, they form one step, in which some ranks have
           none.
-
-        Raises:
-          ValueError: If a batch has fewer samples than there are ranks.
         """
         order = self.permutation(position.epoch)
         for begin, end in self._batches(position.samples, ranks):
@@ -125,9 +119,6 @@ class Order:
         Yields:
           The same as `shares`, but every rank has samples at every step: if a job on fewer ranks
           has left fewer samples in an epoch than there are ranks, the next step includes them.
-
-        Raises:
-          ValueError: If a batch has fewer samples than there are ranks.
         """
         short = np.empty(0, np.int64)
         while True:
@@ -144,9 +135,6 @@ class Order:
           position: Position before these steps.
           steps: Number of steps.
           ranks: Number of ranks.
-
-        Raises:
-          ValueError: If a batch has fewer samples than there are ranks.
         """
         while steps > 0:
             if self._is_short(position, ranks):
@@ -164,9 +152,6 @@ class Order:
         Args:
           position: Position to start at.
           ranks: Number of ranks.
-
-        Raises:
-          ValueError: If a batch has fewer samples than there are ranks.
         """
         return len(self._batches(0 if self._is_short(position, ranks) else position.samples, ranks))
 

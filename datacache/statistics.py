@@ -24,10 +24,6 @@ class Statistics:
       healed: Number of corrupted samples that were regenerated.
       retries: Number of failed reads of the source that were retried.
       wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
-
-    Example:
-      >>> Statistics(memory_hits=3).to_dict()["memory_hits"]
-      3
     """
 
     memory_hits: int = 0

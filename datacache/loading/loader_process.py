@@ -17,15 +17,14 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
-from datacache.pool.spec import ALIGNMENT
+from datacache.pool.spec import ALIGNMENT, aligned
 from datacache.system.descriptors import Descriptor
 
 GRACE_S = 1.0
@@ -83,9 +82,7 @@ def _attach(descriptor: Any) -> SharedPages:
 
 def shared_arrays(pages: SharedPages, specs: ArraySpecs) -> list[np.ndarray]:
     """Returns the arrays of a batch as consecutive views of shared memory."""
-    sizes = [
-        -(-dtype.itemsize * math.prod(shape) // ALIGNMENT) * ALIGNMENT for dtype, shape in specs
-    ]
+    sizes = [aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in specs]
     offsets = list(itertools.accumulate(sizes, initial=0))
     # mmap rejects empty mappings.
     buffer = pages.mapping(max(offsets[-1], ALIGNMENT))
@@ -99,6 +96,13 @@ class LoaderProcess:
     """Controls a loader process from the training process, and owns the memory of its buffers."""
 
     def __init__(self, load: Load, buffers: int) -> None:
+        try:
+            content = pickle.dumps(load)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
+                "an object of a class at the top level of a module."
+            ) from error
         self.buffers = [
             SharedPages(os.memfd_create("datacache-parallel-loader")) for _ in range(buffers)
         ]
@@ -108,22 +112,13 @@ class LoaderProcess:
         # A daemon is terminated if the training process exits without `stop`.
         self._process = context.Process(
             target=_serve,
-            args=(end, _Unpickled(load), self.buffers),
+            args=(end, content, self.buffers),
             name="datacache parallel loader",
             daemon=True,
         )
-        try:
+        # Only the loader may hold this end open: the connection closes when the loader ends.
+        with end:
             self._process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            self._connection.close()
-            raise TypeError(
-                f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
-                "an object of a class at the top level of a module."
-            ) from error
-        finally:
-            # Only the loader may hold this end open, so that the connection closes when the loader
-            # ends.
-            end.close()
 
     @property
     def alive(self) -> bool:
@@ -131,8 +126,7 @@ class LoaderProcess:
 
     def request(self, turn: int, buffer: int, mode: str, item: Any) -> None:
         try:
-            # Pickle here and not in the connection, so that the loader can attribute an unpickling
-            # error to its batch.
+            # Pickle here, so that the loader can attribute an unpickling error to its batch.
             content = pickle.dumps((mode, item))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
@@ -168,76 +162,36 @@ class LoaderProcess:
         return code or 0
 
 
-class _Unpickled:
-    """Pickled `load`, which the loader unpickles itself, so that it can report an error."""
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-
-    def __getstate__(self) -> bytes:
-        return bytes(reduction.ForkingPickler.dumps(self._load))
-
-    def __setstate__(self, content: bytes) -> None:
-        self._content = content
-
-    def get(self) -> Load:
-        return pickle.loads(self._content)
-
-
-class Requests(threading.Thread):
-    """Receives the requests of the training process on a thread of the loader process."""
-
-    # With a thread, the loader can end with the training process while `load` is busy, and the
+def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
+    """Receives requests until `None`; ends the process when its training process has ended."""
+    # With this thread, the loader can end with the training process while `load` is busy, and the
     # training process never blocks on sending. A death signal from the kernel is not a substitute:
     # it is sent as soon as the thread that started the loader ends.
-
-    def __init__(self, end: connection.Connection) -> None:
-        super().__init__(daemon=True)
-        self._end = end
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._trainer = os.getppid()
-        self._turn = 0
-
-    @override
-    def run(self) -> None:
-        try:
-            while (request := self._receive()) is not None:
-                self._turn = request[0]
-                self._queue.put(request)
-        except (EOFError, OSError):
-            os._exit(1)
-        self._turn = -1
-        self._queue.put(None)
-
-    def _receive(self) -> tuple[int, int, bytes] | None:
-        # Check the parent process too. The connection may stay open after the training process has
-        # ended, because its forks hold the other end open as well.
-        while not self._end.poll(WATCH_S):
-            if os.getppid() != self._trainer:
-                raise EOFError
-        return self._end.recv()
-
-    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        for request in iter(self._queue.get, None):
-            # Skip batches of a pass that has ended.
-            if request[0] == self._turn:
-                yield request
+    request: Any = ()
+    try:
+        while request is not None:
+            # Check the parent process too. The connection may stay open after the training process
+            # has ended, because its forks hold the other end open as well.
+            while not end.poll(WATCH_S):
+                if os.getppid() != trainer:
+                    raise EOFError
+            requests.put(request := end.recv())
+    except (EOFError, OSError):
+        os._exit(1)
 
 
-def _serve(
-    end: connection.Connection, unpickled: _Unpickled, buffers: Sequence[SharedPages]
-) -> None:
+def _serve(end: connection.Connection, pickled_load: bytes, buffers: Sequence[SharedPages]) -> None:
     # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests = Requests(end)
-    requests.start()
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(end, requests, os.getppid()), daemon=True).start()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         try:
-            load = unpickled.get()
+            load = pickle.loads(pickled_load)
         except Exception as error:  # noqa: BLE001 - the training process raises it
             end.send(Reply(turn=FAILED, error=f"{type(error).__name__}: {error}"))
             return
-        for turn, buffer, content in requests:
+        for turn, buffer, content in iter(requests.get, None):
             end.send(_answer(turn, load, buffers[buffer], content))
 
 

@@ -52,8 +52,7 @@ class ParallelLoader:
     Raises:
       ValueError: If `buffers` is less than 2.
 
-    Cost: two copies of each batch (one with `views`), and about 0.2 ms for messages per batch. At
-    its start, the process imports the module of `load` and the main script.
+    Cost: two copies of each batch (one with `views`), and about 0.2 ms for messages per batch.
 
     Source: Ma, Mao and Taylor 2016, section 3.3, Algorithm 1. Differs: batches stay in host memory,
     where the paper's loader copies them to the GPU through a second buffer (steps 19 and 25); a
@@ -132,9 +131,7 @@ class ParallelLoader:
         self.start()
         self._turn += 1
         turn = self._turn
-        failures: list[Exception] = []
-        taken = _until_it_fails(items, failures)
-        requests = zip(itertools.cycle(range(self._buffers)), taken, strict=False)
+        requests = zip(itertools.cycle(range(self._buffers)), items, strict=False)
         requested: deque[tuple[int, Any]] = deque()
         wanted = self._buffers
         while True:
@@ -144,11 +141,8 @@ class ParallelLoader:
             if not requested:
                 break
             yield self._batch(turn, mode, *requested.popleft())
-            # Request one more batch, because the buffer of the last one is free now. This is the
-            # paper's handshake (steps 20 to 27).
+            # The buffer of the last batch is free now: the paper's handshake (steps 20 to 27).
             wanted = 1
-        if failures:
-            raise failures[0]
 
     def _current_child(self, turn: int) -> LoaderProcess:
         if self._child is None or turn != self._turn:
@@ -187,14 +181,6 @@ class ParallelLoader:
         )
         error.add_note(f"In the loader process:\n{reply.trace}")
         raise error
-
-
-def _until_it_fails(items: Iterable[Any], failures: list[Exception]) -> Iterator[Any]:
-    """Yields items; records an error, which `batches` raises after all previous batches."""
-    try:
-        yield from items
-    except Exception as error:  # noqa: BLE001 - `batches` raises it
-        failures.append(error)
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,15 +269,11 @@ class CropAndMirror:
         )
 
     def _check(self, images: np.ndarray, mean: np.ndarray) -> None:
-        if images.ndim != 4 or min(images.shape[1:3]) < self.size:
+        is_large_enough = images.ndim == 4 and min(images.shape[1:3]) >= self.size
+        if not is_large_enough or mean.shape not in (images.shape[1:], images.shape[3:]):
             raise ValueError(
-                "Images must be of shape [n, h, w, c], with h and w at least `size`. Received: "
-                f"images of shape {list(images.shape)}, size={self.size}. Pass a smaller `size`, "
-                "or larger images."
-            )
-        if mean.shape not in (images.shape[1:], images.shape[3:]):
-            raise ValueError(
-                "`mean` must have the shape of an image, [h, w, c], or of its channels, [c]. "
-                f"Received: mean of shape {list(mean.shape)}, images of shape "
-                f"{list(images.shape)}. Pass the mean of images of this size, or of their channels."
+                "Images must be of shape [n, h, w, c], with h and w at least `size`, and `mean` "
+                f"must have the shape of an image or of its channels. Received: size={self.size}, "
+                f"mean of shape {list(mean.shape)}, images of shape {list(images.shape)}. Pass "
+                "larger images, a smaller `size`, or the mean of such images."
             )

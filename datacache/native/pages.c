@@ -3,12 +3,11 @@
 #include <stdint.h>
 #include <sys/mman.h>
 
-// These constants of linux/mman.h are missing in the headers of older systems.
-enum { POPULATE_READ = 22, POPULATE_WRITE = 23 };
+// This constant of linux/mman.h is missing in the headers of older systems.
+enum { POPULATE_READ = 22 };
 
-// Creates page tables for reading, or for writing if `write` is not 0. `begin` and `bytes` are
-// multiples of the page size. Returns 0 if the kernel does not support this (before Linux 5.14).
-__attribute__((visibility("default"))) int64_t map_pages(void* begin, int64_t bytes,
-                                                         int64_t write) {
-  return !madvise(begin, (size_t)bytes, write ? POPULATE_WRITE : POPULATE_READ);
+// Creates page tables for reading. `begin` and `bytes` are multiples of the page size. Returns 0 if
+// the kernel does not support this (before Linux 5.14).
+__attribute__((visibility("default"))) int64_t map_pages(void* begin, int64_t bytes) {
+  return !madvise(begin, (size_t)bytes, POPULATE_READ);
 }

@@ -47,17 +47,8 @@ __attribute__((visibility("default"))) void gather_records(char* into, const cha
   finish();
 }
 
-#if defined(__x86_64__)
-// Computes the CRC-32 of zlib by carry-less multiplication. Several parts of 16 bytes are folded
-// independently, because a multiplication takes several cycles, and the next one would wait for it.
-// Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using
-// PCLMULQDQ Instruction". Folding by n bits multiplies by x^(n + 32) and x^(n - 32) modulo the
-// polynomial, with reflected bits.
-#define NARROW __attribute__((target("pclmul,sse4.1")))
-#define WIDE __attribute__((target("pclmul,sse4.1,avx2,vpclmulqdq")))
-
-// Updates a checksum with the bytes before and after whole parts. These are fewer than 32 bytes, so
-// a small table is sufficient.
+// Updates a checksum. A small table is sufficient: if the CPU multiplies without carries, these are
+// only the fewer than 32 bytes before and after whole parts.
 static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) {
   static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
                                          0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
@@ -70,6 +61,15 @@ static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) 
   }
   return checksum;
 }
+
+#if defined(__x86_64__)
+// Computes the CRC-32 of zlib by carry-less multiplication. Several parts of 16 bytes are folded
+// independently, because a multiplication takes several cycles, and the next one would wait for it.
+// Source: Gopal, Ozturk, Guilford et al. 2009, "Fast CRC Computation for Generic Polynomials Using
+// PCLMULQDQ Instruction". Folding by n bits multiplies by x^(n + 32) and x^(n - 32) modulo the
+// polynomial, with reflected bits.
+#define NARROW __attribute__((target("pclmul,sse4.1")))
+#define WIDE __attribute__((target("pclmul,sse4.1,avx2,vpclmulqdq")))
 
 // Shifts the remainder `folded` by the number of bits that the constants `by` represent, and adds
 // `next`.
@@ -183,18 +183,24 @@ __attribute__((visibility("default"))) int64_t parts_at_a_time(void) {
 }
 
 // Updates checksums[i] with the bytes of records[indices[i]], and copies the bytes to into[i]
-// unless `into` is null. `at_a_time` is 1 or 2, and at most the result of `parts_at_a_time`.
+// unless `into` is null. `at_a_time` is at most the result of `parts_at_a_time`.
 __attribute__((visibility("default"))) void check_records(char* into, const char* records,
                                                           int64_t bytes, const int64_t* indices,
                                                           int64_t count, uint32_t* checksums,
                                                           int64_t at_a_time) {
+  for (int64_t i = 0; i < count; ++i) {
+    char* const target = into ? into + i * bytes : NULL;
+    const char* const record = records + indices[i] * bytes;
 #if defined(__x86_64__)
-  for (int64_t i = 0; i < count; ++i)
-    checksums[i] = checked(checksums[i], into ? into + i * bytes : NULL,
-                           records + indices[i] * bytes, (size_t)bytes, at_a_time > 1);
-  finish();
-#else
-  (void)into, (void)records, (void)bytes, (void)indices, (void)count, (void)checksums,
-      (void)at_a_time;
+    if (at_a_time) {
+      checksums[i] = checked(checksums[i], target, record, (size_t)bytes, at_a_time > 1);
+      continue;
+    }
 #endif
+    (void)at_a_time;
+    // Read the copy if there is one, because another process may rewrite the record concurrently.
+    if (target) copy(target, record, (size_t)bytes);
+    checksums[i] = ~byte_by_byte(~checksums[i], target ? target : record, (size_t)bytes);
+  }
+  finish();
 }

@@ -27,8 +27,7 @@ REQUEST_SAMPLES = 64
 """Number of samples to request from each other rank at a time. With fewer, the latency of messages
 would dominate."""
 Partitioning = Literal["auto", "replicate", "split"]
-# Names of collectives contain the number of the cache. Numbers are equal on all ranks, because
-# ranks open the same caches in the same order.
+# Numbers in the names of collectives, equal on all ranks, which open caches in the same order.
 _cache_numbers = itertools.count()
 
 
@@ -121,8 +120,7 @@ class PartitionedReader(Reader):
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
         # Refuse forked children before any request: a child has no thread to receive the answers.
         self.tiers.refuse_in_child(indices)
-        # Request samples that are not yet in transit: `Cache.warm` does not look ahead, and samples
-        # may have been cleared after `look_ahead`.
+        # `Cache.warm` does not look ahead, and samples may have been cleared after `look_ahead`.
         self._ask(indices)
         with self._lock:
             asked = [sample for sample in indices.tolist() if sample in self._coming]
@@ -148,8 +146,7 @@ class PartitionedReader(Reader):
 
     def close_at_exit(self) -> None:
         """Closes the reader when Python exits, unless the script has failed."""
-        # A failed script must not wait for the other ranks: `sys.last_value` holds an uncaught
-        # exception.
+        # A script that failed with an exception must not wait for the other ranks.
         if not hasattr(sys, "last_value"):
             self.close()
 
@@ -161,8 +158,7 @@ class PartitionedReader(Reader):
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # Once the exchange has ended, it returns no futures, and this node produces the samples
-            # itself.
+            # Once the exchange has ended, it returns no futures, and this node makes the samples.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:
@@ -203,9 +199,7 @@ def choose_shard(
         lambda first, other: (f"fingerprint {first}", other),
         ValueError,
     )
-    replicated = partition == "replicate" or (
-        partition == "auto" and all(theirs for _, theirs in answers)
-    )
+    replicated = partition != "split" and all(theirs for _, theirs in answers)
     return (0, 1) if replicated or nodes == 1 else (node, nodes)
 
 

@@ -38,9 +38,8 @@ class SampleExchange:
     The collectives run on a separate thread, so ranks need not be at the same step. A rank without
     requests takes part until all ranks have closed or need no more samples.
 
-    Cost: one all-gather of three numbers per iteration. With requests, two more all-gathers (of one
-      number per rank, and of one number) and three all-to-alls (8 bytes per index, 8 bytes per
-      length, and the samples).
+    Cost: one all-gather of a number per rank and one more per iteration. With requests, another one
+      of one number, and three all-to-alls (8 bytes per index, 8 bytes per length, and the samples).
     """
 
     def __init__(
@@ -58,15 +57,14 @@ class SampleExchange:
         self._closing = self._has_ended = False
         self._error: BaseException | None = None
         # Cache per instance: a cache of the class would keep this exchange and its tiers alive.
-        self._collective = functools.cache(self._make_collective)
+        self._function = functools.cache(self._make_function)
         self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
         self._thread.start()
 
     def ask(self, samples: Sequence[int], owners: Sequence[int]) -> list[Future[Arrays]]:
         """Requests samples; returns a future for each, or `[]` if the exchange has ended."""
-        requests = [
-            _Request(sample, owner, Future()) for sample, owner in zip(samples, owners, strict=True)
-        ]
+        pairs = zip(samples, owners, strict=True)
+        requests = [_Request(sample, owner, Future()) for sample, owner in pairs]
         with self._wake:
             if self._error is not None:
                 raise self._error
@@ -87,14 +85,17 @@ class SampleExchange:
 
     def _run(self) -> None:
         requests: list[_Request] = []
+        size = self._wire.topology.size
         try:
             while True:
                 requests = self._next_requests()
-                state = self._gather([len(requests), self._closing, self._needs_nothing()], "state")
+                counts = np.bincount([request.owner for request in requests], minlength=size)
+                may_end = self._closing or self._needs_nothing()
+                state = self._gather([*counts, may_end], "state")
                 # The gathered numbers are equal on all ranks, so all call the same collectives.
-                if state[:, 0].any():
-                    self._run_round(requests)
-                elif (state[:, 1] | state[:, 2]).all():
+                if state[:, :size].any():
+                    self._run_round(requests, counts, state[:, self._wire.topology.rank])
+                elif state[:, size].all():
                     break
         except BaseException as error:  # noqa: BLE001 - the futures of all requests raise it
             self._error = error
@@ -116,10 +117,9 @@ class SampleExchange:
         # All-to-all sends consecutive requests to the ranks in order.
         return sorted(requests, key=lambda request: request.owner)
 
-    def _run_round(self, requests: list[_Request]) -> None:
-        size, rank = self._wire.topology.size, self._wire.topology.rank
-        asked_counts = np.bincount([request.owner for request in requests], minlength=size)
-        answered_counts = self._gather(asked_counts, "counts")[:, rank]
+    def _run_round(
+        self, requests: list[_Request], asked_counts: np.ndarray, answered_counts: np.ndarray
+    ) -> None:
         asked = np.array([request.sample for request in requests], np.int64)
         indices = self._swap(asked, asked_counts, "numbers")
         content, lengths = self._pack_answers(indices)
@@ -152,27 +152,23 @@ class SampleExchange:
     def _pack_answers(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns samples as bytes, and the length of each, negative for the text of an error."""
         try:
-            texts = [
-                self._layout.pack(one) for one in (self._answer(indices) if len(indices) else [])
-            ]
-            lengths = np.array([len(text) for text in texts], np.int64)
-            return np.frombuffer(b"".join(texts), np.uint8), lengths
+            texts = list(map(self._layout.pack, self._answer(indices) if len(indices) else []))
+            return np.frombuffer(b"".join(texts), np.uint8), np.array([*map(len, texts)], np.int64)
         except Exception as error:  # noqa: BLE001 - the requesting rank raises it
             # Send the error's text in place of each sample, because the collectives must continue.
             text = f"{error} (on rank {self._wire.topology.rank})".encode()
             return np.frombuffer(text * len(indices), np.uint8), np.full(len(indices), -len(text))
 
     def _gather(self, values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-        return self._collective("gather", name, "int64")(np.array([values], np.int64)).numpy()
+        return self._function(name, "int64", True)(np.array([values], np.int64)).numpy()
 
     def _swap(
         self, values: np.ndarray, splits: Sequence[int] | np.ndarray, name: str
     ) -> np.ndarray:
-        return self._collective("swap", name, values.dtype.name)(
-            values, np.array(splits, np.int32)
-        ).numpy()
+        function = self._function(name, values.dtype.name, False)
+        return function(values, np.array(splits, np.int32)).numpy()
 
-    def _make_collective(self, kind: str, name: str, dtype: str) -> Any:
+    def _make_function(self, name: str, dtype: str, gathers: bool) -> Any:
         # Build a graph, because eager collectives have no names. Names are necessary, because the
         # collectives of training run concurrently in a different order.
         world, name = self._wire.topology.world, f"{self._name}.{name}"
@@ -183,7 +179,7 @@ class SampleExchange:
         def swap(values: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
             return self._wire.all_to_all(values, tf.unstack(splits, world.size), world, name)
 
-        if kind == "gather":
+        if gathers:
             return tf.function(gather, [tf.TensorSpec([1, None], tf.int64)], autograph=False)
         return tf.function(
             swap, [tf.TensorSpec([None], dtype), tf.TensorSpec([None], tf.int32)], autograph=False

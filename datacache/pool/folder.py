@@ -8,13 +8,14 @@ is removed only while no process has it open.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,20 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.errors import CacheError, DamagedError, NoRoomError
-from datacache.pool.spec import PoolSpec
-from datacache.system.access import Directory, Others
+from datacache.pool.spec import PoolSpec, aligned
+from datacache.system.access import Directory
 from datacache.system.descriptors import (
     Descriptor,
     Owner,
     closed_on_fork,
     is_byte_locked,
     lock_byte,
-    lock_file,
 )
 from datacache.system.room import means_full, reserve
 
 log = logging.getLogger("datacache")
 SHARED_MEMORY = "/dev/shm"
-FORMAT = 4
+FORMAT = 5
 STORE, UNFINISHED = "datacache.store", "datacache.part"
 FILES = {STORE, UNFINISHED}
 IN_USE = 2**62
@@ -50,10 +50,6 @@ def default_memory() -> str:
 
     Returns:
       `/dev/shm/datacache-<user id>`.
-
-    Example:
-      >>> default_memory() == f"/dev/shm/datacache-{os.geteuid()}"
-      True
     """
     return f"{SHARED_MEMORY}/datacache-{os.geteuid()}"
 
@@ -76,12 +72,12 @@ class StoreFile(Owner):
     A shared lock marks the file as open; the kernel releases it when the process ends in any way.
     While a process creates, opens or removes a store, it holds an exclusive lock on the folder. If
     `is_only_user` is true, no other process had the store open, so no operation is in progress.
-    `sections` are the parts of the mapped file by name, each `[bytes]` uint8.
+    `content` is the mapped file, and `sections` are parts of it by name, all `[bytes]` uint8.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None) -> None:
-        find: Callable[[Path], Directory] = Directory.create if make_spec else open_pool_folder
-        with contextlib.ExitStack() as opened, _locked(lambda: find(folder)) as directory:
+        find: Callable[[Path], Directory] = Directory.create if make_spec else _open_folder
+        with contextlib.ExitStack() as opened, _locked(find, folder) as directory:
             if make_spec:
                 _make_if_unusable(directory, make_spec)
             self.file = opened.enter_context(open_store(directory))
@@ -92,9 +88,10 @@ class StoreFile(Owner):
             lock_byte(self.file, IN_USE, shared=True)
             # Record when the store was last opened: reading through a mapping changes no times.
             os.utime(directory.fileno())
-            content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)[header_bytes:]
+            self.content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)
             self.sections = {
-                name: content[begin:end] for name, (begin, end) in self.spec.sections.items()
+                name: self.content[header_bytes + begin : header_bytes + end]
+                for name, (begin, end) in self.spec.sections.items()
             }
             self.heap_begin = header_bytes + self.spec.sections["heap"][0]
             opened.pop_all()
@@ -105,34 +102,14 @@ class StoreFile(Owner):
         # Open the file once more: locks of a separate open file description also exclude other
         # threads, and the kernel releases the locks when the description is closed. Open the file
         # by its descriptor, because a cleaner of temporary files may have removed its name.
-        path, flags = f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR | os.O_CLOEXEC
-        with closed_on_fork(lambda: Descriptor(os.open(path, flags))) as handle:
+        with closed_on_fork(f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR) as handle:
             yield [lock_byte(handle, index, wait) for index in indices]
 
     @override
     def close(self) -> None:
         # The mapping is released with the last array that refers to it.
-        self.sections = {}
+        self.content, self.sections = np.empty(0, np.uint8), {}
         self.file.close()
-
-
-def is_pool(folder: Path) -> bool:
-    """Returns whether a folder contains a finished store."""
-    return (folder / STORE).exists()
-
-
-def open_pool_folder(folder: Path, others: Others = "refused") -> Directory:
-    """Opens the folder of a store; raises `CacheError` if it does not exist."""
-    try:
-        return Directory(folder, others)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise _not_a_pool(folder) from error
-
-
-def _not_a_pool(folder: Path) -> CacheError:
-    return CacheError(
-        f"A store must have a file {STORE}. Received: {folder}, without one. Pass another folder."
-    )
 
 
 def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
@@ -151,126 +128,56 @@ def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
 
 def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
     """Checks the file of a store; returns its description and the size of its header in bytes."""
+    path = folder / STORE
     with open(file.fileno(), "rb", closefd=False) as stream:
         line = stream.readline(MOST_HEADER_BYTES)
     try:
         header = json.loads(line)
-    except ValueError:
-        header = None
-    if damage := _damage(header, folder):
-        raise DamagedError(damage, folder)
-    spec = PoolSpec.from_dict(header["store"])
-    expected, found = len(line) + spec.content_bytes, os.fstat(file.fileno()).st_size
-    # Reading beyond the end of a mapped file would kill the process (SIGBUS).
-    if found != expected:
+        found = int(header["format"])
+    except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"The file of a store must be complete. Received: {folder / STORE} of {found} bytes, "
-            f"expected {expected} bytes.",
-            folder,
-        )
-    return spec, len(line)
-
-
-def _damage(header: Any, folder: Path) -> str | None:
-    """Returns why a header cannot be used, or `None` if it can."""
-    path = folder / STORE
-    found = header.get("format") if isinstance(header, dict) else None
-    if not isinstance(found, int):
-        return (
             "A store must begin with a header in JSON, which states its format. Received: "
-            f"{path}, without one."
-        )
-    # Check the format before the digest: a newer format may compute the digest differently, and
-    # such a store must not be rebuilt.
+            f"{path}, without one.",
+            folder,
+        ) from error
+    # Check the format first: a newer one may have another digest, and must not be rebuilt.
     if found > FORMAT:
         raise CacheError(
             f"The format of a store must be at most {FORMAT}. Received: format {found} in {folder}."
             " Use a newer tfposeidon, or another folder."
         )
     if found < FORMAT:
-        return (
+        raise DamagedError(
             f"The format of a store must be {FORMAT}. Received: format {found} in {folder}, "
-            "created by an older tfposeidon."
+            "created by an older tfposeidon.",
+            folder,
         )
-    if header.pop("digest", None) != _digest(header):
-        return f"The header of a store must not be modified. Received: {path}, which was modified."
     # The name is the fingerprint: under another name, samples of another source would be served.
-    if header["name"] != folder.resolve().name:
-        return f"A store must not be renamed. Received: {folder}, created as {header['name']}."
-    return None
-
-
-def _digest(header: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
-
-
-def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -> None:
-    """Creates the store of a folder if it is missing or damaged."""
-    damage = ""
-    if STORE in directory.names():
-        with directory.open(STORE) as file:
-            try:
-                read_header(file, directory.path)
-                return
-            except DamagedError as error:
-                damage = error.what
-    if strangers := directory.names() - FILES:
-        raise CacheError(
-            f"A store must have a folder of its own. Received: {directory.path}, which contains "
-            f"{min(strangers)!r}. Pass another folder, or empty this one."
+    if header.pop("digest", None) != _digest(header) or header["name"] != folder.resolve().name:
+        raise DamagedError(
+            f"A store must be neither modified nor renamed. Received: {path}, which was created "
+            f"as {header.get('name')}.",
+            folder,
         )
-    if damage:
-        log.warning("datacache: %s The store is rebuilt.", damage)
-    # Remove remains before `make_spec` measures the free space. A process that has the old file
-    # open can still read it.
-    _clear(directory)
-    try:
-        _make(directory, make_spec())
-    except BaseException:
-        _clear(directory)
-        raise
-
-
-def _make(directory: Directory, spec: PoolSpec) -> None:
-    """Creates the file of a store. The file gets its final name once it is complete."""
-    header = {"format": FORMAT, "name": directory.path.resolve().name, "store": spec.to_dict()}
-    line = json.dumps(header | {"digest": _digest(header)})
-    # Pad the header, because mapped sections must begin at page boundaries.
-    header_bytes = -(-(len(line) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    with directory.open(UNFINISHED, make=True) as file:
-        try:
-            os.ftruncate(file.fileno(), header_bytes + spec.content_bytes)
-            reserve(file, 0, header_bytes + spec.reserved_bytes)
-            os.pwrite(file.fileno(), line.ljust(header_bytes - 1).encode() + b"\n", 0)
-            # Sync the file before it is renamed: after a power failure, the disk could otherwise
-            # have the final name but not the full size.
-            os.fsync(file.fileno())
-        except OSError as error:
-            if not means_full(error):
-                raise
-            raise NoRoomError(
-                f"A store needs free space for its file. Received: {directory.path}, without "
-                f"{spec.reserved_bytes} bytes. Reduce the budget, or remove other stores: "
-                "python -m datacache ls"
-            ) from error
-    directory.rename(UNFINISHED, STORE)
-
-
-def _clear(directory: Directory) -> None:
-    for name in FILES:
-        directory.remove(name)
+    spec = PoolSpec.from_dict(header["store"])
+    expected, found = len(line) + spec.content_bytes, os.fstat(file.fileno()).st_size
+    # Reading beyond the end of a mapped file would kill the process (SIGBUS).
+    if found != expected:
+        raise DamagedError(
+            f"The file of a store must be complete. Received: {path} of {found} bytes, expected "
+            f"{expected} bytes.",
+            folder,
+        )
+    return spec, len(line)
 
 
 def remove(folder: Path) -> None:
     """Removes a store that no process has open, or the remains of an incomplete store."""
-    with _locked(lambda: open_pool_folder(folder, "ignored")) as directory:
+    with _locked(_open_folder, folder) as directory:
         found = directory.names()
         if not found:
             raise _not_a_pool(folder)
-        # A subfolder is never part of a store, even if it has the name of one of a store's files.
-        if strangers := found - FILES | {
-            name for name in found if stat.S_ISDIR(directory.stat(name).st_mode)
-        }:
+        if strangers := found - FILES:
             raise CacheError(
                 f"A folder to remove must contain only a store. Received: {folder}, which contains "
                 f"{min(strangers)!r}. Inspect the folder, and remove it manually."
@@ -286,24 +193,85 @@ def remove(folder: Path) -> None:
         directory.path.rmdir()
 
 
+def _open_folder(folder: Path) -> Directory:
+    try:
+        return Directory(folder)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _not_a_pool(folder) from error
+
+
+def _not_a_pool(folder: Path) -> CacheError:
+    return CacheError(
+        f"A store must have a file {STORE}. Received: {folder}, without one. Pass another folder."
+    )
+
+
+def _digest(header: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+def _make_if_unusable(directory: Directory, make_spec: Callable[[], PoolSpec]) -> None:
+    """Creates the store of a folder if it is missing or damaged."""
+    if STORE in directory.names():
+        with directory.open(STORE) as file:
+            try:
+                read_header(file, directory.path)
+                return
+            except DamagedError as error:
+                log.warning("datacache: %s The store is rebuilt.", error.what)
+    if strangers := directory.names() - FILES:
+        raise CacheError(
+            f"A store must have a folder of its own. Received: {directory.path}, which contains "
+            f"{min(strangers)!r}. Pass another folder, or empty this one."
+        )
+    # Remove remains before `make_spec` measures the free space. A process that has the old file
+    # open can still read it.
+    _clear(directory)
+    try:
+        _make(directory, make_spec())
+    except BaseException:
+        _clear(directory)
+        raise
+
+
+def _make(directory: Directory, spec: PoolSpec) -> None:
+    """Creates the file of a store. The file gets its final name once it is complete."""
+    header = {"format": FORMAT, "name": directory.path.resolve().name, "store": asdict(spec)}
+    line = json.dumps(header | {"digest": _digest(header)}).encode()
+    header_bytes = aligned(len(line) + 1)
+    with directory.open(UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+        try:
+            os.ftruncate(file.fileno(), header_bytes + spec.content_bytes)
+            reserve(file, 0, header_bytes + spec.reserved_bytes)
+            os.pwrite(file.fileno(), line.ljust(header_bytes - 1) + b"\n", 0)
+        except OSError as error:
+            if not means_full(error):
+                raise
+            raise NoRoomError(
+                f"A store needs free space for its file. Received: {directory.path}, without "
+                f"{spec.reserved_bytes} bytes. Reduce the budget, or remove other stores: "
+                "python -m datacache ls"
+            ) from error
+    os.replace(UNFINISHED, STORE, src_dir_fd=directory.fileno(), dst_dir_fd=directory.fileno())
+
+
+def _clear(directory: Directory) -> None:
+    for name in FILES:
+        directory.remove(name)
+
+
 @contextlib.contextmanager
-def _locked(find: Callable[[], Directory]) -> Iterator[Directory]:
-    """Opens a folder and locks it within the context."""
+def _locked(find: Callable[[Path], Directory], path: Path) -> Iterator[Directory]:
+    """Opens a folder; locks it against processes that create, open or remove a store there."""
     while True:
-        # Another process may have removed the folder between opening and locking, and the lock of a
-        # removed folder does not exclude other processes.
-        with find() as directory, lock_folder(directory):
+        # Use a separate open file description: the kernel releases the lock when it is closed.
+        with (
+            find(path) as directory,
+            closed_on_fork(".", os.O_RDONLY | os.O_DIRECTORY, directory.fileno()) as handle,
+        ):
+            fcntl.flock(handle.fileno(), fcntl.LOCK_EX)
+            # Another process may have removed the folder between opening and locking, and the lock
+            # of a removed folder does not exclude other processes.
             if not directory.is_gone:
                 yield directory
                 return
-
-
-@contextlib.contextmanager
-def lock_folder(directory: Directory, wait: bool = True) -> Iterator[bool]:
-    """Locks a folder against other processes that create, open or remove a store there."""
-    # Use a separate open file description: the kernel releases the lock when it is closed.
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    with closed_on_fork(
-        lambda: Descriptor(os.open(".", flags, dir_fd=directory.fileno()))
-    ) as handle:
-        yield lock_file(handle, wait)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import time
-import traceback
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,82 +15,63 @@ import numpy as np
 from typing_extensions import override
 
 from datacache.from_tfposeidon import is_memory
-from datacache.native import gather
+from datacache.native import gather, populate_pages
 from datacache.pool.folder import StoreFile
-from datacache.pool.samples import READY, Heap, SampleWords, match_checksums
+from datacache.pool.heap import Heap
 from datacache.pool.spec import Arrays, PoolSpec
-from datacache.system.background import STEP_BYTES, BackgroundSteps, populate_page_tables, windows
 from datacache.system.descriptors import Owner
 
-READER_PAUSE_S = 0.05
-"""Seconds for which background verification pauses while another thread reads."""
+READY = 1 << 32
+"""Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
+CHECKSUM = READY - 1
+STEP_BYTES = 2**24
+"""Number of bytes whose page tables are created at a time. A step takes some milliseconds, in which
+no other thread can map or unmap memory."""
 
 
 class Pool(Owner):
     """Samples in a folder, in `/dev/shm` or on a disk, shared by all processes of the node.
 
     A sample is written first, and then its metadata word: a checksum, and a bit that marks the
-    sample as ready. A process that is killed in between leaves a sample that is not ready, and
-    locks that the kernel releases; nothing has to be repaired. Without `make_spec`, the store must
-    exist.
+    sample as ready. Only these words determine which bytes are in use. A process that is killed in
+    between leaves a sample that is not ready, and locks that the kernel releases; nothing has to be
+    repaired. Without `make_spec`, the store must exist.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
-        self.folder, self._reads = Path(folder), 0
-        self._background: BackgroundSteps | None = None
+        self.folder, self._closing = Path(folder), threading.Event()
+        self._background: threading.Thread | None = None
         with contextlib.ExitStack() as opened:
-            opened.push(self._drop_mappings)
             self._file = opened.enter_context(StoreFile(self.folder, make_spec))
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()
-            # Samples that differ in size are in the heap. The only column then has the offset and
-            # the length of each.
+            # If samples differ in size, the only column has the offset and length of each.
             self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
-            self._words = SampleWords(self._file.sections["words"])
+            # Other processes may write the words at any time. `_verified` are the words of samples
+            # that this process has written or verified.
+            self._words = self._file.sections["words"].view(np.uint64)
+            self._verified = np.zeros(self.slots, np.uint64)
             self._heap = Heap(self._file) if self.layout.varies else None
             opened.pop_all()
 
     @property
     def filled(self) -> int:
         """Number of samples that are ready."""
-        return int((self._words.array >= READY).sum())
+        return int((self._words >= READY).sum())
 
-    @property
-    def size_bytes(self) -> int:
-        """Number of bytes of the metadata, the columns, and the samples in the heap."""
-        in_heap = int(self._places()[:, 1].sum()) if self._heap else 0
-        return self.spec.reserved_bytes + in_heap
-
-    def prepare(self, verify: bool = True) -> None:
-        """Starts a thread that creates page tables of a full store in memory and verifies it."""
-        # Skip a store on a disk, because verification would read the whole store from the disk.
-        in_memory = is_memory(os.fstat(self._file.file.fileno()).st_dev)
-        if self._background is None and self.filled == self.slots and in_memory:
-            steps = self.verify_in_steps() if verify and self._heap is None else iter(())
-            self._background = BackgroundSteps(
-                itertools.chain(populate_page_tables([self._file.sections["columns"]]), steps)
+    def prepare(self) -> None:
+        """Starts a thread that creates the page tables of a full store in memory."""
+        # A process that opens a full store finds its pages in memory, but has no page tables for
+        # them. A page fault at the first access to each page would nearly double the time of the
+        # first epoch.
+        if self.filled == self.slots and is_memory(os.fstat(self._file.file.fileno()).st_dev):
+            # Leave out the heap, which may have holes.
+            pages = self._file.content[: self._file.heap_begin]
+            self._background = threading.Thread(
+                target=_create_page_tables, args=(pages, self._closing), daemon=True
             )
-
-    def verify_in_steps(self) -> Iterator[None]:
-        """Verifies a few samples in each step, and marks intact ones; readers report the others."""
-        parts = windows(np.arange(self.slots), max(1, STEP_BYTES // self.layout.bytes))
-        # Start at a different place in each process of the node, and skip samples that other
-        # processes have verified.
-        first = np.random.default_rng(os.getpid()).integers(len(parts))
-        reads = self._reads
-        for indices in parts[first:] + parts[:first]:
-            # Yield to readers, which verify the samples that they copy: two concurrent passes over
-            # memory take longer than one.
-            while reads != self._reads:
-                reads = self._reads
-                time.sleep(READER_PAUSE_S)
-                yield
-            indices = indices[self._words.unverified(indices, self._words.array[indices])]
-            words = self._words.array[indices]
-            intact = match_checksums(words, self._checksums(indices)[0])
-            self.settle(indices[intact], words[intact], intact[intact])
-            yield
+            self._background.start()
 
     def has_room(self, samples: np.ndarray) -> np.ndarray:
         """Returns which of these samples have a slot, `[n]` bool."""
@@ -106,7 +85,7 @@ class Pool(Owner):
         """Returns which of these samples can be read, `[n]` bool."""
         indices = self._slot_indices[samples]
         # Slot 0 is a valid index for samples without a slot, which the first condition excludes.
-        return (indices >= 0) & (self._words.array[np.maximum(indices, 0)] >= READY)
+        return (indices >= 0) & (self._words[np.maximum(indices, 0)] >= READY)
 
     def put(self, sample: int, arrays: Sequence[Any]) -> bool:
         """Writes a sample to its slot and marks it ready; returns `False` if the heap is full."""
@@ -117,10 +96,7 @@ class Pool(Owner):
             return True
         content = self.layout.pack(arrays)
         with self._heap.adding():
-            if self._words.array[index]:
-                # The old bytes of the sample become a gap.
-                self._words.withdraw(index)
-                self._heap.note_freed()
+            self._words[index] = 0
             offset = self._heap.add(content, self._places)
             if offset is not None:
                 self._write(index, [(offset, len(content))])
@@ -128,20 +104,19 @@ class Pool(Owner):
 
     def _write(self, index: int, rows: Sequence[Any]) -> None:
         # Clear the word first and set it last, because readers compare it before and after a copy.
-        self._words.withdraw(index)
+        # If this process is killed in between, the slot is not ready and needs no cleanup.
+        self._words[index] = 0
         for column, row in zip(self._columns, rows, strict=True):
             column[index] = row
         # Compute the checksum from the mapping, which readers will see, and not from `rows`.
         (checksum,), _ = self._checksums(np.array([index]))
-        self._words.publish(index, int(checksum))
+        self._words[index] = self._verified[index] = READY | int(checksum)
 
     @functools.cached_property
     def _index_checksums(self) -> np.ndarray:
         # Checksums include the sample's index, so that a sample in the wrong slot is detected.
-        samples, checksums = (
-            np.flatnonzero(self._slot_indices >= 0),
-            np.zeros(self.slots, np.uint32),
-        )
+        samples = np.flatnonzero(self._slot_indices >= 0)
+        checksums = np.zeros(self.slots, np.uint32)
         gather(samples, np.arange(self.slots), None, checksums)
         return checksums
 
@@ -159,7 +134,7 @@ class Pool(Owner):
 
     def _places(self) -> np.ndarray:
         """Returns offset and length in the heap of all ready samples, `[n, 2]` int64."""
-        return self._columns[0][self._words.array >= READY]
+        return self._columns[0][self._words >= READY]
 
     def gather(
         self,
@@ -183,18 +158,15 @@ class Pool(Owner):
         The copies are `None` if a sample is corrupted, or if another process has cleared or
         rewritten one in the meantime.
         """
-        # Make background verification yield to this read. Concurrent threads may lose updates of
-        # the counter, which is harmless.
-        self._reads += 1
         indices, corrupt = self._slot_indices[samples], samples[:0]
         # Read words before bytes, so that a concurrent rewrite is detected as a change.
-        words, checksums = self._words.array[indices], None
-        if recheck or self._words.unverified(indices, words).any():
+        words, checksums = self._words[indices], None
+        if recheck or (self._verified[indices] != words).any():
             checksums = self._index_checksums[indices]
         targets = self.gather(samples, into, checksums)
         if checksums is not None:
-            corrupt = samples[self.settle(indices, words, match_checksums(words, checksums))]
-        whole = not corrupt.size and bool(self._words.unchanged(indices, words).all())
+            corrupt = samples[self.settle(indices, words, (words & CHECKSUM) == checksums)]
+        whole = not corrupt.size and bool(self._unchanged(indices, words).all())
         return targets if whole else None, corrupt
 
     def read_sample(self, sample: int) -> Arrays | None:
@@ -203,16 +175,15 @@ class Pool(Owner):
         if self._heap is None:
             return [column[index] for column in self._columns]
         # Copy the sample, because other processes may reuse its bytes in the heap.
-        word = self._words.array[index]
+        word = self._words[index]
         packed = self._heap.content(*self._columns[0][index].tolist())
         content = None if packed is None else bytes(packed)
-        # Another sample may have been written to these bytes during the copy, but only after this
-        # sample's word had changed.
-        if word < READY or word != self._words.array[index]:
+        # Before another sample is written to these bytes, this sample's word changes.
+        if word < READY or word != self._words[index]:
             return None
         if content is None:
             # The offset or the length is corrupted. With verify="never", only this detects it.
-            self._words.withdraw(index)
+            self._words[index] = 0
             return None
         return self.layout.unpack(np.frombuffer(content, np.uint8))
 
@@ -220,21 +191,32 @@ class Pool(Owner):
         """Returns which of these ready samples are corrupted, and marks them as not ready."""
         indices = self._slot_indices[samples]
         if not recheck:
-            unverified = self._words.unverified(indices, self._words.array[indices])
+            unverified = self._verified[indices] != self._words[indices]
             samples, indices = samples[unverified], indices[unverified]
         if not samples.size:
             return samples
         # Read words before bytes, as in `gather_verified`.
-        words = self._words.array[indices]
+        words = self._words[indices]
         checksums, inside = self._checksums(indices)
-        return samples[self.settle(indices, words, inside & match_checksums(words, checksums))]
+        return samples[self.settle(indices, words, inside & ((words & CHECKSUM) == checksums))]
 
     def settle(self, indices: np.ndarray, words: np.ndarray, intact: np.ndarray) -> np.ndarray:
-        """Records the result of a verification; see `SampleWords.settle`."""
-        corrupt = self._words.settle(indices, words, intact)
-        if self._heap and corrupt.any():
-            self._heap.note_freed()
+        """Marks corrupted samples as not ready; returns which are corrupted, `[n]` bool.
+
+        A sample that another process has cleared or rewritten since is skipped: the bytes may be a
+        mixture of both versions, and do not show whether either is intact.
+        """
+        # If a word has changed since, this mark does not match it and has no effect.
+        self._verified[indices[intact]] = words[intact]
+        corrupt = self._unchanged(indices, words) & ~intact
+        # NumPy has no compare-and-swap, so a concurrent write of a word could be lost. Only 0 is
+        # safe to write: at worst, a sample is produced again.
+        self._words[indices[corrupt]] = 0
         return corrupt
+
+    def _unchanged(self, indices: np.ndarray, words: np.ndarray) -> np.ndarray:
+        """Returns which samples were ready, and neither cleared nor rewritten since, `[n]` bool."""
+        return (words >= READY) & (self._words[indices] == words)
 
     @contextlib.contextmanager
     def claim(self, samples: np.ndarray) -> Iterator[np.ndarray]:
@@ -254,25 +236,23 @@ class Pool(Owner):
     def clear(self) -> None:
         """Marks all samples as not ready, and frees the heap."""
         with self._heap.adding() if self._heap else contextlib.nullcontext():
-            self._words.clear()
+            self._words[:] = 0
             if self._heap:
-                self._heap.note_freed()
+                self._heap.forget_end()
 
     @override
     def close(self) -> None:
-        # End the thread first, because it reads the mapping, and its steps refer to this store.
+        # End the thread first, because it reads the mapping.
+        self._closing.set()
         if self._background is not None:
-            self._background.close()
-            self._background = None
-        self._drop_mappings()
-        self._file.close()
-
-    def _drop_mappings(
-        self, _: object = None, error: BaseException | None = None, __: object = None
-    ) -> None:
+            self._background.join()
         # The mapping is released with the last array that refers to it.
         for name in ("_columns", "_heap", "_words"):
             vars(self).pop(name, None)
-        if error is not None:
-            # The frames of the exception refer to the arrays, and would keep them alive with it.
-            traceback.clear_frames(error.__traceback__)
+        self._file.close()
+
+
+def _create_page_tables(pages: np.ndarray, closing: threading.Event) -> None:
+    for begin in range(0, len(pages), STEP_BYTES):
+        if closing.is_set() or not populate_pages(pages[begin : begin + STEP_BYTES]):
+            return

@@ -5,9 +5,8 @@ from __future__ import annotations
 import builtins
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +16,21 @@ import numpy as np
 from datacache.order import permutation
 
 ALIGNMENT = 64
-"""Alignment of columns in bytes: a cache line, which TensorFlow requires to avoid a copy."""
+"""Alignment of sections and columns in bytes: a cache line, which TensorFlow requires to avoid a
+copy."""
 TEXT = "string"
 """Name of the dtype of texts, which are Python's bytes in object arrays."""
-WORD_BYTES = 2 * 8
-"""Number of metadata bytes of each sample: two words, see `SampleWords`."""
-HEAP_STATE_BYTES = 4 * 8
-"""Number of bytes of a heap's shared state: three offsets, and the shortest refused length."""
+WORD_BYTES = 8
+"""Number of metadata bytes of each sample."""
+HEAP_STATE_BYTES = 8
+"""Number of bytes of a heap's shared state: the offset of the next sample."""
 Arrays = list[np.ndarray]
 """Components of one sample, or of a batch."""
+
+
+def aligned(size: int) -> int:
+    """Returns the smallest multiple of the alignment that is at least `size`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -46,10 +51,6 @@ class Component:
 
     `dtype` is NumPy's name of the dtype, or "string". Dimensions that differ between samples are
     `None`.
-
-    Example:
-      >>> print(Component(dtype="uint8", shape=(None, 3)))
-      uint8[?, 3]
     """
 
     dtype: str
@@ -167,7 +168,7 @@ class Layout:
 
     def offsets(self, samples: int) -> list[int]:
         """Returns the offset of each column, and the end of the last one, in bytes."""
-        sizes = [-(-samples * column.nbytes // ALIGNMENT) * ALIGNMENT for column in self._columns]
+        sizes = [aligned(samples * column.nbytes) for column in self._columns]
         return list(itertools.accumulate(sizes, initial=0))
 
     def columns(self, buffer: Any, samples: int) -> Arrays:
@@ -177,29 +178,26 @@ class Layout:
             for column, at in zip(self._columns, self.offsets(samples), strict=False)
         ]
 
+    def matches(self, sample: Sequence[Any]) -> bool:
+        """Returns whether a sample has these components."""
+        return len(sample) == len(self.components) and all(
+            map(Component.matches, self.components, sample)
+        )
+
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
-        if len(sample) == len(self.components) and all(
-            map(Component.matches, self.components, sample)
-        ):
-            return list(sample)
-        arrays = [as_array(array) for array in sample]
-        if len(arrays) != len(self.components):
+        # Converting a sample takes as long as copying a small one.
+        arrays = list(sample if self.matches(sample) else map(as_array, sample))
+        if not self.matches(arrays):
             raise ValueError(
-                "All samples must have the same number of components. Received: "
-                f"{len(arrays)} for {name(number)}, while the first sample has "
-                f"{len(self.components)}."
+                "All samples must have the same shapes and types. Received: "
+                f"{Layout.of(arrays)} for {name(number)}, while the first sample has {self}. "
+                "Resize or pad to one shape in `preprocess`, or pass variable_shapes=True."
             )
-        for i, (array, wanted) in enumerate(zip(arrays, self.components, strict=True)):
-            if not wanted.matches(array):
-                received = Layout.of([array]).components[0]
-                raise ValueError(
-                    "All samples must have the same shapes and types. Received: "
-                    f"{received} for component {i} of {name(number)}, while the first sample has "
-                    f"{wanted}. Resize or pad to one shape in `preprocess`, or pass "
-                    "variable_shapes=True."
-                )
         return arrays
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.components))
 
     def pack(self, sample: Arrays) -> builtins.bytes:
         """Returns a sample as bytes, for the heap of a store or a message."""
@@ -219,14 +217,7 @@ PLACE = Component(dtype="int64", shape=(2,))
 
 
 def stack_samples(samples: Sequence[Sequence[Any]], layout: Layout) -> Arrays:
-    """Returns an array `[n, ...]` per component; components that vary are padded at the end.
-
-    Example:
-      >>> layout = Layout.of([np.zeros(1)], varying=[[0]])
-      >>> stack_samples([[np.ones(1)], [np.ones(2)]], layout)
-      [array([[1., 0.],
-             [1., 1.]])]
-    """
+    """Returns an array `[n, ...]` per component; components that vary are padded at the end."""
     columns = zip(zip(*samples, strict=True), layout.components, strict=True)
     return [
         _stack_padded(list(map(as_array, arrays)), component)
@@ -252,8 +243,7 @@ def owner_nodes(samples: int, nodes: int) -> np.ndarray:
 
     The numbers of samples per node differ by at most one.
     """
-    # Assign samples at random: samples of a class are often adjacent, and one node should not own
-    # them all.
+    # One node should not own all samples of a class, which are often adjacent.
     return _shuffled_positions(samples) % nodes
 
 
@@ -307,7 +297,7 @@ class PoolSpec:
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, int]]:
-        """Start and end of each section after the header, in bytes; each begins at a page."""
+        """Start and end of each section after the header, in bytes."""
         slots, varies = self.shard.kept_samples, self.layout.varies
         sizes = {
             "words": WORD_BYTES * slots,
@@ -319,7 +309,7 @@ class PoolSpec:
         sections, begin = {}, 0
         for name, size in sizes.items():
             sections[name] = begin, begin + size
-            begin += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+            begin += aligned(size)
         return sections
 
     @property
@@ -332,17 +322,8 @@ class PoolSpec:
         """Number of bytes of all sections."""
         return self.sections["heap"][1]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the description as values for JSON."""
-        # The keys are the format on disk, independent of the names of the attributes.
-        content = {"layout": asdict(self.layout), "part": asdict(self.shard)}
-        return content | {"source": self.source, "heap_bytes": self.heap_bytes}
-
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        return cls(
-            layout=Layout.from_dict(content["layout"]),
-            shard=SampleShard(**content["part"]),
-            heap_bytes=content["heap_bytes"],
-            source=content["source"],
-        )
+        """Returns the description that `dataclasses.asdict` has turned into JSON."""
+        layout, shard = Layout.from_dict(content["layout"]), SampleShard(**content["shard"])
+        return cls(**content | {"layout": layout, "shard": shard})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -16,8 +15,6 @@ from typing_extensions import override
 from datacache.native import FileStatus
 from datacache.sources.source import RandomSource, SourceError, contents_digest, digest, read_listed
 
-log = logging.getLogger("datacache")
-_Answer = TypeVar("_Answer")
 IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -32,8 +29,7 @@ class FolderSource(RandomSource):
         class_names: Sequence[str] | None = None,
     ) -> None:
         self.path, self._labels = path, labels
-        # Sort, because samples are identified by index and file systems list files in different
-        # orders.
+        # Sort, because file systems list files in different orders.
         found = dict(sorted(_files(path, extensions)))
         if not found:
             raise SourceError(
@@ -53,7 +49,7 @@ class FolderSource(RandomSource):
         # validation data has the same label there.
         self.class_names = list(class_names or ())
         if labels and not class_names:
-            self.class_names = sorted(one.name for one in _entries(path) if _asked(one.is_dir))
+            self.class_names = sorted(one.name for one in _entries(path) if one.is_dir())
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if labels and (others := sorted(set(classes) - set(numbers))):
             raise SourceError(
@@ -158,24 +154,19 @@ def from_folder(
             f"The folder of a source must exist. Received: {folder}, which is not a folder. Check "
             "the path and the mount."
         )
-    return FolderSource(folder, extensions, labels, class_names)
-
-
-def _entries(path: Path) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder without hidden ones and `lost+found`."""
     try:
-        with os.scandir(path) as entries:
-            found = [entry for entry in entries if entry.name[0] != "."]
+        return FolderSource(folder, extensions, labels, class_names)
     except OSError as error:
         raise SourceError(
-            f"Folders of a source must be readable. Received: {error}. Grant this user read "
-            "permission, or move the folder elsewhere."
+            f"Files and folders of a source must be readable. Received: {error}. Grant this user "
+            "read permission, or remove it if it is a broken link."
         ) from error
-    # Skip `lost+found`, which the root of a file system contains and which is not data.
-    taken = [entry for entry in found if entry.name != "lost+found"]
-    if len(taken) < len(found):
-        log.info("datacache: from_folder ignores %s", path / "lost+found")
-    return taken
+
+
+def _entries(path: str | Path) -> list[os.DirEntry[str]]:
+    """Returns the entries of a folder without hidden ones and `lost+found`, which is not data."""
+    with os.scandir(path) as entries:
+        return [one for one in entries if one.name[0] != "." and one.name != "lost+found"]
 
 
 def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, FileStatus]]:
@@ -186,7 +177,7 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
     while folders:
         folder, above = folders.pop()
         for entry in _entries(folder):
-            if _asked(entry.is_dir):
+            if entry.is_dir():
                 below = Path(entry.path)
                 if (real := below.resolve()) in above:
                     raise SourceError(
@@ -194,18 +185,8 @@ def _files(path: Path, extensions: Sequence[str] | None) -> list[tuple[str, File
                         "Remove the link."
                     )
                 folders.append((below, above | {real}))
-            elif entry.name.lower().endswith(endings):
-                about = _asked(entry.stat)
-                # Skip pipes and devices, because reading them could block.
-                if stat.S_ISREG(about.st_mode):
-                    found.append((os.path.relpath(entry.path, path), FileStatus.of(about)))
+            # Skip pipes and devices, because reading them could block.
+            elif entry.name.lower().endswith(endings) and stat.S_ISREG(entry.stat().st_mode):
+                status = FileStatus.of(entry.stat())
+                found.append((os.path.relpath(entry.path, path), status))
     return found
-
-
-def _asked(ask: Callable[[], _Answer]) -> _Answer:
-    try:
-        return ask()
-    except OSError as error:
-        raise SourceError(
-            f"A file must exist. Received: {error}. Remove it if it is a broken link."
-        ) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import os
+import struct
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +14,19 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from datacache.native import FileStatus
-from datacache.sources.source import RandomSource, SourceError, contents_digest, digest
-from datacache.sources.tfrecord_format import TfRecords, find_all_records
+from datacache.native import FileStatus, crc32c
+from datacache.sources.source import (
+    RandomSource,
+    SourceError,
+    contents_digest,
+    digest,
+    read_listed,
+    refuse_changed,
+)
 
+LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
+"""Sizes in bytes of the parts of a TFRecord: the length, the length with its checksum, and the
+checksum after the content."""
 SEARCHES = 32
 """Number of files searched concurrently: on a network file system, each read has to wait."""
 
@@ -53,12 +64,43 @@ class RecordSource(RandomSource):
         return file, sample - before + self._files[file].skip
 
 
+class TfRecords:
+    """Records of a TFRecord file by index.
+
+    `entries` are the offset and length of each record's content, `[records, 2]` int64. Without
+    `entries`, the first read searches the file for its records.
+    """
+
+    def __init__(
+        self, path: str, skip: int, take: int, listed: FileStatus, entries: np.ndarray | None = None
+    ) -> None:
+        self.path, self.skip, self.take, self.listed = path, skip, take, listed
+        self._entries, self._lock = entries, threading.Lock()
+
+    def read(self, record: int) -> bytes:
+        # Only one thread searches the file.
+        with self._lock:
+            if self._entries is None:
+                refuse_changed(self.path, FileStatus.of(os.stat(self.path)), self.listed)
+                self._entries = find_records(self.path)
+            entries = self._entries
+        if record >= len(entries):
+            raise OSError(f"{self.path} ends before record {record}")
+        offset, length = entries[record].tolist()
+        size = HEADER_BYTES + length + CHECKSUM_BYTES
+        found = read_listed(self.path, offset - HEADER_BYTES, size, self.listed)
+        content, checksum = found[HEADER_BYTES:-CHECKSUM_BYTES], found[-CHECKSUM_BYTES:]
+        checksums = found[LENGTH_BYTES:HEADER_BYTES], checksum
+        if checksums != (_masked_checksum(found[:LENGTH_BYTES]), _masked_checksum(content)):
+            raise OSError(f"{self.path} is damaged at record {record}")
+        return content
+
+
 class RecordFilesSource(RecordSource):
     """Records of TFRecord files; see `from_tfrecords`."""
 
     def __init__(self, paths: Sequence[str], features: Mapping[str, Any] | None) -> None:
         self._features = None if features is None else dict(features)
-        _check_format(paths[0])
         with ThreadPoolExecutor(SEARCHES) as threads:
             files = list(threads.map(_searched, paths))
         if not any(file.take for file in files):
@@ -127,21 +169,34 @@ def _searched(path: str) -> TfRecords:
     try:
         # Take the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))
-        entries = find_all_records(path)
+        entries = find_records(path)
         return TfRecords(path, 0, len(entries), listed, entries)
     except OSError as error:
         raise SourceError(
-            f"TFRecord files must be complete. Received: {error}. Copy or write {path} again."
+            f"TFRecord files must be complete and uncompressed. Received: {error}. Copy or write "
+            f"{path} again."
         ) from error
 
 
-def _check_format(path: str) -> None:
-    """Raises `SourceError` if the checksums of the first record do not match."""
-    try:
-        for _ in tf.data.TFRecordDataset(path).take(1):
-            pass
-    except (tf.errors.DataLossError, tf.errors.OpError) as error:
-        raise SourceError(
-            f"Files must be uncompressed TFRecord files. Received: {path} ({error.message}). "
-            "Pass other files, or write them without compression."
-        ) from error
+def _masked_checksum(content: bytes) -> bytes:
+    """Returns the checksum that TFRecord files store for a content or its length, 4 bytes."""
+    checksum = crc32c(content)
+    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def find_records(path: str) -> np.ndarray:
+    """Returns the offset and length of each record's content in bytes, `[records, 2]` int64."""
+    entries: list[tuple[int, int]] = []
+    size, begin = os.path.getsize(path), 0
+    with open(path, "rb", buffering=0) as stream:
+        while begin < size:
+            header = os.pread(stream.fileno(), HEADER_BYTES, begin)
+            if not any(header):
+                # Zeros are not a valid header, so the file was extended beyond the written data.
+                raise OSError(f"{path} has zeros where record {len(entries)} should begin")
+            (length,) = struct.unpack("<Q", header[:LENGTH_BYTES].ljust(LENGTH_BYTES, b"\0"))
+            entries.append((begin + HEADER_BYTES, length))
+            begin += HEADER_BYTES + length + CHECKSUM_BYTES
+    if begin > size:
+        raise OSError(f"{path} ends within record {len(entries) - 1}")
+    return np.array(entries, np.int64).reshape(-1, 2)

@@ -41,15 +41,12 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """Returns the number of samples."""
-        ...
 
     def name(self, sample: int) -> str:
         """Returns the name of a sample for messages, such as the path of its file."""
-        ...
 
     def decode(self, *stored: Any) -> Any:
         """Returns the input of `preprocess` from stored components, by TensorFlow ops only."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +55,6 @@ class RandomSource(Source, Protocol):
 
     def read(self, sample: int) -> list[np.ndarray]:
         """Returns a stored sample's components; thread-safe, and retried on `OSError`."""
-        ...
 
 
 @runtime_checkable
@@ -67,7 +63,6 @@ class StreamSource(Source, Protocol):
 
     def stream(self) -> Iterator[list[np.ndarray]]:
         """Yields the components of all stored samples, in order from the first one."""
-        ...
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:

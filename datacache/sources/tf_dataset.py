@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from datacache.from_tfposeidon import pipelines
 from datacache.graphs import processors_of_order, shuffling, warn_of_draws
 from datacache.pool.spec import as_array
 from datacache.sources.source import SourceError, StreamSource, array_digest, digest
-from datacache.sources.tfrecord_format import find_damage
 
 FIRST = 4
 """Number of elements read whenever a dataset is opened, to distinguish it from other datasets."""
@@ -51,13 +49,9 @@ class DatasetSource(StreamSource):
         self._digests = list(map(_digests, first))
         if draws:
             # Keep only components that are equal in two reads: random ones are not.
+            pairs = zip(self._digests, map(_digests, self._read(FIRST)), strict=True)
             self._digests = [
-                [
-                    one
-                    for one, other in zip(digests, _digests(components), strict=True)
-                    if one == other
-                ]
-                for digests, components in zip(self._digests, self._read(FIRST), strict=True)
+                [one for one, other in zip(*pair, strict=True) if one == other] for pair in pairs
             ]
         self._first = None if draws else first[0]
         self.identity = {
@@ -104,29 +98,12 @@ class DatasetSource(StreamSource):
                 yield [as_array(array) for array in tf.nest.flatten(element)]
                 number += 1
         except tf.errors.OpError as error:
-            cause = error.message.splitlines()[0]
-            if isinstance(error, tf.errors.DataLossError):
-                cause = next(filter(None, map(find_damage, self._record_files())), cause)
             raise SourceError(
-                f"A dataset must be readable to its end. Received: {cause}, after {number} "
-                "elements. Correct the data, or remove the element. Cached samples are retained."
+                "A dataset must be readable to its end. Received: "
+                f"{error.message.splitlines()[0]}, after {number} elements. Correct the data, or "
+                "remove the element; from_tfrecords names damaged files. Cached samples are "
+                "retained."
             ) from error
-
-    def _record_files(self) -> list[str]:
-        """Returns the names of the TFRecord files of a `TFRecordDataset`."""
-        files = [
-            one
-            for one in pipelines.datasets(self._dataset)
-            # Skip compressed files, in which records cannot be located by their offsets.
-            if "TFRecord" in pipelines.kind_of(one) and not getattr(one, "_compression_type", None)
-        ]
-        found = [one._filenames for one in files if hasattr(one, "_filenames")]
-        names = [
-            list(one.as_numpy_iterator()) if isinstance(one, tf.data.Dataset) else np.ravel(one)
-            for one in found
-        ]
-        paths = {path.decode() for some in names for path in some}
-        return sorted(path for path in paths if os.path.isfile(path))
 
     @override
     def decode(self, *stored: Any) -> Any:

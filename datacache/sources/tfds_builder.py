@@ -10,9 +10,8 @@ from typing import Any
 from typing_extensions import override
 
 from datacache.native import FileStatus
-from datacache.sources.record_files import RecordSource
+from datacache.sources.record_files import RecordSource, TfRecords
 from datacache.sources.source import SourceError, refuse_changed
-from datacache.sources.tfrecord_format import TfRecords
 
 
 class TfdsSource(RecordSource):
@@ -22,7 +21,7 @@ class TfdsSource(RecordSource):
         self._features, self._decoders = _select_features(builder.info.features, decoders)
         shard_type = _shard_type(builder)
         files = [
-            shard_type(str(one.filename), one.skip, one.take, _status(str(one.filename)))
+            shard_type(str(one.filename), one.skip, one.take, FileStatus.of(os.stat(one.filename)))
             for one in _file_instructions(builder, split)
         ]
         # Leave decoders out of the identity: their effect is in the traced graph, and their names
@@ -86,7 +85,13 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
             f"{builder.info.full_name}, not prepared in {builder.data_path}. Call "
             "builder.download_and_prepare() once, or pass `data_dir`."
         )
-    return TfdsSource(builder, split, decoders)
+    try:
+        return TfdsSource(builder, split, decoders)
+    except OSError as error:
+        raise SourceError(
+            f"The files of a split must exist. Received: {error}. Prepare the split again: "
+            "builder.download_and_prepare()."
+        ) from error
 
 
 def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
@@ -125,16 +130,6 @@ def _shard_type(builder: Any) -> Any:
             f"{builder.info.full_name}. Prepare the split with one of these as `file_format`."
         )
     return _SHARDS[form]
-
-
-def _status(path: str) -> FileStatus:
-    try:
-        return FileStatus.of(os.stat(path))
-    except OSError as error:
-        raise SourceError(
-            f"The files of a split must exist. Received: {error}. Prepare the split again: "
-            "builder.download_and_prepare()."
-        ) from error
 
 
 class _ArrayRecords:

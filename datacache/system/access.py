@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shlex
 import stat
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from datacache.errors import CacheError
 from datacache.system.descriptors import Descriptor
 from datacache.system.room import means_full
 
-log = logging.getLogger("datacache")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 WITHOUT_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
-Others = Literal["refused", "removed", "ignored"]
-"""Handling of other users' permissions; `"removed"` still refuses permissions to write."""
 
 
 class Directory(Descriptor):
@@ -35,17 +30,17 @@ class Directory(Descriptor):
     link, belongs to another user, or is accessible to other users.
     """
 
-    def __init__(self, path: Path, others: Others = "refused", *, new: bool = False) -> None:
-        self.path, self._others = path, others
+    def __init__(self, path: Path, *, new: bool = False) -> None:
+        self.path = path
         super().__init__(_open(path, path, os.O_RDONLY | os.O_DIRECTORY))
-        self._check(self, path, stat.S_IFDIR, FOLDER_MODE, new)
+        _checked(self, path, stat.S_IFDIR, FOLDER_MODE, new)
 
     @classmethod
     def create(cls, path: Path) -> Self:
         """Opens a folder, after creating it and all its ancestors if necessary."""
         while True:
             try:
-                return cls(path, "removed", new=_make(path))
+                return cls(path, new=_make(path))
             except FileNotFoundError:
                 # Another process may have removed the folder in between.
                 continue
@@ -55,16 +50,11 @@ class Directory(Descriptor):
                     raise
                 raise _unwritable(path, error) from error
 
-    def open(self, name: str, flags: int = os.O_RDWR, *, make: bool = False) -> Descriptor:
-        """Opens a file in the folder; the caller owns the descriptor."""
-        path, new = self.path / name, False
-        try:
-            handle = _open(path, name, flags, self.fileno())
-        except FileNotFoundError:
-            if not make:
-                raise
-            new, handle = True, _open(path, name, flags | os.O_CREAT, self.fileno())
-        return self._check(Descriptor(handle), path, stat.S_IFREG, FILE_MODE, new)
+    def open(self, name: str, flags: int = os.O_RDWR) -> Descriptor:
+        """Opens a file in the folder, or creates it with `os.O_CREAT`; the caller owns it."""
+        path = self.path / name
+        handle = Descriptor(_open(path, name, flags, self.fileno()))
+        return _checked(handle, path, stat.S_IFREG, FILE_MODE, bool(flags & os.O_CREAT))
 
     def names(self) -> set[str]:
         return set(os.listdir(self.fileno()))
@@ -73,16 +63,6 @@ class Directory(Descriptor):
         """Removes a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fileno())
-
-    def rename(self, name: str, new: str) -> None:
-        """Renames a file durably."""
-        os.replace(name, new, src_dir_fd=self.fileno(), dst_dir_fd=self.fileno())
-        # Sync the folder, which contains the name: a power failure could otherwise undo the change.
-        os.fsync(self.fileno())
-
-    def stat(self, name: str) -> os.stat_result:
-        """Returns the status of a file in the folder; links are not followed."""
-        return os.stat(name, dir_fd=self.fileno(), follow_symlinks=False)
 
     @property
     def is_gone(self) -> bool:
@@ -93,37 +73,6 @@ class Directory(Descriptor):
             )
         except FileNotFoundError:
             return True
-
-    def _check(self, handle: Descriptor, path: Path, kind: int, mode: int, new: bool) -> Descriptor:
-        """Returns the descriptor if owner, type and mode are as expected; otherwise closes it."""
-        with contextlib.ExitStack() as on_error:
-            on_error.push(handle)
-            status = os.fstat(handle.fileno())
-            _refuse_others(path, status, kind)
-            surplus = (found := stat.S_IMODE(status.st_mode)) & ~mode
-            if new:
-                # Set the mode regardless of the umask.
-                os.fchmod(handle.fileno(), mode)
-            # Do not accept a file that other users could write: they may have changed it already.
-            elif surplus and self._others == "removed" and not surplus & OTHERS_WRITE:
-                os.fchmod(handle.fileno(), found & mode)
-                log.warning(
-                    "datacache: removed permissions of other users, who could read %s: mode is "
-                    "%o, was %o",
-                    path,
-                    found & mode,
-                    found,
-                )
-            elif surplus and self._others != "ignored":
-                name = shlex.quote(str(self.path))
-                raise CacheError(
-                    f"A store must be accessible to user {os.geteuid()} only. Received: {path} "
-                    f"with mode {found:o}, expected mode {mode:o}. If no other user has written "
-                    f"there, correct it: chmod -R go-rwxs {name}; otherwise remove it: "
-                    f"python -m datacache rm --all {name}"
-                )
-            on_error.pop_all()
-        return handle
 
 
 def _make(path: Path) -> bool:
@@ -162,15 +111,33 @@ def _unwritable(path: Path, error: OSError) -> CacheError:
     )
 
 
-def _refuse_others(path: Path, status: os.stat_result, kind: int) -> None:
-    if stat.S_IFMT(status.st_mode) != kind:
-        raise CacheError(
-            f"A store must consist of a folder and regular files. Received: {path}, which has "
-            "another file type. Remove it."
-        )
-    if status.st_uid != os.geteuid():
-        raise CacheError(
-            f"A store must be owned by its user. Received: {path}, owned by user {status.st_uid}, "
-            f"expected user {os.geteuid()}. Check who created it, and remove it or pass another "
-            "folder."
-        )
+def _checked(handle: Descriptor, path: Path, kind: int, mode: int, new: bool) -> Descriptor:
+    """Returns the descriptor if type, owner and mode are as expected; otherwise closes it."""
+    with contextlib.ExitStack() as on_error:
+        on_error.push(handle)
+        status = os.fstat(handle.fileno())
+        if stat.S_IFMT(status.st_mode) != kind:
+            raise CacheError(
+                f"A store must consist of a folder and regular files. Received: {path}, which has "
+                "another file type. Remove it."
+            )
+        if status.st_uid != os.geteuid():
+            raise CacheError(
+                f"A store must be owned by its user. Received: {path}, owned by user "
+                f"{status.st_uid}, expected user {os.geteuid()}. Check who created it, and remove "
+                "it or pass another folder."
+            )
+        found = stat.S_IMODE(status.st_mode)
+        if new:
+            # Set the mode regardless of the umask.
+            os.fchmod(handle.fileno(), mode)
+        elif found & ~mode:
+            # Other users may have changed the file already.
+            folder = shlex.quote(str(path if kind == stat.S_IFDIR else path.parent))
+            raise CacheError(
+                f"A store must be accessible to user {os.geteuid()} only. Received: {path} with "
+                f"mode {found:o}, expected mode {mode:o}. If no other user has written there, "
+                f"correct it: chmod -R go-rwxs {folder}; otherwise pass another folder."
+            )
+        on_error.pop_all()
+    return handle

@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 from typing_extensions import override
@@ -58,26 +58,18 @@ class Descriptor(Owner):
 
 
 @contextlib.contextmanager
-def closed_on_fork(open_file: Callable[[], Descriptor]) -> Iterator[Descriptor]:
+def closed_on_fork(path: str, flags: int, folder: int | None = None) -> Iterator[Descriptor]:
     """Opens a file for locks; closes it at the end of the context and in forked children."""
     _register()
     with _guard:
-        _for_locks.add(handle := open_file())
+        handle = Descriptor(os.open(path, flags | os.O_CLOEXEC, dir_fd=folder))
+        _for_locks.add(handle)
     try:
         yield handle
     finally:
         with _guard:
             _for_locks.discard(handle)
             handle.close()
-
-
-def lock_file(handle: Descriptor, wait: bool) -> bool:
-    """Locks a file or folder exclusively; returns whether it is locked."""
-    try:
-        fcntl.flock(handle.fileno(), fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    return True
 
 
 def lock_byte(handle: Descriptor, index: int, wait: bool = False, shared: bool = False) -> bool:
@@ -100,8 +92,7 @@ def is_byte_locked(handle: Descriptor, index: int) -> bool:
 
 
 def _request(kind: int, index: int) -> bytes:
-    # The fields of a `struct flock` are type, whence, start, length and pid, which must be 0 for
-    # open-file-description locks.
+    # The fields of a `struct flock` are type, whence, start, length and pid, which must be 0.
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, index, 1, 0)
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from datacache.errors import NoRoomError
-from datacache.pool.folder import is_pool
-from datacache.pool.inspection import find_idle_pools, make_room
+from datacache.pool.folder import STORE
 from datacache.pool.pool import Pool
 from datacache.pool.spec import WORD_BYTES, Arrays, Layout, PoolSpec, SampleShard
 from datacache.sources.source import Source, SourceError, digest
@@ -33,8 +32,6 @@ from datacache.tiers.tier import (
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
 """Share of a disk's free space that a new store may take."""
-UNLIMITED = 2**62
-"""Number of bytes that exceeds the memory of any machine."""
 FOLDER_DIGITS = 20
 """Number of hexadecimal digits of the fingerprint in a folder's name; 20 digits are 80 bits."""
 Root = str | os.PathLike[str] | None
@@ -56,57 +53,65 @@ def open_tiers(
 ) -> StoreTier:
     """Opens the tiers of a cache, and creates stores if there is space; returns the first tier."""
     with contextlib.ExitStack() as on_error:
-
-        def opened(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
-            pool = _open_if_room(root, open_pool)
-            return on_error.enter_context(pool) if pool else None
-
+        opened = functools.partial(_open_if_room, on_error, source)
         last = on_error.enter_context(SourceTier(source, counts))
-        on_disk = opened(disk, lambda root: open_stored_pool(source, root))
+        stored_name = f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
+        on_disk = opened(disk, stored_name, lambda: _stored_layout(source), DISK_BUDGET)
         stored = StoreTier(on_disk, last, counts, verify, "disk_hits") if on_disk else last
-        new = _NewStores(source, make, stored, last.stream)
+        first = functools.cache(functools.partial(_first_sample, make, stored, last.stream))
         name = fingerprint[:FOLDER_DIGITS]
-        new.decoded = in_decoded = opened(
-            decoded,
-            lambda root: Pool(
-                root / name, lambda: _pool_spec(new.layout, source, _disk_room_bytes(root))
-            ),
-        )
+        in_decoded = opened(decoded, name, lambda: _layout(make, first()), DISK_BUDGET)
+
+        def new_layout() -> Layout:
+            return in_decoded.layout if in_decoded else _layout(make, first())
+
         whole = Path(memory or "").expanduser() / name
 
-        def shard_folder(node: int, nodes: int) -> Path:
-            return whole if nodes == 1 else whole.with_name(f"{name}.{node}of{nodes}")
+        def shard_name(node: int, nodes: int) -> str:
+            return name if nodes == 1 else f"{name}.{node}of{nodes}"
 
         def fits(node: int, nodes: int) -> bool:
-            # Use an existing store whatever its size: `needed_bytes` may have to read a sample.
-            if is_pool(whole) or is_pool(shard_folder(node, nodes)):
-                return is_pool(whole)
-            return new.needed_bytes() <= reclaimable_bytes(whole, budget)
+            # Use an existing store whatever its size, without reading a sample.
+            part = whole.with_name(shard_name(node, nodes))
+            if (whole / STORE).exists() or (part / STORE).exists():
+                return (whole / STORE).exists()
+            layout = new_layout()
+            in_heap = len(layout.pack(first())) if layout.varies else 0
+            needed_bytes = len(source) * (in_heap + layout.bytes + WORD_BYTES)
+            return needed_bytes <= budget_bytes(budget, free_bytes(whole))
 
-        node, nodes = (0, 1) if memory is None else choose_shard(fits)
-        folder = shard_folder(node, nodes)
-        in_memory = opened(
-            memory, lambda _: Pool(folder, lambda: new.spec_in_memory(folder, budget, node, nodes))
-        )
+        part = (0, 1) if memory is None else choose_shard(fits)
+        in_memory = opened(memory, shard_name(*part), new_layout, budget, *part)
         if in_memory:
-            in_memory.prepare(verify=verify == "first")
+            in_memory.prepare()
         _forget_interrupted(last, [pool for pool in (on_disk, in_decoded, in_memory) if pool])
-        layout = in_memory.layout if in_memory else new.layout
+        layout = in_memory.layout if in_memory else new_layout()
         preprocessed = PreprocessingTier(stored, make, layout, source.name)
         below = StoreTier(in_decoded, preprocessed, counts, verify, "decoded_hits")
         top = StoreTier(in_memory, below, counts, verify)
-        if "first" in vars(new):
-            top.put(0, new.first)
+        if first.cache_info().currsize:
+            top.put(0, first())
         on_error.pop_all()
         return top
 
 
-def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
+def _open_if_room(
+    on_error: contextlib.ExitStack,
+    source: Source,
+    root: Root,
+    name: str,
+    layout: Callable[[], Layout],
+    share: int | str,
+    *part: int,
+) -> Pool | None:
     """Opens a store below a folder; logs a warning and returns `None` if there is no space."""
     if root is None:
         return None
+    folder = Path(root).expanduser() / name
     try:
-        return open_pool(Path(root).expanduser())
+        return on_error.enter_context(
+            Pool(folder, lambda: _pool_spec(layout(), source, folder, share, *part))
+        )
     except (NoRoomError, OSError) as error:
         if isinstance(error, OSError) and not means_full(error):
             raise
@@ -114,61 +119,29 @@ def _open_if_room(root: Root, open_pool: Callable[[Path], Pool]) -> Pool | None:
         return None
 
 
-class _NewStores:
-    """Describes new stores, from the store of decoded samples or else from the first sample."""
-
-    def __init__(
-        self, source: Source, make: Preprocessing, stored: Tier, stream: Stream | None
-    ) -> None:
-        self._source, self._make, self._stored, self._stream = source, make, stored, stream
-        self.decoded: Pool | None = None
-
-    @functools.cached_property
-    def first(self) -> Arrays:
-        """The first sample, preprocessed."""
-        # Bypass a store above a stream, which would read the whole stream first.
-        if self._stream:
-            _, stored = next(self._stream({0}))
-        else:
-            (stored,) = self._stored.samples(np.array([0]))
-        return self._make([stored], np.array([0]))[0]
-
-    @property
-    def layout(self) -> Layout:
-        if self.decoded:
-            return self.decoded.layout
-        if not self._make.variable_shapes:
-            return Layout.of(self.first)
-        # If the graph does not know a rank, use the rank of the first sample.
-        shapes = [
-            [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
-            for array, spec in zip(self.first, tf.nest.flatten(self._make.structure), strict=True)
-        ]
-        return Layout.of(
-            self.first, [[i for i, size in enumerate(shape) if size is None] for shape in shapes]
-        )
-
-    def needed_bytes(self) -> int:
-        """Returns how many bytes all samples need; this is an estimate unless `decoded` is full."""
-        # The size of an incomplete store covers only the samples stored so far.
-        if self.decoded and self.decoded.filled == len(self._source):
-            return self.decoded.size_bytes
-        packed = len(self.layout.pack(self.first)) if self.layout.varies else 0
-        return len(self._source) * (packed + self.layout.bytes + WORD_BYTES)
-
-    def spec_in_memory(self, folder: Path, budget: int | str, node: int, nodes: int) -> PoolSpec:
-        """Describes a store in memory, after removing idle stores if it needs their space."""
-
-        def room() -> int:
-            return budget_bytes(budget, free_bytes(folder))
-
-        needed_bytes = min(self.needed_bytes() // nodes, budget_bytes(budget, UNLIMITED))
-        make_room(folder.parent, folder, room, needed_bytes)
-        return _pool_spec(self.layout, self._source, room(), node, nodes)
+def _first_sample(make: Preprocessing, stored: Tier, stream: Stream | None) -> Arrays:
+    """Returns the first sample, preprocessed."""
+    # Bypass a store above a stream, which would read the whole stream first.
+    if stream:
+        _, components = next(stream({0}))
+    else:
+        (components,) = stored.samples(np.array([0]))
+    return make([components], np.array([0]))[0]
 
 
-def open_stored_pool(source: Source, root: Path) -> Pool:
-    """Opens or creates the store of stored samples, whose sizes may differ in all dimensions."""
+def _layout(make: Preprocessing, first: Arrays) -> Layout:
+    if not make.variable_shapes:
+        return Layout.of(first)
+    # If the graph does not know a rank, use the rank of the first sample.
+    shapes = [
+        [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
+        for array, spec in zip(first, tf.nest.flatten(make.structure), strict=True)
+    ]
+    return Layout.of(first, [[i for i, size in enumerate(one) if size is None] for one in shapes])
+
+
+def _stored_layout(source: Source) -> Layout:
+    """Returns the layout of stored samples, whose sizes may differ in all dimensions."""
     if any(spec.shape.rank is None for spec in source.signature):
         raise SourceError(
             f"Samples on a disk must have a known number of dimensions. Received: {source} with "
@@ -179,20 +152,7 @@ def open_stored_pool(source: Source, root: Path) -> Pool:
         np.zeros([size or 0 for size in spec.shape], spec.dtype.as_numpy_dtype)
         for spec in source.signature
     ]
-    layout = Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
-    folder = root / f"stored-{digest(source.identity)[:FOLDER_DIGITS]}"
-    return Pool(folder, lambda: _pool_spec(layout, source, _disk_room_bytes(folder)))
-
-
-def _disk_room_bytes(folder: Path) -> int:
-    return budget_bytes(DISK_BUDGET, free_bytes(folder))
-
-
-def reclaimable_bytes(folder: Path, budget: int | str) -> int:
-    """Returns how many bytes a budget would allow if all idle stores were removed."""
-    # Include remains of a killed process in `folder` itself, which a new store replaces.
-    idle_bytes = sum(pool.bytes for pool in find_idle_pools(folder.parent))
-    return budget_bytes(budget, free_bytes(folder) + idle_bytes)
+    return Layout.of(samples, [range(spec.shape.rank) for spec in source.signature])
 
 
 def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
@@ -204,10 +164,10 @@ def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
 
 
 def _pool_spec(
-    layout: Layout, source: Source, room_bytes: int, node: int = 0, nodes: int = 1
+    layout: Layout, source: Source, folder: Path, share: int | str, node: int = 0, nodes: int = 1
 ) -> PoolSpec:
-    """Describes a store for as many samples as fit into `room_bytes`."""
-    sample_bytes = layout.bytes + WORD_BYTES
+    """Describes a store for as many samples as fit into a share of the free space of a folder."""
+    room_bytes, sample_bytes = budget_bytes(share, free_bytes(folder)), layout.bytes + WORD_BYTES
     slots = min(len(source), room_bytes // sample_bytes)
     if slots == 0:
         raise NoRoomError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import graphlib
 import hashlib
@@ -10,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -68,8 +68,7 @@ class Preprocessing:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # The last paragraph of the message is the cause. The paragraphs before it show where
-            # each op was traced.
+            # The last paragraph is the cause. Those before it show where each op was traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
                 "`preprocess` must accept every sample. Received: "
@@ -103,9 +102,12 @@ class Preprocessing:
             return tf.function(preprocess_batch, columns, autograph=False).get_concrete_function()
 
 
-def _without_lists(part: Any) -> Any:
+def _without_lists(structure: Any) -> Any:
     """Converts the lists of a structure to tensors, as `tf.data` does."""
-    if isinstance(part, list):
+
+    def converted(part: Any) -> tf.Tensor | None:
+        if not isinstance(part, list):
+            return None
         try:
             return tf.convert_to_tensor(part)
         except (TypeError, ValueError) as error:
@@ -113,24 +115,15 @@ def _without_lists(part: Any) -> Any:
                 "A list in a sample must convert to one tensor, as in tf.data. Received: "
                 f"{part!r:.200} from `preprocess`. Return its parts as a tuple or a dictionary."
             ) from error
-    if isinstance(part, dict):
-        kind = collections.OrderedDict if isinstance(part, collections.OrderedDict) else dict
-        return kind((name, _without_lists(value)) for name, value in part.items())
-    if isinstance(part, tuple):
-        parts = map(_without_lists, part)
-        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
-    return part
+
+    return keras.tree.traverse(converted, structure)
 
 
 def _component_spec(part: Any) -> tf.TensorSpec:
-    if part is None:
-        raise ValueError(
-            "A sample must consist of tensors. Received: None from `preprocess`. Remove the None."
-        )
-    if isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
+    if part is None or isinstance(part, (tf.RaggedTensor, tf.SparseTensor)):
         raise ValueError(
             "A sample must consist of dense tensors. Received: "
-            f"{type(part).__name__} from `preprocess`. Return ragged.to_tensor() or "
+            f"{type(part).__name__} from `preprocess`. Remove None; return ragged.to_tensor() or "
             "tf.sparse.to_dense(sparse), and pass variable_shapes=True."
         )
     part = tf.convert_to_tensor(part)

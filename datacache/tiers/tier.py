@@ -23,10 +23,11 @@ from datacache.pool.pool import Pool
 from datacache.pool.spec import Arrays, Layout
 from datacache.sources.source import Source, SourceError, StreamSource, stored_components
 from datacache.statistics import Counts
-from datacache.system.background import windows
 from datacache.system.descriptors import Owner
 
 log = logging.getLogger("datacache")
+WINDOW_SAMPLES = 64
+"""Number of samples filled together: enough to amortize the Python overhead per window."""
 POLL_S = 0.002
 """Seconds between two checks for samples that other processes are producing. A kernel lock can wait
 for one process only, but several may be producing samples of a batch."""
@@ -56,33 +57,17 @@ class Tier(Owner):
     stream: Stream | None = None
     layout: Layout
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
-
     @abstractmethod
     def samples(self, indices: np.ndarray) -> list[Arrays]:
         """Returns the components of samples, in the order of `indices`."""
-
-    def refuse_in_child(self, indices: np.ndarray) -> None:
-        """Raises `CacheError` if a forked child would have to produce samples."""
-        if indices.size and os.getpid() != self._process:
-            raise CacheError(
-                "Samples must be produced by the process that opened the cache: neither threads "
-                f"nor TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
-                f"memory, in process {os.getpid()}, forked from {self._process}. Call cache.warm() "
-                "before the fork, or read in threads, which copy batches concurrently: "
-                "cache.pydataset(..., workers=4)."
-            )
 
 
 class SourceTier(Tier):
     """Stored samples of the source, read by many threads, with retries after errors."""
 
     def __init__(self, source: Source, counts: Counts) -> None:
-        super().__init__()
         self._source, self._counts = source, counts
-        # Do not use `isinstance`, which since Python 3.12 ignores methods that a wrapper of a
-        # source forwards by `__getattr__`.
+        # `isinstance` ignores methods that a wrapper of a source forwards by `__getattr__`.
         self._read_one = source.read if hasattr(source, "read") else None
         self.stream = self._stream if hasattr(source, "stream") else None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="datacache")
@@ -93,8 +78,7 @@ class SourceTier(Tier):
         try:
             read = self._readers.map(self._read_some, tasks)
         except RuntimeError:
-            # Read on this thread: the pool accepts no work while the interpreter exits, but other
-            # ranks may still request samples.
+            # The pool accepts no work while Python exits, but other ranks may request samples.
             read = map(self._read_some, tasks)
         return [arrays for some in read for arrays in some]
 
@@ -162,13 +146,11 @@ class PreprocessingTier(Tier):
         layout: Layout,
         name: Callable[[int], str],
     ) -> None:
-        super().__init__()
         self._below, self._preprocess, self.layout, self._name = below, preprocess, layout, name
         self.stream = self._stream if below.stream else None
 
     @override
     def samples(self, indices: np.ndarray) -> list[Arrays]:
-        self.refuse_in_child(indices)
         return self._make(self._below.samples(indices), indices)
 
     @override
@@ -201,11 +183,9 @@ class StoreTier(Tier):
         verify: Verify = "first",
         hits: str | None = None,
     ) -> None:
-        super().__init__()
-        self.pool, self.counts = pool, counts
+        self.pool, self.counts, self._process = pool, counts, os.getpid()
         self._below, self._verify, self._hits = below, verify, hits
-        # The store in memory is the only store directly above another one, the store of decoded
-        # samples.
+        # Only the store in memory is directly above another store, that of decoded samples.
         self._next = below if isinstance(below, StoreTier) else None
         self.layout = pool.layout if pool else below.layout
         # A store has random access, even if the source below does not.
@@ -217,6 +197,17 @@ class StoreTier(Tier):
     def is_complete(self) -> bool:
         """True if the store holds all samples of the source."""
         return self.pool is not None and self.pool.filled == self.pool.spec.shard.samples
+
+    def refuse_in_child(self, indices: np.ndarray) -> None:
+        """Raises `CacheError` if a forked child would have to produce samples."""
+        if indices.size and os.getpid() != self._process:
+            raise CacheError(
+                "Samples must be produced by the process that opened the cache: neither threads "
+                f"nor TensorFlow survive a fork. Received: sample {indices[0]}, which is not in "
+                f"memory, in process {os.getpid()}, forked from {self._process}. Call cache.warm() "
+                "before the fork, or read in threads, which copy batches concurrently: "
+                "cache.pydataset(..., workers=4)."
+            )
 
     @override
     def samples(self, indices: np.ndarray) -> list[Arrays]:
@@ -242,8 +233,7 @@ class StoreTier(Tier):
         for window in windows(indices):
             made, kept = self._fill(window)
             self.counts.add(unkept=len(window) - len(kept))
-            # Drop samples that the store accepted, and read them from there: a large fill would
-            # otherwise hold every sample twice.
+            # Read accepted samples from the store: a large fill would hold every sample twice.
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 
@@ -258,8 +248,7 @@ class StoreTier(Tier):
 
     def clear(self) -> None:
         """Removes the samples of this store, and of the store of decoded samples below, if any."""
-        # Start at the bottom, so that a concurrent reader does not refill this tier with a sample
-        # that is about to be cleared.
+        # Start at the bottom: a reader could refill this tier with samples from below.
         if self._next:
             self._next.clear()
         if self.pool:
@@ -378,6 +367,11 @@ class StoreTier(Tier):
                 self.pool.folder,
                 corrupt.tolist(),
             )
+
+
+def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]:
+    """Splits samples into windows of nearly equal size, each of at most `size` samples."""
+    return np.array_split(samples, -(-len(samples) // size)) if len(samples) else []
 
 
 def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:

@@ -94,7 +94,7 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     with pytest.raises(ValueError, match=r"`budget` must be a size.* Received: budget='lots'"):
         opened(images, budget="lots")
     with pytest.raises(
-        ValueError, match=r'`verify` must be "first", "always" or "never". Received: verify=True'
+        ValueError, match=r"`verify` must be one of first, always, never. Received: verify=True"
     ):
         opened(images, verify=True)
     (tmp_path / "file").write_text("x")

@@ -130,7 +130,7 @@ def test_parts_that_do_not_fit_are_read_through(wire):
         cache = _open(
             wire,
             folder,
-            budget=5 * (8 * 8 * 3 + 8 + 16) + 100,
+            budget=5 * (8 * 8 * 3 + 8 + 8) + 100,
             disk=folder / f"disk{wire.topology.node_index}",
         )
         _check_epochs(wire, cache)

@@ -1,10 +1,8 @@
 """`python -m datacache` lists, inspects and removes pools, and disturbs no job."""
 
 import fcntl
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 from datacache.__main__ import main
-from datacache.pool import inspection
 from datacache.pool.folder import IN_USE
 from datacache.pool.pool import Pool
 from datacache.pool.spec import Layout, PoolSpec, SampleShard
@@ -64,8 +61,12 @@ def _state(root):
 
 
 def _listed(capsys, *folders):
-    assert main(["ls", "--json", *map(str, folders)]) == 0
-    return {Path(one["folder"]).name: one for one in json.loads(capsys.readouterr().out)}
+    """Returns the rows of `ls` by the name of the store, and the reasons for the others."""
+    assert main(["ls", *map(str, folders)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split("  +", line) for line in lines if " cannot be used. " not in line]
+    reasons = [line.split(" cannot be used. ") for line in lines if " cannot be used. " in line]
+    return {Path(row[0]).name: row for row in rows[1:]}, {Path(f).name: why for f, why in reasons}
 
 
 def test_ls(pools, capsys):
@@ -89,23 +90,11 @@ def test_ls(pools, capsys):
     assert capsys.readouterr().out.count("idle") == 2
 
 
-def test_ls_for_machines(pools, capsys):
+def test_ls_shows_when_a_store_was_opened(pools, capsys):
     os.utime(pools / "a", (0, 0))
-    found = _listed(capsys, pools)
-    assert list(found) == ["a", "b", "c"]
-    one = found["b"]
-    assert (one["ready"], one["slots"], one["samples"], one["in_use"], one["trouble"]) == (
-        5,
-        5,
-        SAMPLES,
-        False,
-        "",
-    )
-    assert one["bytes"] > 0
-    assert found["c"]["slots"] == 6
-    assert found["a"]["opened"].startswith(("1970", "1969"))
+    assert _listed(capsys, pools)[0]["a"][6].startswith(("1970", "1969"))
     Pool(pools / "a").close()
-    assert _listed(capsys, pools)["a"]["opened"][:4] == time.strftime("%Y")
+    assert _listed(capsys, pools)[0]["a"][6].startswith(time.strftime("%Y"))
 
 
 def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
@@ -115,29 +104,12 @@ def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
     _filled(tmp_path / "shm" / "one")
     assert main(["ls"]) == 0
     assert f"{tmp_path}/shm/one" in capsys.readouterr().out
-    # What the error of a folder that others can write to says.
-    (tmp_path / "shm").chmod(0o777)
-    assert main(["ls"]) == 2
-    assert f"remove it: python -m datacache rm --all {tmp_path}/shm\n" in capsys.readouterr().err
-    _filled(tmp_path / "shm" / "two")
-    (tmp_path / "shm" / "two").chmod(0o777)
-    assert main(["rm", "--all", f"{tmp_path}/shm/two"]) == 0
-    assert not (tmp_path / "shm" / "two").exists()
-    assert main(["rm", "--all"]) == 0
-    assert not (tmp_path / "shm" / "one").exists()
-    disk = _filled(tmp_path / "disk" / "one")
-    (tmp_path / "shm").rmdir()
-    (tmp_path / "shm").symlink_to(disk.parent)
-    for command in (["ls"], ["rm", "--all"]):
-        assert main(command) == 2
-        assert "A store must not be or contain a link. Received: " in capsys.readouterr().err
-    assert disk.exists()
 
 
 DAMAGE = {
     "newer": (
         lambda f: change_header(f, format=99),
-        r"The format of a store must be at most 4. Received: format 99",
+        r"The format of a store must be at most 5. Received: format 99",
     ),
     "no JSON": (
         lambda f: os.truncate(f / "datacache.store", 3),
@@ -148,8 +120,8 @@ DAMAGE = {
         r"must be complete. Received: .*being created, or was left by a kill",
     ),
     "short": (
-        lambda f: os.truncate(f / "datacache.store", 5000),
-        r"The file .* must be complete. Received: .*store of 5000 bytes, expected \d+ bytes. Rem",
+        lambda f: os.truncate(f / "datacache.store", 500),
+        r"The file .* must be complete. Received: .*store of 500 bytes, expected \d+ bytes. Rem",
     ),
 }
 
@@ -158,48 +130,13 @@ DAMAGE = {
 def test_broken_pools_are_said_and_removed(pools, capsys, damage):
     apply, text = DAMAGE[damage]
     apply(pools / "a")
-    found = _listed(capsys, pools)
-    assert list(found) == ["a", "b", "c"]
-    assert found["a"]["ready"] is None
-    assert re.search(text, found["a"]["trouble"])
-    assert main(["ls", str(pools)]) == 0
-    said = capsys.readouterr().out
-    assert "unusable, idle" in said
-    assert f"{pools}/a cannot be used. {found['a']['trouble']}\n" in said
+    rows, reasons = _listed(capsys, pools)
+    assert (list(rows), list(reasons)) == (["b", "c"], ["a"])
+    assert re.search(text, reasons["a"])
     assert main(["verify", str(pools / "a")]) == 2
-    assert capsys.readouterr() == ("", f"datacache: {found['a']['trouble']}\n")
+    assert capsys.readouterr() == ("", f"datacache: {reasons['a']}\n")
     assert main(["rm", str(pools / "a")]) == 0
     assert not (pools / "a").exists()
-
-
-def test_what_goes_while_it_is_listed(pools, capsys, monkeypatch):
-    """It may go before any of the steps in which `ls` looks at it."""
-    going, steps = iter(range(0)), 0
-
-    def watched(step):
-        def wrapped(*given):
-            if next(going, None) == 0:
-                shutil.rmtree(pools / "b")
-            return step(*given)
-
-        return wrapped
-
-    for name in (
-        "_looks_like_a_pool",
-        "_report",
-        "_local_time",
-        "_in_use",
-        "open_store",
-        "read_header",
-    ):
-        monkeypatch.setattr(inspection, name, watched(getattr(inspection, name)))
-    while True:
-        going, steps = iter(range(steps, -1, -1)), steps + 1
-        assert not _listed(capsys, pools)["a"]["trouble"]
-        if (pools / "b").exists():
-            break
-        _filled(pools / "b", layout=VARYING)
-    assert steps > 10
 
 
 def test_corrupt_samples_are_found_and_made_again(pools, capsys):
@@ -229,29 +166,22 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
 
 def test_rm_leaves_what_is_in_use(pools, capsys):
     user = Pool(pools / "b")
-    assert main(["rm", "--all", str(pools)]) == 2
+    assert main(["rm", str(pools)]) == 2
     out, err = capsys.readouterr()
-    assert [line.partition(": freed ")[0] for line in out.splitlines()] == [
-        f"{pools}/a",
-        f"{pools}/c",
-    ]
+    assert out == f"{pools}/a: removed\n{pools}/c: removed\n"
     assert err.startswith(f"datacache: A store in use cannot be removed. Received: {pools}/b")
     assert sorted(path.name for path in pools.iterdir()) == ["b"]
     user.close()
-    bytes_ = _listed(capsys, pools)["b"]["bytes"]
-    assert bytes_ >= 2**12
     assert main(["rm", str(pools / "b")]) == 0
-    assert capsys.readouterr().out == f"{pools}/b: freed {bytes_ / 1e3:.2f} kB\n"
-    assert main(["rm", "--all", str(pools)]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == f"{pools}/b: removed\n"
 
 
 def test_rm_removes_nothing_of_others(pools, capsys):
     (pools / "a" / "thesis.tex").write_text("x")
-    (pools / "mine").mkdir()
+    (pools / "mine").mkdir(mode=0o700)
     (pools / "mine" / "datacache.store").write_text("x")
     (pools / "mine" / "notes").write_text("x")
-    (pools / "empty").mkdir()
+    (pools / "empty").mkdir(mode=0o700)
     before = _state(pools)
     for folder, text in (
         (
@@ -262,45 +192,33 @@ def test_rm_removes_nothing_of_others(pools, capsys):
         ("mine", "A folder to remove must contain only a store. Received: .*contains 'notes'"),
         ("empty", "A store must have a file datacache.store"),
         ("nowhere", "A store must have a file datacache.store"),
-        (
-            ".",
-            "A folder to remove must contain only a store. Received: .*pools, which contains 'a'",
-        ),
     ):
         assert main(["rm", str(pools / folder)]) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert re.search(text, err)
     assert _state(pools) == before
-    assert main(["rm", "--all", str(pools)]) == 2
+    assert main(["rm", str(pools)]) == 2
     assert sorted(path.name for path in pools.iterdir()) == ["a", "empty", "mine"]
     assert (pools / "a" / "datacache.store").exists()
 
 
-def test_errors_are_one_line(tmp_path, capsys):
-    assert main(["rm"]) == 2
-    assert capsys.readouterr().err == (
-        "datacache: `rm` requires the stores to remove. Received: folders=[]. "
-        "Pass the folders of the stores, or --all.\n"
-    )
-    assert main(["ls", str(tmp_path / "nowhere")]) == 2
-    assert "A store must be a folder. Received: " in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["list"])
+def test_commands_that_there_are_not():
+    for command in (["list"], ["rm"], ["verify"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
 
 
-def test_nobody_waits_for_ls(pools):
+def test_nobody_waits_for_ls(pools, capsys):
     """Other processes may hold the locks that `ls` reads: it does not wait, and takes none."""
     handle = os.open(pools / "a" / "datacache.store", os.O_RDWR)
     assert lock_byte(Descriptor(handle), IN_USE, shared=True)
-    assert inspection.inspect_pool(pools / "a").in_use
     lock = os.open(pools / "a", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert inspection.inspect_pool(pools / "a").in_use
+    assert _listed(capsys, pools)[0]["a"][-1] == "in use"
     os.close(handle)
-    assert inspection.inspect_pool(pools / "a").in_use, "another process changes the store"
+    assert _listed(capsys, pools)[0]["a"][-1] == "idle"
     os.close(lock)
-    assert not inspection.inspect_pool(pools / "a").in_use
     with open(pools / "a" / "datacache.store", "r+b") as file:
         assert lock_byte(file, IN_USE)
 
@@ -329,9 +247,3 @@ def test_tensorflow_stays_away(pools):
         assert (done.returncode, done.stderr.splitlines()[-1]) == (status, "False False"), (
             done.stderr
         )
-    # A program that does not read to the end, as `head`, is no error.
-    ends = f"set -o pipefail; {sys.executable} -m datacache ls --json {pools} | true"
-    done = subprocess.run(
-        ["bash", "-c", ends], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stderr) == (0, "")

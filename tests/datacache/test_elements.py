@@ -75,7 +75,7 @@ def test_a_list_is_a_tensor_in_each_way_of_reading(opened):
 @pytest.mark.parametrize(
     ("preprocess", "received"),
     [
-        (lambda n: (n, None), "Received: None from `preprocess`. Remove the None"),
+        (lambda n: (n, None), "Received: NoneType from `preprocess`. Remove None"),
         (
             lambda n: [n, "text"],
             r"A list in a sample must convert to one tensor.* Return its parts",

@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datacache.loading.loader_process import Requests
 from datacache.loading.parallel_loader import CropAndMirror, LoaderError, ParallelLoader
 
 LIMIT_S = 300
@@ -228,34 +226,6 @@ def test_errors_come_over_and_the_loader_goes_on():
         assert next(loader.batches("train", [20])) == 5
 
 
-def test_items_that_fail_do_so_behind_the_batches_before():
-    def items():
-        yield from (0, 1)
-        raise KeyError("two")
-
-    with ParallelLoader(same_size, buffers=3) as loader:
-        batches = loader.batches("train", items())
-        assert [int(next(batches)[0]) for _ in range(2)] == [0, 1]
-        with pytest.raises(KeyError, match="two"):
-            next(batches)
-
-
-def test_what_is_over_is_not_loaded():
-    here, there = multiprocessing.Pipe()
-    requests = Requests(there)
-    requests.start()
-    for request in [(1, 0, b""), (1, 1, b""), (2, 0, b"")]:
-        here.send(request)
-    _until(lambda: requests._queue.qsize() == 3)
-    assert next(iter(requests)) == (2, 0, b"")
-    for request in [(2, 1, b""), None]:
-        here.send(request)
-    requests.join()
-    assert list(requests) == []
-    here.close()
-    there.close()
-
-
 def test_what_cannot_be_sent():
     with pytest.raises(
         ValueError,
@@ -458,7 +428,7 @@ def _prepared(prepare, mode, item):
         ),
         (
             lambda: CropAndMirror([0.0] * 3, 8)(IMAGES, "train", 0),
-            r"at least `size`. Received: .*7, 3\], size=8",
+            r"at least `size`.*Received: size=8.*7, 3\]",
         ),
         (
             lambda: CropAndMirror([0.0] * 3, 1)(IMAGES[0], "train", 0),

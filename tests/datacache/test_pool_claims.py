@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from datacache.errors import CacheError
-from datacache.pool import samples as heap
+from datacache.pool import heap
 from datacache.pool.pool import Pool
 from tests.datacache.pools import (
     LAYOUT,
@@ -34,7 +34,7 @@ def _fill(folder, die_at):
             super().__setitem__(key, value)
 
     pool = new_pool(folder)
-    pool._words.array = pool._words.array.view(Mortal)
+    pool._words = pool._words.view(Mortal)
     pool._columns = [column.view(Mortal) for column in pool._columns]
     for index in range(4):
         with pool.claim(np.array([index])) as mine:

@@ -37,11 +37,11 @@ DAMAGE = {
     ),
     "changed": (
         lambda folder, other: change_header(folder, store={}),
-        f"must not be modified. Received: .*{STORE}, which was modified",
+        f"must be neither modified nor renamed. Received: .*{STORE}, which was created as pool",
     ),
     "older": (
         lambda folder, other: change_header(folder, format=1),
-        "format of a store must be 4. Received: format 1 in .*created by an older tfposeidon",
+        "format of a store must be 5. Received: format 1 in .*created by an older tfposeidon",
     ),
     "moved": (
         lambda folder, other: (shutil.rmtree(folder), shutil.copytree(other, folder)),
@@ -75,7 +75,7 @@ def test_folders_that_are_no_cache(tmp_path):
         Pool(tmp_path)
     change_header(folder, format=99)
     with pytest.raises(
-        CacheError, match=r"The format of a store must be at most 4. Received: format 99 in .*newer"
+        CacheError, match=r"The format of a store must be at most 5. Received: format 99 in .*newer"
     ):
         new_pool(folder)
 

@@ -42,8 +42,7 @@ def test_a_closed_store_has_nothing_open(tmp_path):
     [
         "system.access.os.fchmod",
         "pool.folder.lock_byte",
-        "pool.pool.SampleWords",
-        "pool.samples.Heap.adding",
+        "pool.folder.mmap.mmap",
     ],
 )
 def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
@@ -59,20 +58,6 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch
         assert _open_files(tmp_path) == []
     varying_pool(tmp_path / "pool").close()
     remove(tmp_path / "pool")
-
-
-def test_an_exception_that_is_kept_keeps_no_mapping(tmp_path, monkeypatch):
-    """The frames of its traceback have the arrays of the store, until they are cleared."""
-
-    def fails(*_, **__):
-        raise OSError(5, "Input/output error")
-
-    varying_pool(tmp_path).close()
-    monkeypatch.setattr("datacache.pool.samples.Heap.adding", fails)
-    with pytest.raises(OSError, match="Input/output error") as kept:
-        varying_pool(tmp_path)
-    assert _open_files(tmp_path) == []
-    assert kept.traceback
 
 
 def test_a_store_does_not_lock_its_whole_file(tmp_path):

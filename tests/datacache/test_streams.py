@@ -209,7 +209,7 @@ def test_what_a_dataset_draws_is_said_and_kept(opened, caplog):
     assert one == same != other, "what is not drawn tells them apart"
 
 
-def test_a_damaged_record_of_a_stream_is_named(tmp_path, opened):
+def test_a_damaged_record_of_a_stream_is_an_error(tmp_path, opened):
     path = tmp_path / "a.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
         for number in range(SAMPLES):
@@ -221,5 +221,7 @@ def test_a_damaged_record_of_a_stream_is_named(tmp_path, opened):
         tf.data.experimental.assert_cardinality(SAMPLES)
     )
     cache = opened(datacache.from_dataset(data, key="damaged"), None)
-    with pytest.raises(Exception, match=r"a.tfrecord is damaged at record 7, after 7 elements"):
+    with pytest.raises(
+        Exception, match=r"corrupted record at 180.*, after 7 elements.*from_tfrecords names"
+    ):
         list(cache.dataset(5))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import datacache
 from datacache import SourceError
-from datacache.sources import tfrecord_format
+from datacache.sources import record_files
 from datacache.sources.source import RandomSource, StreamSource
 from tests import drawn
 from tests.tfds_builder import OwnBuilder, prepare, tfds
@@ -252,11 +252,11 @@ def test_a_shard_that_comes_back(own, tmp_path):
 
 def _scans(monkeypatch):
     """Returns a list to which shards are added when they are searched."""
-    scanned, find_records = [], tfrecord_format.find_records
+    scanned, find_records = [], record_files.find_records
     monkeypatch.setattr(
-        tfrecord_format,
+        record_files,
         "find_records",
-        lambda path, *part: scanned.append(Path(path).name) or find_records(path, *part),
+        lambda path: scanned.append(Path(path).name) or find_records(path),
     )
     return scanned
 

@@ -304,7 +304,7 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     disk.mkdir()
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))
     inside = (
-        f"mount -t tmpfs -o size=44k none {disk} && head -c 8k /dev/zero > {disk}/other"
+        f"mount -t tmpfs -o size=44k none {disk} && head -c 16k /dev/zero > {disk}/other"
         f" && exec {sys.executable} -"
     )
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", inside]
