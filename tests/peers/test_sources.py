@@ -1,12 +1,13 @@
 """Jobs that variables of platforms describe: no process, only mappings."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 
 from tfposeidon.peers import sources
-from tfposeidon.peers.sources import IncompleteError, find
+from tfposeidon.peers.sources import IncompleteError, Job, find
 
 TORCHRUN = {
     "RANK": "1",
@@ -29,6 +30,11 @@ KERAS = "KERAS_DISTRIBUTION_"
 
 def cluster(kind, index, **roles):
     return {"TF_CONFIG": json.dumps({"cluster": roles, "task": {"type": kind, "index": index}})}
+
+
+def of_run(rank, size):
+    job = Job("tfposeidon run", rank, size, "127.0.0.1", (5,), "job", node="node 0", has_store=True)
+    return {sources.RUN: json.dumps(dataclasses.asdict(job))}
 
 
 def pools(kind, index, **roles):
@@ -174,8 +180,7 @@ def test_a_job_of_one_process_counts_only_if_there_is_no_larger_one(alone):
     assert find({**alone, **TORCHRUN}).size == 4
     assert find({**alone, **SLURM}).size == 4
     assert find({**alone, "RANK": "0"}).size == 1
-    of_run = dict(zip(sources.OF_RUN, ("0", "1", "127.0.0.1:5", "job", "node 0"), strict=True))
-    assert find({**of_run, **alone, **TORCHRUN}).source == "tfposeidon run"
+    assert find({**of_run(0, 1), **alone, **TORCHRUN}).source == "tfposeidon run"
 
 
 def test_a_name_may_replace_an_address_of_ipv6():

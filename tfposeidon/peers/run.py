@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import shutil
@@ -26,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import rendezvous, sources, store
-from tfposeidon.peers.rendezvous import Client, connect, running_store_or
-from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
+from tfposeidon.peers.rendezvous import Client
+from tfposeidon.peers.runner import GRACE_S, Rank, Runner
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
@@ -77,20 +78,20 @@ def main(options: argparse.Namespace) -> int:
     """Returns the job's exit status, or 2 if the options are invalid or the ranks could not run."""
     try:
         command = read_command(options.command_line)
-        variables = rendezvous.variables()
-        job = read_job(options, variables)
-        token = read_token(options, variables, job)
-        gpus = visible_gpus(variables)
-        count = ranks_here(options.per_node, variables, gpus)
+        job = read_job(options, os.environ)
+        token = read_token(options, os.environ, job)
+        gpus = visible_gpus(os.environ)
+        count = ranks_here(options.per_node, os.environ, gpus)
         if options.output_folder:
             options.output_folder.mkdir(parents=True, exist_ok=True)
         with job_store(job, token, options.start_timeout) as client:
-            environments = _environments(job, token, client, count, gpus, options.start_timeout)
-            starts = [
-                Start(number, job.rank, command, environment)
-                for number, environment in environments.items()
-            ]
-            return asyncio.run(run_ranks(starts, client, options.output_folder))
+            own = {"ranks": count}
+            deadline = time.monotonic() + options.start_timeout
+            nodes = rendezvous.register_process(client, "nodes", job, own, deadline)
+            ranks = _ranks_of_node(
+                job, token, client, [node["ranks"] for node in nodes], gpus, command
+            )
+            return asyncio.run(run_ranks(ranks, client, options.output_folder))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
         return 2
@@ -114,37 +115,39 @@ def read_command(words: list[str]) -> list[str]:
 def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
     """Returns the job that options or a platform describe, or else a job of this node."""
     given = (options.nodes, options.node_rank, options.master)
-    found = None if any(one is not None for one in given) else sources.find(variables)
-    if found is None or found.size == 1:
-        return _job_of_options(*given)
-    if not found.one_per_node:
-        raise ValueError(
-            "`run` starts all ranks of a node, so the platform must start one process per node. "
-            f"Received from {found.source}: rank {found.rank} of {found.size}, with several "
-            "processes per node. Leave out `python -m tfposeidon run`: tfposeidon.init() finds the "
-            "other ranks."
-        )
-    return dataclasses.replace(found, unit="node")
-
-
-def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None) -> Job:
-    if None in (nodes, node_rank, master) and (nodes, node_rank, master) != (None, None, None):
+    if given == (None, None, None):
+        found = sources.find(variables)
+        if found is not None and found.size > 1:
+            return _one_per_node(found)
+        # The kernel chooses the port, because no other node needs to know it.
+        identity = f"run {secrets.token_hex(8)}"
+        return Job("the command line", 0, 1, "127.0.0.1", (0,), identity, unit="node")
+    nodes, node_rank, master = given
+    if None in given:
         raise ValueError(
             "`--nodes`, `--node-rank` and `--master` must be given together. Received: --nodes "
             f"{nodes}, --node-rank {node_rank}, --master {master}. Omit all three for one node."
         )
-    # On one node the kernel chooses the port, because no other node needs to know it.
-    host, port = sources.split_address(master or "127.0.0.1:0", "--master")
-    identity = f"run {master} {nodes}" if master else f"run {secrets.token_hex(8)}"
-    size = 1 if nodes is None else nodes
-    job = Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
+    host, port = sources.split_address(master, "--master")
+    identity = f"run {master} {nodes}"
+    job = Job("the command line", node_rank, nodes, host, (port,), identity, unit="node")
     return sources.require_ipv4(job)
+
+
+def _one_per_node(job: Job) -> Job:
+    if not job.one_per_node:
+        raise ValueError(
+            "`run` starts all ranks of a node, so the platform must start one process per node. "
+            f"Received from {job}, with several processes per node. Leave out `python -m "
+            "tfposeidon run`: tfposeidon.init() finds the other ranks."
+        )
+    return dataclasses.replace(job, unit="node")
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
     """Returns the job's token: for a single node, the default is a random one."""
     if options.token_file:
-        return sources.read_token(options.token_file)
+        variables = {**variables, sources.TOKEN_FILE: options.token_file}
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
 
 
@@ -177,57 +180,46 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 @contextlib.contextmanager
 def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Yields a client of node 0's store; on node 0, this process serves the store."""
-    server: Client | store.Store
-    if job.rank > 0:
-        server = connect(job, token, timeout_s)
-    else:
-        place = (job.host, job.ports, job.identity, token)
-        server = running_store_or(job, token, lambda: store.listen(*place))
-    if isinstance(server, Client):
-        # If this is node 0, another process serves its store: `rendezvous.register_process` reports
-        # that two processes are node 0.
-        yield server
+    client, server = rendezvous.open_store(job, token, timeout_s)
+    if server is None:
+        yield client
         return
     with server.serving():
-        here = store.loopback_address(job.host)
-        yield Client(here, server.server_address[1], server.prefix, here)
+        yield client
         if job.size > 1:
             # The ranks of this node have ended, but ranks of other nodes may still read the cause.
-            server.wait_for_exit_statuses(len(server.all(rendezvous.RANKS, 0) or ()))
+            server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
 
 
-def _environments(
-    job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
-) -> dict[int, dict[str, str]]:
-    """Returns the environment of each rank of this node once all nodes have registered."""
-    deadline = time.monotonic() + timeout_s
-    nodes = rendezvous.register_process(client, "nodes", job, {"ranks": count}, deadline)
-    first = sum(node["ranks"] for node in nodes[: job.rank])
-    common = {
-        **os.environ,
-        sources.SIZE: str(sum(node["ranks"] for node in nodes)),
-        sources.STORE: f"{client.host}:{client.port}",
-        sources.JOB: job.identity,
-        sources.NODE: f"node {job.rank}",
-        # Ranks must not buffer their output, so that `run` prints each line at once.
-        "PYTHONUNBUFFERED": "1",
-    }
+def _ranks_of_node(
+    job: Job,
+    token: str | None,
+    client: Client,
+    counts: list[int],
+    gpus: list[str],
+    command: list[str],
+) -> list[Rank]:
+    """Returns the ranks of this node; `counts` are the numbers of ranks of all nodes."""
+    # Ranks must not buffer their output, so that `run` prints each line at once.
+    common = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
         common.pop(name, None)
     if token:
         common[sources.TOKEN] = token
-    return {
-        first + index: {
-            **common,
-            sources.RANK: str(first + index),
-            # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
-            **({sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}),
-        }
-        for index in range(count)
-    }
+    place = (sum(counts), client.host, (client.port,), job.identity)
+    ranks = []
+    for index in range(counts[job.rank]):
+        number = sum(counts[: job.rank]) + index
+        own = Job("tfposeidon run", number, *place, node=f"node {job.rank}", has_store=True)
+        environment = {**common, sources.RUN: json.dumps(dataclasses.asdict(own))}
+        # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
+        if counts[job.rank] <= len(gpus):
+            environment[sources.VISIBLE_GPUS] = gpus[index]
+        ranks.append(Rank(number, job.rank, command, environment))
+    return ranks
 
 
-class _Ranks(Runner):
+class _Runner(Runner):
     """Runs the ranks of this node, and also ends them when a rank of another node has failed."""
 
     def __init__(self, client: Client, folder: Path | None) -> None:
@@ -274,19 +266,19 @@ class _Ranks(Runner):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
-async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
+async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, which is 128 + number if a signal ended the job."""
-    ranks, here = _Ranks(client, folder), f"run of node {starts[0].node}"
+    runner, here = _Runner(client, folder), f"run of node {ranks[0].node}"
     signals: list[int] = []
 
     def end(number: int) -> None:
         if signals:
-            ranks.signal(signal.SIGKILL)
+            runner.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
             # Use another thread, because a request to a lost node 0 may block for seconds.
-            loop.run_in_executor(None, ranks.leave_cause, cause)
-            ranks.cancel()
+            loop.run_in_executor(None, runner.leave_cause, cause)
+            runner.cancel()
         signals.append(number)
 
     loop = asyncio.get_running_loop()
@@ -295,13 +287,13 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, end, number)
     try:
-        await ranks.run(starts, [ranks.follow])
+        await runner.run(ranks, [runner.follow])
     except OSError as error:
-        ranks.leave_cause(f"{here} failed: {error}.")
+        runner.leave_cause(f"{here} failed: {error}.")
         raise
     except asyncio.CancelledError:
         if signals:
             return 128 + signals[0]
-        ranks.leave_cause(f"{here} could not write its output.")
+        runner.leave_cause(f"{here} could not write its output.")
         return 128 + signal.SIGPIPE
-    return ranks.status or int(ranks.failed_elsewhere)
+    return runner.status or int(runner.failed_elsewhere)

@@ -39,7 +39,9 @@ class Rank:
 
     number: int
     node: int
-    process: asyncio.subprocess.Process
+    command: list[str]
+    environment: dict[str, str]
+    process: asyncio.subprocess.Process = field(init=False)
     status: int | None = None
     wall_s: float = 0.0
     """Seconds from the start of the job to the end of the rank."""
@@ -58,14 +60,6 @@ class Rank:
             name = signal.Signals(-self.status).name
             return f"rank {self.number} was ended by {name} after {self.wall_s:.1f} s"
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
-
-
-@dataclass(frozen=True)
-class Start:
-    number: int
-    node: int
-    command: list[str]
-    environment: dict[str, str]
 
 
 Background = Sequence[Callable[[], Coroutine[None, None, None]]]
@@ -111,31 +105,38 @@ class Runner:
         assert status is not None
         return status if status >= 0 else 128 - status
 
-    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
+    async def run(self, ranks: Sequence[Rank], background: Background = ()) -> None:
         """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, or the error
         of a background task, but always ends all ranks first.
         """
+        # The terminal's encoding may not have all characters that ranks write.
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
-        watchers: list[asyncio.Task[None]] = []
+        watchers: set[asyncio.Task[None]] = set()
         tasks: set[asyncio.Task[None]] = set()
         try:
-            for start in starts:
-                process = await asyncio.create_subprocess_exec(
-                    *start.command,
-                    env=start.environment,
+            for rank in ranks:
+                rank.process = await asyncio.create_subprocess_exec(
+                    *rank.command,
+                    env=rank.environment,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     # Start a new process group, so that signals reach the rank's child processes.
                     start_new_session=True,
                 )
-                self.ranks.append(Rank(start.number, start.node, process))
+                self.ranks.append(rank)
             tasks = {asyncio.create_task(one()) for one in background}
-            watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
-            await _wait_for(watchers, tasks)
+            watchers = {asyncio.create_task(self._watch(rank)) for rank in ranks}
+            waiting = watchers | tasks
+            while waiting & watchers:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             # Ranks that the runner terminates have not failed, and `cancel` must not interrupt the
             # end.
@@ -194,17 +195,12 @@ class Runner:
         if is_startup_message(text):
             return
         rank.last_lines.append(text)
-        if not self._folder:
-            if not self._shows(rank):
-                return
-            # The terminal's encoding may not have all characters that ranks write.
-            encoding = sink.encoding or "utf-8"
-            text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
-        try:
-            print(text, file=sink, flush=True)
-        except OSError as error:
+        if self._shows(rank):
+            text = f"[{rank.number}] {text}"
+        elif not self._folder:
+            return
+        if error := _write(text, sink):
             # End the job if its output is closed, as in `lab ... | head`, or if the disk is full.
-            _discard(sink)
             if not isinstance(error, BrokenPipeError):
                 self.say(f"the job ends, because output could not be written: {error}.")
             self.cancel()
@@ -215,18 +211,14 @@ class Runner:
     def _fail(self, rank: Rank) -> None:
         if not self._shows(rank):
             for line in rank.last_lines:
-                print(f"[{rank.number}] {line}", file=sys.stderr)
+                _write(f"[{rank.number}] {line}", sys.stderr)
         self.say(str(rank))
         # Hold a reference, because asyncio has only weak references to tasks.
         self._ending = asyncio.create_task(self.end(GRACE_S))
 
     def say(self, text: str) -> None:
         """Writes a message of the runner to standard error, apart from the output of ranks."""
-        try:
-            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
-        except OSError:
-            # A closed standard error must not keep the runner from ending its ranks.
-            _discard(sys.stderr)
+        _write(f"{self.name}: {text}", sys.stderr)
 
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks and their child processes."""
@@ -246,20 +238,14 @@ class Runner:
                 await asyncio.sleep(0.05)
 
 
-def _discard(sink: TextIO) -> None:
-    """Redirects a stream to /dev/null, so that Python can flush its buffer without an error."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sink.fileno())
-    os.close(null)
-
-
-async def _wait_for(
-    watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
-) -> None:
-    """Waits for all watchers; raises the error of any watcher or background task at once."""
-    waiting = set(watchers)
-    while waiting:
-        done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        waiting, background = waiting - done, background - done
+def _write(text: str, sink: TextIO) -> OSError | None:
+    """Writes a line, or returns the error and redirects the stream to /dev/null."""
+    try:
+        print(text, file=sink, flush=True)
+    except OSError as error:
+        # Python must be able to flush the stream's buffer without another error.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sink.fileno())
+        os.close(null)
+        return error
+    return None

@@ -1,8 +1,8 @@
 """Reads the job of a process from the environment variables of its platform.
 
 Think of each source as a function from variables to a `Job`. `find` returns the job of the first
-complete source with several processes. This module takes the variables as a mapping: it neither
-reads the environment nor starts processes.
+complete source with several processes. This module takes the variables as a mapping: it does not
+read the environment.
 """
 
 from __future__ import annotations
@@ -13,27 +13,21 @@ import hashlib
 import json
 import os
 import re
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 Variables = Mapping[str, str]
 
-RANK = "TFPOSEIDON_RANK"
-SIZE = "TFPOSEIDON_SIZE"
-STORE = "TFPOSEIDON_STORE"
-JOB = "TFPOSEIDON_JOB"
-NODE = "TFPOSEIDON_NODE"
-OF_RUN = (RANK, SIZE, STORE, JOB, NODE)
-"""Variables that `run` sets for each rank."""
+RUN = "TFPOSEIDON_RUN"
+"""Variable that `run` sets for each rank: the fields of its `Job` as JSON."""
 NODES = "TFPOSEIDON_NODES"
 HOST = "TFPOSEIDON_HOST"
 PORT = "TFPOSEIDON_PORT"
 TOKEN = "TFPOSEIDON_TOKEN"
 TOKEN_FILE = "TFPOSEIDON_TOKEN_FILE"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-FULL_NAME = "HOSTNAME"
-"""Variable with this host's full name, from which `_indexed_job` derives the first pod's name."""
 
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
 """Range of the ports that a job's identity selects, below the range of outgoing connections."""
@@ -49,16 +43,11 @@ class IncompleteError(ValueError):
 class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
-    Attributes:
-      host: Host of process 0 and the store: an IPv4 address, or a name that resolves to one.
-      ports: Ports of the store, in the order in which they are tried.
-      identity: Text that identifies the job among all jobs that run at the same time.
-      node: Name of this process's node, or empty if the source does not give it.
-      members: Name or address of each process for messages, or empty.
-      one_per_node: Whether the source starts one process per node, which may start one per GPU.
-      has_store: Whether the process that set the variables already runs the store.
-      unit: Noun for a process in messages: "rank" or "node".
-      hint: Remedy to append to messages about missing processes, or empty.
+    The store is at `host`, at the first possible of `ports`. `identity` differs between all jobs
+    that run at the same time. `node` is this process's node, and `members` names all processes in
+    messages, if the source gives them. With `one_per_node`, each process may start a rank per GPU;
+    with `has_store`, the process that set the variables runs the store. `unit` is "rank" or "node",
+    and `hint` is a remedy for messages about missing processes.
     """
 
     source: str
@@ -149,14 +138,9 @@ def _all(variables: Variables) -> Iterator[Job | ValueError]:
 
 
 def token(variables: Variables) -> str | None:
-    """Returns the job's token from its variable or file, or `None` if neither is set."""
-    if path := variables.get(TOKEN_FILE):
-        return read_token(path)
-    return variables.get(TOKEN) or None
-
-
-def read_token(path: str) -> str:
-    """Returns the token in a file that only this user can access."""
+    """Returns the job's token from a file that only this user can access, or from its variable."""
+    if not (path := variables.get(TOKEN_FILE)):
+        return variables.get(TOKEN) or None
     with open(path) as stream:
         found = os.fstat(stream.fileno())
         if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (0, os.geteuid()):
@@ -191,10 +175,8 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 
 def derived_ports(identity: str) -> tuple[int, ...]:
     """Returns the ports to try for a job whose platform sets no port."""
-    digest = hashlib.sha256(identity.encode()).digest()
-    words = (digest[2 * i : 2 * i + 2] for i in range(PORT_TRIES))
-    found = (FIRST_PORT + int.from_bytes(word, "big") % PORT_COUNT for word in words)
-    return tuple(dict.fromkeys(found))
+    digest = int(hashlib.sha256(identity.encode()).hexdigest(), 16)
+    return tuple(FIRST_PORT + (digest >> 16 * i) % PORT_COUNT for i in range(PORT_TRIES))
 
 
 def _with_settings(job: Job, variables: Variables) -> Job:
@@ -223,13 +205,6 @@ def _integer(variables: Variables, name: str) -> int:
     return int(text)
 
 
-def _of_run(variables: Variables) -> Job:
-    rank, size = _integer(variables, RANK), _integer(variables, SIZE)
-    host, port = split_address(variables[STORE], STORE)
-    job, node = variables[JOB], variables[NODE]
-    return Job("tfposeidon run", rank, size, host, (port,), job, node=node, has_store=True)
-
-
 def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
     """Reads TensorFlow's description of a cluster, and numbers the ranks in the order of roles."""
     cluster, kind, index = _parsed(source, variables[source])
@@ -249,7 +224,7 @@ def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job |
             "Set the task's index (from 0), or add its address to the cluster."
         )
     addresses = [cluster[role][number] for role, number in members]
-    return _of_addresses(source, addresses, members.index((kind, index)))
+    return _of_addresses(source, addresses, members.index((kind, index)), len(members))
 
 
 def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
@@ -274,18 +249,19 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
     )
 
 
-def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
-    """Returns the job of a source that lists an address for every rank."""
+def _of_addresses(source: str, addresses: list[str], rank: int, size: int) -> Job:
+    """Returns the job of a source that lists the addresses of all ranks, or that of rank 0 only."""
     split = [split_address(address, source) for address in addresses]
     hosts = [host for host, _ in split]
     digest = hashlib.sha256(",".join(addresses).encode()).hexdigest()[:8]
-    identity = f"{source} {addresses[0]} {digest}"
+    identity = f"{source} {addresses[0]} {digest} of {size}"
+    members = tuple(addresses) if len(addresses) == size else ()
     return Job(
-        *(source, rank, len(addresses), hosts[0], (split[0][1],), identity),
+        *(source, rank, size, hosts[0], (split[0][1],), identity),
         # `Job` refuses an index beyond the list.
-        node=hosts[rank] if rank < len(hosts) else "",
-        members=tuple(addresses),
-        one_per_node=len(set(hosts)) == len(hosts),
+        node=hosts[rank] if rank < len(members) else "",
+        members=members,
+        one_per_node=len(set(hosts)) == size,
     )
 
 
@@ -321,16 +297,13 @@ def _keras(variables: Variables) -> Job:
     addresses = variables[f"{source}_JOB_ADDRESSES"].split(",")
     rank, count = _integer(variables, f"{source}_PROCESS_ID"), f"{source}_NUM_PROCESSES"
     size = _integer(variables, count) if variables.get(count) else len(addresses)
-    if size == len(addresses):
-        return _of_addresses(source, addresses, rank)
-    if len(addresses) > 1:
+    if len(addresses) not in (1, size):
         raise ValueError(
             "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
             f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Set one "
             f"address or {size}."
         )
-    host, port = split_address(addresses[0], source)
-    return Job(source, rank, size, host, (port,), f"{source} {addresses[0]} {size}")
+    return _of_addresses(source, addresses, rank, size)
 
 
 def _slurm(variables: Variables) -> Job | None:
@@ -368,7 +341,9 @@ def _indexed_job(variables: Variables) -> Job | None:
     if size == 1:
         # If each pod trains alone, its index is not a rank.
         return None
-    pod, dot, domain = variables[FULL_NAME].partition(".")
+    # Look up the name only here, because a lookup takes seconds on some networks.
+    full_name = socket.getfqdn(variables.get("HOSTNAME", ""))
+    pod, dot, domain = full_name.partition(".")
     name = pod.removesuffix(f"-{rank}")
     if name == pod:
         raise ValueError(
@@ -389,7 +364,7 @@ def _names(prefix: str, names: str) -> tuple[str, ...]:
 
 
 SOURCES = (
-    Source("tfposeidon run", OF_RUN, _of_run),
+    Source("tfposeidon run", (RUN,), lambda variables: Job(**json.loads(variables[RUN]))),
     *(
         Source(name, (name,), functools.partial(_cluster, name, roles))
         for name, roles in (
@@ -402,6 +377,6 @@ SOURCES = (
     Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
     # The first two names exclude the number of tasks, which some shells set outside of steps.
     Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
-    Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES, FULL_NAME), _indexed_job),
+    Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES), _indexed_job),
 )
 """All sources in order of precedence."""
