@@ -39,7 +39,6 @@ MEMBER = "TFPOSEIDON_MEMBER"
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-INTERFACE = "HOROVOD_GLOO_IFACE"
 START_TIMEOUT_S = 600.0
 """Default time within which all ranks must register, including the allocation of their nodes."""
 RANKS = "ranks"
@@ -54,10 +53,6 @@ _store: subprocess.Popen[str] | None = None
 
 
 # ------------------------------------------------------------------ store
-
-
-class EndingError(ConnectionError):
-    """Raised for a request to a store whose job is ending."""
 
 
 @dataclass(frozen=True)
@@ -88,21 +83,21 @@ class Client:
         another program answers. Raises `OSError` if there is no answer or the job is ending.
         """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
-        method, headers = "GET", {"Prefer": f"wait={wait_s:.3f}"}
-        if body is not None:
-            method, headers = "PUT", {"If-None-Match": "*"}
+        # The store ignores a header that concerns the other method.
+        headers = {"If-None-Match": "*", "Prefer": f"wait={wait_s:.3f}"}
         timeout_s = wait_s + ANSWER_TIMEOUT_S
         # Do not use urllib, which would send requests to the proxy in `http_proxy`.
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             with contextlib.closing(connection):
+                method = "GET" if body is None else "PUT"
                 connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
                 answer = connection.getresponse()
                 content = answer.read()
         except http.client.HTTPException as error:
             raise ConnectionError(f"the answer is not HTTP: {error!r}") from error
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise EndingError("its job is ending")
+            raise ConnectionRefusedError("its job is ending")
         job = unquote(answer.getheader(store.JOB_HEADER) or "")
         return json.loads(content) if job and content else None, job
 
@@ -195,10 +190,9 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     if job is None or job.size == 1:
         return None
     entries, client = register_ranks(job, sources.token(os.environ), timeout_s)
-    os.environ.update(horovod_variables(entries, job.rank, client))
     # Keep an interface that the user has chosen.
-    for name, value in interface_variables(entries, job.rank).items():
-        os.environ.setdefault(name, value)
+    interface = interface_variables(entries, job.rank) | os.environ
+    os.environ.update(interface | horovod_variables(entries, job.rank, client))
     os.environ[MEMBER] = f"{os.getpid()} {os.environ[STORE_ADDRESS]}"
     # Jobs that this rank starts must not inherit the variable of `run`.
     os.environ.pop(sources.RUN, None)
@@ -258,8 +252,7 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
             found = client.all(scope, job.size, deadline - time.monotonic())
         except OSError as error:
             # Other errors, such as a reset connection, do not show that the store has ended.
-            is_gone = isinstance(error, EndingError | ConnectionRefusedError)
-            if is_gone or time.monotonic() > deadline:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise RuntimeError(
                     f"The store of {job.unit} 0 must answer until all {job.unit}s have "
                     f"registered. Received: {error} at {client.host}:{client.port}, which had "
@@ -344,7 +337,7 @@ def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
     # to another node.
     address = _address_towards(elsewhere) if own.node == first.node else own.address
     name = _interface_of(address)
-    return {INTERFACE: name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name} if name else {}
 
 
 def _address_towards(host: str) -> str:

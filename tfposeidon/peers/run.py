@@ -85,12 +85,13 @@ def main(options: argparse.Namespace) -> int:
         if options.output_folder:
             options.output_folder.mkdir(parents=True, exist_ok=True)
         with job_store(job, token, options.start_timeout) as client:
-            own = {"ranks": count}
-            deadline = time.monotonic() + options.start_timeout
+            own, deadline = {"ranks": count}, time.monotonic() + options.start_timeout
             nodes = rendezvous.register_process(client, "nodes", job, own, deadline)
-            ranks = _ranks_of_node(
-                job, token, client, [node["ranks"] for node in nodes], gpus, command
-            )
+            counts = [node["ranks"] for node in nodes]
+            ranks = [
+                Rank(number, job.rank, command, environment)
+                for number, environment in _environments(job, token, client, counts, gpus)
+            ]
             return asyncio.run(run_ranks(ranks, client, options.output_folder))
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
@@ -117,11 +118,17 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
     given = (options.nodes, options.node_rank, options.master)
     if given == (None, None, None):
         found = sources.find(variables)
-        if found is not None and found.size > 1:
-            return _one_per_node(found)
-        # The kernel chooses the port, because no other node needs to know it.
-        identity = f"run {secrets.token_hex(8)}"
-        return Job("the command line", 0, 1, "127.0.0.1", (0,), identity, unit="node")
+        if found is None or found.size == 1:
+            # The kernel chooses the port, because no other node needs to know it.
+            identity = f"run {secrets.token_hex(8)}"
+            return Job("the command line", 0, 1, "127.0.0.1", (0,), identity, unit="node")
+        if not found.one_per_node:
+            raise ValueError(
+                "`run` starts all ranks of a node, so the platform must start one process per "
+                f"node. Received from {found}, with several processes per node. Leave out `python "
+                "-m tfposeidon run`: tfposeidon.init() finds the other ranks."
+            )
+        return dataclasses.replace(found, unit="node")
     nodes, node_rank, master = given
     if None in given:
         raise ValueError(
@@ -131,17 +138,7 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
     host, port = sources.split_address(master, "--master")
     identity = f"run {master} {nodes}"
     job = Job("the command line", node_rank, nodes, host, (port,), identity, unit="node")
-    return sources.require_ipv4(job)
-
-
-def _one_per_node(job: Job) -> Job:
-    if not job.one_per_node:
-        raise ValueError(
-            "`run` starts all ranks of a node, so the platform must start one process per node. "
-            f"Received from {job}, with several processes per node. Leave out `python -m "
-            "tfposeidon run`: tfposeidon.init() finds the other ranks."
-        )
-    return dataclasses.replace(job, unit="node")
+    return sources.with_settings(job, {})
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
@@ -181,42 +178,28 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
     """Yields a client of node 0's store; on node 0, this process serves the store."""
     client, server = rendezvous.open_store(job, token, timeout_s)
-    if server is None:
+    with server.serving() if server else contextlib.nullcontext():
         yield client
-        return
-    with server.serving():
-        yield client
-        if job.size > 1:
+        if server and job.size > 1:
             # The ranks of this node have ended, but ranks of other nodes may still read the cause.
             server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
 
 
-def _ranks_of_node(
-    job: Job,
-    token: str | None,
-    client: Client,
-    counts: list[int],
-    gpus: list[str],
-    command: list[str],
-) -> list[Rank]:
-    """Returns the ranks of this node; `counts` are the numbers of ranks of all nodes."""
-    # Ranks must not buffer their output, so that `run` prints each line at once.
-    common = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
-        common.pop(name, None)
-    if token:
-        common[sources.TOKEN] = token
+def _environments(
+    job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yields number and environment of each rank of this node, from the counts of all nodes."""
     place = (sum(counts), client.host, (client.port,), job.identity)
-    ranks = []
-    for index in range(counts[job.rank]):
-        number = sum(counts[: job.rank]) + index
-        own = Job("tfposeidon run", number, *place, node=f"node {job.rank}", has_store=True)
-        environment = {**common, sources.RUN: json.dumps(dataclasses.asdict(own))}
+    first, count = sum(counts[: job.rank]), counts[job.rank]
+    for index in range(count):
+        own = Job("tfposeidon run", first + index, *place, node=f"node {job.rank}", has_store=True)
         # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
-        if counts[job.rank] <= len(gpus):
-            environment[sources.VISIBLE_GPUS] = gpus[index]
-        ranks.append(Rank(number, job.rank, command, environment))
-    return ranks
+        visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
+        # An empty variable counts as unset. Output is not buffered, so that `run` prints each line
+        # at once.
+        common = {sources.TOKEN_FILE: "", rendezvous.MEMBER: "", "PYTHONUNBUFFERED": "1"}
+        common |= {sources.TOKEN: token or "", sources.RUN: json.dumps(dataclasses.asdict(own))}
+        yield own.rank, {**os.environ, **common, **visible}
 
 
 class _Runner(Runner):
@@ -244,9 +227,9 @@ class _Runner(Runner):
         # status 0.
         self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
-        if self.first_failed is None:
+        if self.status == 0:
             self.say(f"the job ends. {cause}")
-            self._ended = True
+            self._task = None
             await self.end(0.0)
 
     def _fail(self, rank: Rank) -> None:

@@ -85,25 +85,13 @@ class Runner:
     ) -> None:
         self.name = name
         self.ranks: list[Rank] = []
-        self.first_failed: Rank | None = None
+        self.status = 0
+        """Exit status of the first failed rank (128 + number for a signal), or 0."""
         self._show = show
         self._folder = folder
         self._termination_s = termination_s
-        self._ending: asyncio.Task[None] | None = None
-        self._ended = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds from the start of the job to the end of its slowest rank."""
-        return max((rank.wall_s for rank in self.ranks), default=0.0)
-
-    @property
-    def status(self) -> int:
-        """Exit status of the job: 0, or of the first failed rank (128 + number for a signal)."""
-        status = self.first_failed.status if self.first_failed else 0
-        assert status is not None
-        return status if status >= 0 else 128 - status
+        """Task of `run` until it ends the ranks."""
 
     async def run(self, ranks: Sequence[Rank], background: Background = ()) -> None:
         """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
@@ -140,7 +128,7 @@ class Runner:
         finally:
             # Ranks that the runner terminates have not failed, and `cancel` must not interrupt the
             # end.
-            self._ended, self._task = True, None
+            self._task = None
             for task in tasks:
                 task.cancel()
             await self.end(0.0)
@@ -167,9 +155,9 @@ class Runner:
         # Decide now which rank failed first, because another one may fail in the meantime. Report
         # the failure later, because the pipe may still contain the last lines, which the report
         # shows.
-        failed_first = status != 0 and self.first_failed is None and not self._ended
+        failed_first = status != 0 and self.status == 0 and self._task is not None
         if failed_first:
-            self.first_failed = rank
+            self.status = status if status > 0 else 128 - status
         _, still_open = await asyncio.wait(output, timeout=DRAIN_S)
         for task in still_open:
             task.cancel()
@@ -179,6 +167,7 @@ class Runner:
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)
+            await self.end(GRACE_S)
 
     async def _pass_on(self, rank: Rank, source: asyncio.StreamReader | None, sink: TextIO) -> None:
         assert source is not None
@@ -213,8 +202,6 @@ class Runner:
             for line in rank.last_lines:
                 _write(f"[{rank.number}] {line}", sys.stderr)
         self.say(str(rank))
-        # Hold a reference, because asyncio has only weak references to tasks.
-        self._ending = asyncio.create_task(self.end(GRACE_S))
 
     def say(self, text: str) -> None:
         """Writes a message of the runner to standard error, apart from the output of ranks."""

@@ -80,23 +80,6 @@ class Job:
         return f"{self.source}: {self.unit} {self.rank} of {self.size}"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Platform with variables `names`; it is present if one of the first two is set."""
-
-    name: str
-    names: tuple[str, ...]
-    read: Callable[[Variables], Job | None]
-
-    def job(self, variables: Variables) -> Job | None:
-        """Returns the job, or `None` if the source is absent; raises if it is incomplete."""
-        if not any(variables.get(name) for name in self.names[:2]):
-            return None
-        if missing := [name for name in self.names if not variables.get(name)]:
-            raise IncompleteError(f"{self.name} lacks {', '.join(missing)}")
-        return self.read(variables)
-
-
 def find(variables: Variables) -> Job | None:
     """Returns the job of the first complete source, or `None` if there is no source.
 
@@ -111,7 +94,7 @@ def find(variables: Variables) -> Job | None:
         elif isinstance(found, ValueError):
             raise found
         elif found.size > 1 or found.has_store:
-            return found if found.has_store else _with_settings(found, variables)
+            return found if found.has_store else with_settings(found, variables)
         else:
             alone = alone or found
     if lacks and alone is None:
@@ -129,9 +112,14 @@ def describe(variables: Variables) -> list[str]:
 
 
 def _all(variables: Variables) -> Iterator[Job | ValueError]:
-    for source in SOURCES:
+    for name, names, read in SOURCES:
+        missing = [one for one in names if not variables.get(one)]
+        if missing[:2] == [*names[:2]]:
+            continue
         try:
-            if (job := source.job(variables)) is not None:
+            if missing:
+                yield IncompleteError(f"{name} lacks {', '.join(missing)}")
+            elif job := read(variables):
                 yield job
         except ValueError as error:
             yield error
@@ -179,21 +167,16 @@ def derived_ports(identity: str) -> tuple[int, ...]:
     return tuple(FIRST_PORT + (digest >> 16 * i) % PORT_COUNT for i in range(PORT_TRIES))
 
 
-def _with_settings(job: Job, variables: Variables) -> Job:
-    """Replaces the store's host and port if the user has set `HOST` or `PORT`."""
+def with_settings(job: Job, variables: Variables) -> Job:
+    """Returns a job with the host and port that the user has set; refuses IPv6 addresses."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
-    return require_ipv4(dataclasses.replace(job, host=host, ports=ports))
-
-
-def require_ipv4(job: Job) -> Job:
-    """Returns a job; raises `ValueError` if its processes would need an IPv6 address."""
-    if ":" in job.host and job.size > 1:
+    if ":" in host and job.size > 1:
         raise ValueError(
             "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
-            f"from {job.source}: {job.host!r}. Set {HOST} to such a name."
+            f"from {job.source}: {host!r}. Set {HOST} to such a name."
         )
-    return job
+    return dataclasses.replace(job, host=host, ports=ports)
 
 
 def _integer(variables: Variables, name: str) -> int:
@@ -328,12 +311,7 @@ def first_host(nodes: str) -> str:
     >>> first_host("rack[2-3]n[01-03,07],gpu1")
     'rack2n01'
     """
-    first = re.match(r"(\[[^\]]*\]|[^,\[])+", nodes)
-    if first is None:
-        raise ValueError(
-            f"SLURM_STEP_NODELIST must name nodes. Received: {nodes!r}. Start the step with srun."
-        )
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def _indexed_job(variables: Variables) -> Job | None:
@@ -342,8 +320,7 @@ def _indexed_job(variables: Variables) -> Job | None:
         # If each pod trains alone, its index is not a rank.
         return None
     # Look up the name only here, because a lookup takes seconds on some networks.
-    full_name = socket.getfqdn(variables.get("HOSTNAME", ""))
-    pod, dot, domain = full_name.partition(".")
+    pod, dot, domain = socket.getfqdn(variables.get("HOSTNAME", "")).partition(".")
     name = pod.removesuffix(f"-{rank}")
     if name == pod:
         raise ValueError(
@@ -363,20 +340,23 @@ def _names(prefix: str, names: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in names.split())
 
 
-SOURCES = (
-    Source("tfposeidon run", (RUN,), lambda variables: Job(**json.loads(variables[RUN]))),
+SOURCES: tuple[tuple[str, tuple[str, ...], Callable[[Variables], Job | None]], ...] = (
+    ("tfposeidon run", (RUN,), lambda variables: Job(**json.loads(variables[RUN]))),
     *(
-        Source(name, (name,), functools.partial(_cluster, name, roles))
+        (name, (name,), functools.partial(_cluster, name, roles))
         for name, roles in (
             ("TF_CONFIG", ("chief", "master", "worker")),
             ("CLUSTER_SPEC", ("workerpool0", "workerpool1")),
         )
     ),
-    Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
-    Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
-    Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
+    ("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
+    ("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
+    ("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
     # The first two names exclude the number of tasks, which some shells set outside of steps.
-    Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
-    Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES), _indexed_job),
+    ("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
+    ("Indexed Job", ("JOB_COMPLETION_INDEX", NODES), _indexed_job),
 )
-"""All sources in order of precedence."""
+"""Name, variables and function of each source in order of precedence.
+
+A source is present if one of its first two variables is set.
+"""
