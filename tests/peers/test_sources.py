@@ -166,7 +166,7 @@ def test_the_first_complete_source_counts():
     both = {**cluster("worker", 0, worker=["a:1", "b:1"]), **TORCHRUN}
     assert find(both).source == "TF_CONFIG"
     assert find({**SLURM, "RANK": "0"}).source == "SLURM"
-    assert sources.describe({**SLURM, "RANK": "0"}) == [
+    assert [*map(str, sources.jobs({**SLURM, "RANK": "0"}))] == [
         "torchrun lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         "SLURM: rank 3 of 4",
     ]
@@ -253,7 +253,7 @@ def test_incomplete_sources_are_named(variables, message):
 def test_contradictions_are_errors(variables, message):
     with pytest.raises(ValueError, match=message):
         find(variables)
-    assert sources.describe(variables)
+    assert [*sources.jobs(variables)]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Job(Runner):
         ]
         faults = (partial(self._inject, fault) for fault in self._faults)
         try:
-            await self.run(ranks, [*faults, self._sample])
+            await self.run(ranks, *faults, self._sample)
         finally:
             self._take_sample()
 

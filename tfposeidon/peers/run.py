@@ -270,7 +270,7 @@ async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> i
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, end, number)
     try:
-        await runner.run(ranks, [runner.follow])
+        await runner.run(ranks, runner.follow)
     except OSError as error:
         runner.leave_cause(f"{here} failed: {error}.")
         raise

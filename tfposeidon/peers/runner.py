@@ -35,15 +35,15 @@ LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 @dataclass
 class Rank:
-    """Process of a job; `status` is negative for a signal, and `None` while the rank runs."""
+    """Process of a job; once it has ended, `status` is negative for a signal."""
 
     number: int
     node: int
     command: list[str]
     environment: dict[str, str]
     process: asyncio.subprocess.Process = field(init=False)
-    status: int | None = None
-    wall_s: float = 0.0
+    status: int = field(init=False)
+    wall_s: float = field(init=False)
     """Seconds from the start of the job to the end of the rank."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
@@ -54,16 +54,10 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def __str__(self) -> str:
-        if self.status is None:
-            return f"rank {self.number} runs"
         if self.status < 0:
             name = signal.Signals(-self.status).name
             return f"rank {self.number} was ended by {name} after {self.wall_s:.1f} s"
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
-
-
-Background = Sequence[Callable[[], Coroutine[None, None, None]]]
-"""Functions that run concurrently with the ranks."""
 
 
 class Runner:
@@ -93,7 +87,9 @@ class Runner:
         self._task: asyncio.Task[None] | None = None
         """Task of `run` until it ends the ranks."""
 
-    async def run(self, ranks: Sequence[Rank], background: Background = ()) -> None:
+    async def run(
+        self, ranks: Sequence[Rank], *background: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
         """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, or the error
@@ -219,9 +215,9 @@ class Runner:
         for number, wait_s in steps:
             self.signal(number)
             deadline = time.monotonic() + wait_s
-            while any(rank.process.returncode is None for rank in self.ranks):
-                if time.monotonic() >= deadline:
-                    break
+            while time.monotonic() < deadline and any(
+                r.process.returncode is None for r in self.ranks
+            ):
                 await asyncio.sleep(0.05)
 
 

@@ -88,7 +88,7 @@ def find(variables: Variables) -> Job | None:
     are present are incomplete.
     """
     alone, lacks = None, []
-    for found in _all(variables):
+    for found in jobs(variables):
         if isinstance(found, IncompleteError):
             lacks.append(str(found))
         elif isinstance(found, ValueError):
@@ -106,12 +106,8 @@ def find(variables: Variables) -> Job | None:
     return alone
 
 
-def describe(variables: Variables) -> list[str]:
-    """Returns one line per source that is present: its job or its problem."""
-    return [str(found) for found in _all(variables)]
-
-
-def _all(variables: Variables) -> Iterator[Job | ValueError]:
+def jobs(variables: Variables) -> Iterator[Job | ValueError]:
+    """Yields the job or the problem of each source that is present."""
     for name, names, read in SOURCES:
         missing = [one for one in names if not variables.get(one)]
         if missing[:2] == [*names[:2]]:
@@ -255,17 +251,16 @@ def _torchrun(variables: Variables) -> Job:
         # With `nprocPerNode`, a PyTorchJob counts pods in RANK, but processes in WORLD_SIZE.
         size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
-    run = variables.get("TORCHELASTIC_RUN_ID", "")
     # Ignore restarts on several nodes, because the agents may count them differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Leave the address out of the identity: some operators set it to "localhost" on the master.
+    run = variables.get("TORCHELASTIC_RUN_ID", "")
     identity = f"torchrun {port} {run} of {size} restart {restarts}"
     # If this variable is "True", torchrun's agent listens on the port.
-    taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ports = derived_ports(identity) if taken else (port,)
-    host = variables["MASTER_ADDR"]
-    return Job("torchrun", rank, size, host, ports, identity, one_per_node=per_node)
+    is_taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = (variables["MASTER_ADDR"], derived_ports(identity) if is_taken else (port,), identity)
+    return Job("torchrun", rank, size, *place, one_per_node=per_node)
 
 
 def _trainjob(variables: Variables) -> Job:

@@ -87,21 +87,17 @@ class Store(ThreadingHTTPServer):
             return self._values[scope].setdefault(key, value)
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> bytes | None:
-        """Returns a value as soon as it exists, or `None` after `wait_s`."""
+        """Returns a value, or a scope as JSON (`?count=N`), or `None` if missing after `wait_s`."""
         with self._changed:
             values = self._values[scope]
-            self._changed.wait_for(lambda: key in values, wait_s)
-            return values.get(key)
-
-    def all(self, scope: str, count: int, wait_s: float = 0.0) -> bytes | None:
-        """Returns a scope as JSON once it has `count` values, or `None` after `wait_s`."""
-        with self._changed:
-            values = self._values[scope]
+            if not key.startswith(COUNT):
+                self._changed.wait_for(lambda: key in values, wait_s)
+                return values.get(key)
+            count = int(key.removeprefix(COUNT))
             # Stop waiting if the job is ending, because no more ranks register.
             self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
-            if len(values) < count:
-                return None
-            return json.dumps({key: json.loads(value) for key, value in values.items()}).encode()
+            found = {key: json.loads(value) for key, value in values.items()}
+            return json.dumps(found).encode() if len(found) >= count else None
 
     def delete(self, scope: str, key: str) -> None:
         with self._changed:
@@ -152,10 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self, scope: str, key: str) -> tuple[HTTPStatus, bytes]:
         wait_s = float(self.headers.get("Prefer", "wait=0").removeprefix("wait="))
-        if key.startswith(COUNT):
-            value = self.server.all(scope, int(key.removeprefix(COUNT)), wait_s)
-        else:
-            value = self.server.get(scope, key, wait_s)
+        value = self.server.get(scope, key, wait_s)
         return (HTTPStatus.NOT_FOUND, b"") if value is None else (HTTPStatus.OK, value)
 
     def _put(self, scope: str, key: str) -> tuple[HTTPStatus, bytes]:
