@@ -29,6 +29,9 @@ _UNSEEDED = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "Fraction
 # This pattern matches ops that change a variable.
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
+# These arguments of ops are names of files.
+_PATHS = {"filename", "filenames", "pattern"}
+
 # These classes of steps, without "Dataset", make one element from each element.
 _ELEMENTWISE = {"Map", "ParallelMap", "Prefetch", "Options", "Restructured"}
 # These steps make any number of elements from each element.
@@ -75,7 +78,8 @@ def drawing_ops(names: set[str]) -> set[str]:
 
 def file_ops(names: set[str]) -> set[str]:
     """Returns the names of ops that read files by their file names."""
-    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
+    found = {name: op_def_registry.get(name) for name in names}
+    return {name for name, op in found.items() if op and _PATHS & {a.name for a in op.input_arg}}
 
 
 def datasets(data: Any) -> Iterator[tf.data.Dataset]:
@@ -108,20 +112,14 @@ def serialized(dataset: tf.data.Dataset) -> Any:
 def _draws(name: str) -> bool:
     # Ops whose results differ between runs are stateful, and have a seed or a generator, read a
     # clock, or change a variable. Generators of Keras's random layers change a variable.
+    if name in _UNSEEDED:
+        return True
     op = op_def_registry.get(name)
-    if name in _UNSEEDED or op is None or not op.is_stateful:
-        return name in _UNSEEDED
     # Datasets within a function are analyzed separately.
-    if re.search(r"Dataset(V\d+)?$", name):
+    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", name):
         return False
-    has_seed = any(attribute.name == "seed" for attribute in op.attr)
-    has_generator = bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or has_generator or re.match(_WRITES, name) is not None
-
-
-def _inputs(name: str) -> set[str]:
-    op = op_def_registry.get(name)
-    return set() if op is None else {argument.name for argument in op.input_arg}
+    arguments = {argument.name for argument in (*op.attr, *op.input_arg)}
+    return bool(arguments & {"seed", "alg", "algorithm"}) or re.match(_WRITES, name) is not None
 
 
 # ------------------------------------------------------------------ share
@@ -284,7 +282,7 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
     # Steps use the latest version of their op.
     names = (f"{kind}Dataset{version}" for version in ("V4", "V3", "V2", ""))
     op = next(getattr(tf.raw_ops, name) for name in names if hasattr(tf.raw_ops, name))
-    given = _arguments(step, kind) | {"input_dataset": tf.data.experimental.to_variant(share)}
+    given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
     if given.get("filename", b"") != b"":
         given["filename"] = tf.strings.join([given["filename"], suffix])
     parameters = inspect.signature(op).parameters
@@ -294,25 +292,21 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
     return again
 
 
-def _arguments(step: tf.data.Dataset, kind: str) -> dict[str, Any]:
+def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
     """Returns the arguments of a step's op by name, among other values."""
     # TensorFlow's constructors of steps pass the same values to the op.
     found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
     found |= step._common_args
+    found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
+    found["cache"] = tf.raw_ops.DummyMemoryCache()
+    found["deterministic"] = _deterministic(step)
     for name, value in list(found.items()):
-        if hasattr(value, "function"):
-            found |= {"f": value.function, name: value.function}
+        if name in ("padded_shapes", "padding_values"):
+            found[name] = tf.nest.flatten(value)
+        elif hasattr(value, "function"):
             captured = value.function.captured_inputs
+            found |= {"f": value.function, name: value.function}
             found |= {"other_arguments": captured, f"{name}_other_arguments": captured}
-    for name in ("padded_shapes", "padding_values"):
-        if name in found:
-            found[name] = tf.nest.flatten(found[name])
-    if kind == "ParallelInterleave":
-        found["deterministic"] = _deterministic(step)
-    if kind == "Shuffle":
-        found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
-    if kind == "Cache":
-        found["cache"] = tf.raw_ops.DummyMemoryCache()
     return found
 
 

@@ -105,17 +105,12 @@ class _ShareOfBatches(keras.utils.PyDataset):
     """`PyDataset` with every `size`-th batch of another one, and the same worker settings."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
-        super().__init__(
-            workers=data.workers,
-            use_multiprocessing=data.use_multiprocessing,
-            max_queue_size=data.max_queue_size,
-        )
+        super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)
         self._data, self._rank, self._size = data, rank, size
 
     @property
     @override
     def num_batches(self) -> int | None:
-        """Number of batches of this rank, or `None` if infinite."""
         number = self._data.num_batches
         return None if number is None else len(range(self._rank, number, self._size))
 
