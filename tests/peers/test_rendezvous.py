@@ -14,7 +14,7 @@ import pytest
 
 from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import rendezvous, run, sources, store
+from tfposeidon.peers import rendezvous, sources, store
 from tfposeidon.peers.rendezvous import Client, Entry
 from tfposeidon.peers.sources import Job
 
@@ -208,7 +208,9 @@ def test_a_store_answers_at_any_loopback_address(monkeypatch):
         assert rendezvous.open_store(there, "secret", 5.0)[1] is None
     ports = found.server_address[1:]
     own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
-    with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:
+    of_run = dataclasses.replace(own, identity="of run")
+    reached, served = rendezvous.open_store(of_run, "secret", 5.0)
+    with served.serving():
         reached.put_first("nodes", "0", "node 0")
     start, started = store.start_process, []
 

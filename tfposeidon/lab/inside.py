@@ -96,7 +96,7 @@ class Job(Runner):
             cluster=self._network.cluster,
             command=command,
             exit_status=self.status,
-            wall_s=max(rank.wall_s for rank in self.ranks),
+            wall_s=self.wall_s,
             ranks=[
                 {"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s}
                 for r in self.ranks

@@ -38,6 +38,7 @@ MEMBER = "TFPOSEIDON_MEMBER"
 """Variable with the rank's process and store; `_refuse_child` detects child processes with it."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+INTERFACE = "HOROVOD_GLOO_IFACE"
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 START_TIMEOUT_S = 600.0
 """Default time within which all ranks must register, including the allocation of their nodes."""
@@ -337,7 +338,7 @@ def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
     # to another node.
     address = _address_towards(elsewhere) if own.node == first.node else own.address
     name = _interface_of(address)
-    return {"HOROVOD_GLOO_IFACE": name, "NCCL_SOCKET_IFNAME": name} if name else {}
+    return {INTERFACE: name, "NCCL_SOCKET_IFNAME": name} if name else {}
 
 
 def _address_towards(host: str) -> str:

@@ -77,27 +77,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the job's exit status, or 2 if the options are invalid or the ranks could not run."""
     try:
-        command = read_command(options.command_line)
-        job = read_job(options, os.environ)
-        token = read_token(options, os.environ, job)
-        gpus = visible_gpus(os.environ)
-        count = ranks_here(options.per_node, os.environ, gpus)
-        if options.output_folder:
-            options.output_folder.mkdir(parents=True, exist_ok=True)
-        with job_store(job, token, options.start_timeout) as client:
-            own, deadline = {"ranks": count}, time.monotonic() + options.start_timeout
-            nodes = rendezvous.register_process(client, "nodes", job, own, deadline)
-            counts = [node["ranks"] for node in nodes]
-            ranks = [
-                Rank(number, job.rank, command, environment)
-                for number, environment in _environments(job, token, client, counts, gpus)
-            ]
-            return asyncio.run(run_ranks(ranks, client, options.output_folder))
+        return _run(options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = read_command(options.command_line)
+    job = read_job(options, os.environ)
+    token = read_token(options, os.environ, job)
+    gpus = visible_gpus(os.environ)
+    own = {"ranks": ranks_here(options.per_node, os.environ, gpus)}
+    if options.output_folder:
+        options.output_folder.mkdir(parents=True, exist_ok=True)
+    client, server = rendezvous.open_store(job, token, options.start_timeout)
+    with server.serving() if server else contextlib.nullcontext():
+        deadline = time.monotonic() + options.start_timeout
+        nodes = rendezvous.register_process(client, "nodes", job, own, deadline)
+        counts = [node["ranks"] for node in nodes]
+        ranks = [
+            Rank(number, job.rank, command, environment)
+            for number, environment in _environments(job, token, client, counts, gpus)
+        ]
+        status = asyncio.run(run_ranks(ranks, client, options.output_folder))
+        if server and job.size > 1:
+            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
+            server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
+    return status
 
 
 def read_command(words: list[str]) -> list[str]:
@@ -172,17 +181,6 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
             "machine, such as --per-node 2."
         )
     return count
-
-
-@contextlib.contextmanager
-def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
-    """Yields a client of node 0's store; on node 0, this process serves the store."""
-    client, server = rendezvous.open_store(job, token, timeout_s)
-    with server.serving() if server else contextlib.nullcontext():
-        yield client
-        if server and job.size > 1:
-            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
-            server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
 
 
 def _environments(

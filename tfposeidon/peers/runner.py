@@ -87,6 +87,11 @@ class Runner:
         self._task: asyncio.Task[None] | None = None
         """Task of `run` until it ends the ranks."""
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start of the job to the end of its slowest rank."""
+        return max(rank.wall_s for rank in self.ranks)
+
     async def run(
         self, ranks: Sequence[Rank], *background: Callable[[], Coroutine[None, None, None]]
     ) -> None:
