@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tfposeidon.peers import sources
-from tfposeidon.peers.sources import IncompleteError, Job, find
+from tfposeidon.peers.sources import Job, find
 
 TORCHRUN = {
     "RANK": "1",
@@ -197,7 +197,7 @@ def test_a_name_may_replace_an_address_of_ipv6():
     ],
 )
 def test_incomplete_sources_are_named(variables, message):
-    with pytest.raises(IncompleteError, match=rf"must be complete\. Received: {message}"):
+    with pytest.raises(ValueError, match=rf"must be complete\. Received: {message}"):
         find(variables)
 
 

@@ -167,8 +167,7 @@ def groups(step: tf.data.Dataset) -> bool:
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Other steps depend on the positions or the number of all elements, and must precede
-    # the slice.
+    # Other steps depend on the positions or the number of all elements: the slice follows them.
     whole = [i for i, step in enumerate(steps) if i and _step_kind(step) not in _APPLICABLE]
     start = whole[-1] if whole else 0
     if start >= end:
@@ -197,8 +196,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
 def is_share(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset has a `shard` step, including in functions of steps."""
     return any(
-        _step_kind(step) == "Shard"
-        or any(node.op == "ShardDataset" for node in nodes_of_step(step))
+        "ShardDataset" in {kind_of(step), *(node.op for node in nodes_of_step(step))}
         for step in unwrapped_datasets(dataset)
     )
 
@@ -210,8 +208,8 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
         if groups(steps[index]):
             break
         if _step_kind(steps[index]) in _SELECTING:
-            reads_files = bool(file_ops({node.op for node in nodes_of_step(steps[index])}))
-            if reads_files and int(steps[index - 1].cardinality()) >= size:
+            ops = {node.op for node in nodes_of_step(steps[index])}
+            if file_ops(ops) and int(steps[index - 1].cardinality()) >= size:
                 break
             position = index
     return position

@@ -35,10 +35,6 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """First step number of SLURM's batch scripts and shells, which run as one process."""
 
 
-class IncompleteError(ValueError):
-    """Raised if only some of a source's variables are set."""
-
-
 @dataclass(frozen=True)
 class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
@@ -84,13 +80,12 @@ def find(variables: Variables) -> Job | None:
     """Returns the job of the first complete source, or `None` if there is no source.
 
     A job of one process counts only if `run` has started it or no source has a larger job. Raises
-    `ValueError` if an earlier source contradicts itself, or `IncompleteError` if all sources that
-    are present are incomplete.
+    `ValueError` if an earlier source contradicts itself, or if all sources are incomplete.
     """
     alone, lacks = None, []
     for found in jobs(variables):
-        if isinstance(found, IncompleteError):
-            lacks.append(str(found))
+        if isinstance(found, str):
+            lacks.append(found)
         elif isinstance(found, ValueError):
             raise found
         elif found.size > 1 or found.has_store:
@@ -98,7 +93,7 @@ def find(variables: Variables) -> Job | None:
         else:
             alone = alone or found
     if lacks and alone is None:
-        raise IncompleteError(
+        raise ValueError(
             "The environment variables that describe a job must be complete. Received: "
             f"{'; '.join(lacks)}. Set the missing variables, or unset the others to run a single "
             "process."
@@ -106,15 +101,15 @@ def find(variables: Variables) -> Job | None:
     return alone
 
 
-def jobs(variables: Variables) -> Iterator[Job | ValueError]:
-    """Yields the job or the problem of each source that is present."""
+def jobs(variables: Variables) -> Iterator[Job | ValueError | str]:
+    """Yields the job, the contradiction or a text with the missing variables of each source."""
     for name, names, read in SOURCES:
         missing = [one for one in names if not variables.get(one)]
         if missing[:2] == [*names[:2]]:
             continue
         try:
             if missing:
-                yield IncompleteError(f"{name} lacks {', '.join(missing)}")
+                yield f"{name} lacks {', '.join(missing)}"
             elif job := read(variables):
                 yield job
         except ValueError as error:
