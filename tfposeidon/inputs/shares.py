@@ -96,9 +96,10 @@ def _rows(data: Any, rows: slice) -> Any:
             "the same samples together, and others in a separate call."
         )
 
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else getattr(leaf, "iloc", leaf)[rows], data
-    )
+    def share(leaf: Any) -> Any:
+        return None if leaf is None else getattr(leaf, "iloc", leaf)[rows]
+
+    return keras.tree.map_structure(share, data)
 
 
 class _ShareOfBatches(keras.utils.PyDataset):
