@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from tests.peers.test_sources import SLURM, TORCHRUN, cluster
+from tests.peers.test_sources import SLURM, TORCHRUN, cluster, of_run
 from tfposeidon.commands import check
 from tfposeidon.communication import launcher, start
 from tfposeidon.communication.launcher import ProcessRank
-from tfposeidon.peers import rendezvous, sources
+from tfposeidon.peers import rendezvous
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -17,8 +17,8 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
-RUN = dict(zip(sources.OF_RUN, ("1", "2", "127.0.0.1:5", "job", "node 0"), strict=True))
-ALONE_IN_RUN = {**RUN, sources.RANK: "0", sources.SIZE: "1"}
+RUN = of_run(1, 2)
+ALONE_IN_RUN = of_run(0, 1)
 ONE_WORKER = cluster("worker", 0, worker=["a:1"])
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +14,7 @@ import pytest
 
 from tests.peers.test_sources import SLURM
 from tfposeidon.communication import launcher
-from tfposeidon.peers import rendezvous, run, sources, store
+from tfposeidon.peers import rendezvous, sources, store
 from tfposeidon.peers.rendezvous import Client, Entry
 from tfposeidon.peers.sources import Job
 
@@ -23,7 +24,8 @@ PREFIX = store.prefix_of(IDENTITY, "secret")
 
 @pytest.fixture
 def server():
-    with store.Store(("127.0.0.1", 0), IDENTITY, PREFIX) as found, found.serving():
+    found = store.listen("127.0.0.1", (0,), IDENTITY, "secret")
+    with found.serving():
         yield found
 
 
@@ -83,26 +85,17 @@ def published(server, rank):
 
 
 @pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
-def test_a_second_process_with_one_rank_is_an_error_with_both(server, monkeypatch, other):
+def test_a_second_process_with_one_rank_is_an_error_with_both(server, other):
     """Also a restarted container, which has the host name and process number of the first."""
-    monkeypatch.setattr(rendezvous, "this_process", lambda: THERE)
-    with ThreadPoolExecutor() as ranks:
-        first = ranks.submit(meet, server, 1)
-        published(server, 1)
-        second = {**THERE, **other}
-        monkeypatch.setattr(rendezvous, "this_process", lambda: second)
-        message = f"process 7 on there and process {second['process']} on {second['host']}"
-        with pytest.raises(RuntimeError, match=message):
-            meet(server, 1)
-        meet(server, 0)
-        first.result()
-
-
-def test_a_start_is_drawn_once_per_process():
-    assert rendezvous.this_process() == rendezvous.this_process()
-    drawn = rendezvous.start_text()
-    rendezvous.start_text.cache_clear()
-    assert rendezvous.start_text() != drawn
+    mine = {"host": socket.gethostname(), "process": os.getpid(), "start": rendezvous.START}
+    first = {**mine, **own(1), "size": 2, **other}
+    server.put("ranks", "1", json.dumps(first).encode())
+    message = (
+        f"process {first['process']} on {first['host']} and process {os.getpid()} on "
+        f"{socket.gethostname()}"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        meet(server, 1)
 
 
 def test_sizes_are_compared_before_ranks_are_counted(server):
@@ -137,6 +130,10 @@ def test_requests_that_keep_failing_end_the_start_at_its_deadline(server, monkey
         rendezvous.register_process(reached, "ranks", job(server), own(0), time.monotonic() + 0.3)
 
 
+def is_reached(mine, token):
+    return isinstance(rendezvous.reach(mine, token), Client)
+
+
 def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     """It starts no second store, and the conflict names both processes."""
     monkeypatch.setattr(store, "start_process", None)
@@ -145,15 +142,14 @@ def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
     with pytest.raises(RuntimeError, match=message):
         rendezvous.register_ranks(job(server), "secret", 5.0)
     # Both come at the same time, so that the port is taken.
-    answers = [None, rendezvous.running_store(job(server), "secret")]
-    monkeypatch.setattr(rendezvous, "running_store", lambda *_: answers.pop(0))
-    monkeypatch.setattr(store, "start_process", mock.Mock(side_effect=OSError("taken")))
+    answers = ["no answer", rendezvous.reach(job(server), "secret")]
+    monkeypatch.setattr(rendezvous, "reach", lambda *_: answers.pop(0))
     with pytest.raises(RuntimeError, match=message):
         rendezvous.register_ranks(job(server), "secret", 5.0)
 
 
 def test_a_job_without_a_store_finds_none(server):
-    assert rendezvous.running_store(job(server, identity="second"), None) is None
+    assert not is_reached(job(server, identity="second"), None)
 
 
 def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
@@ -161,7 +157,7 @@ def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
     # A new start has drawn another token.
-    assert rendezvous.running_store(job(server), "another") is None
+    assert not is_reached(job(server), "another")
 
 
 def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
@@ -180,8 +176,8 @@ def test_a_wrong_token_is_refused(server):
 
 
 def test_the_store_of_another_job_is_passed_over(server):
-    other = store.prefix_of("other", None)
-    with store.Store(("127.0.0.1", 0), "other", other) as second, second.serving():
+    second = store.listen("127.0.0.1", (0,), "other", None)
+    with second.serving():
         ports = (second.server_address[1], server.server_address[1])
         assert rendezvous.connect(job(server, ports=ports), "secret", 5.0).port == ports[1]
     mine = job(server, 1, identity="third")
@@ -205,13 +201,16 @@ def test_a_host_without_an_address_is_named(server):
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
     """Debian's address of a host's own name is 127.0.1.1. Node 0 finds it there, too."""
-    with store.listen("127.0.1.1", (0,), IDENTITY, "secret") as found, found.serving():
+    found = store.listen("127.0.1.1", (0,), IDENTITY, "secret")
+    with found.serving():
         there = job(found, host="127.0.1.1")
         rendezvous.connect(there, "secret", 5.0)
-        assert rendezvous.running_store(there, "secret") is not None
+        assert rendezvous.open_store(there, "secret", 5.0)[1] is None
     ports = found.server_address[1:]
     own = job(found, size=1, host="127.0.1.1", ports=ports, identity="alone")
-    with run.job_store(dataclasses.replace(own, identity="of run"), "secret", 5.0) as reached:
+    of_run = dataclasses.replace(own, identity="of run")
+    reached, served = rendezvous.open_store(of_run, "secret", 5.0)
+    with served.serving():
         reached.put_first("nodes", "0", "node 0")
     start, started = store.start_process, []
 
@@ -221,17 +220,17 @@ def test_a_store_answers_at_any_loopback_address(monkeypatch):
 
     monkeypatch.setattr(store, "start_process", starting)
     entries, reached = rendezvous.register_ranks(own, "secret", 5.0)
-    for process, _ in started:
+    for process in started:
         process.kill()
         process.wait()
     assert (len(entries), reached.host) == (1, "127.0.1.1")
 
 
 def test_a_taken_port_is_named(server, monkeypatch):
-    monkeypatch.setattr(store, "BIND_S", 0.0)
+    monkeypatch.setattr(rendezvous, "BIND_S", 0.0)
     port = server.server_address[1]
     with pytest.raises(OSError, match=rf"port\(s\) {port}, which other programs use"):
-        store.listen("127.0.0.1", (port,), "second", None)
+        rendezvous.open_store(job(server, identity="second"), None, 5.0)
     second = store.listen("127.0.0.1", (port, 0), "second", None)
     assert second.server_address[1] != port
     second.server_close()
@@ -315,7 +314,9 @@ def test_ranks_in_any_order_have_local_and_cross_ranks():
 
 def test_interfaces_are_those_between_nodes(monkeypatch):
     monkeypatch.setattr(rendezvous, "_interface_of", {"127.0.0.1": "lo", "10.0.0.2": "eth1"}.get)
-    monkeypatch.setattr(rendezvous, "_address_towards", {"10.0.0.2": "127.0.0.1"}.get)
+    monkeypatch.setattr(
+        rendezvous, "_address_towards", dict.fromkeys(["127.0.0.1", "10.0.0.2"], "127.0.0.1").get
+    )
     one = entries("a", "a")
     assert rendezvous.interface_variables(one, 1)["HOROVOD_GLOO_IFACE"] == "lo"
     two = entries("a", "b", addresses={"a": "127.0.0.1", "b": "10.0.0.2"})

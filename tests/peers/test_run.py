@@ -14,7 +14,7 @@ import pytest
 
 from tfposeidon.peers import run, store
 from tfposeidon.peers.rendezvous import Client
-from tfposeidon.peers.runner import Runner, Start
+from tfposeidon.peers.runner import Rank, Runner
 
 
 def options(*words):
@@ -117,12 +117,13 @@ def test_a_command_is_required(words, message):
 @pytest.fixture
 def job():
     """A store, and a client of it."""
-    with store.Store(("127.0.0.1", 0), "job", "prefix") as server, server.serving():
-        yield server, Client("127.0.0.1", server.server_address[1], "prefix")
+    server = store.listen("127.0.0.1", (0,), "job", None)
+    with server.serving():
+        yield server, Client("127.0.0.1", server.server_address[1], server.prefix)
 
 
-def starts(script):
-    return [Start(number=4, node=2, command=["sh", "-c", script], environment={**os.environ})]
+def ranks(script):
+    return [Rank(number=4, node=2, command=["sh", "-c", script], environment={**os.environ})]
 
 
 def first_failure(server):
@@ -144,7 +145,7 @@ def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, 
     server, client = job
     if word:
         server.put(store.FAILURES, store.EXIT_STATUS.format(4), json.dumps(word).encode())
-    assert asyncio.run(run.run_ranks(starts("exit 3"), client, None)) == 3
+    assert asyncio.run(run.run_ranks(ranks("exit 3"), client, None)) == 3
     assert (first_failure(server) or "").startswith(cause or "")
     assert (first_failure(server) is None) == (cause is None)
 
@@ -152,8 +153,8 @@ def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, 
 def test_a_failure_elsewhere_counts_if_ranks_end_meanwhile(job):
     server, client = job
     server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
-    assert asyncio.run(run.run_ranks(starts("sleep 0.5"), client, None)) == 1
-    assert asyncio.run(run.run_ranks(starts("sleep 0.5; exit 5"), client, None)) == 5
+    assert asyncio.run(run.run_ranks(ranks("sleep 0.5"), client, None)) == 1
+    assert asyncio.run(run.run_ranks(ranks("sleep 0.5; exit 5"), client, None)) == 5
 
 
 def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
@@ -168,7 +169,7 @@ def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
 
     monkeypatch.setattr(Client, "get", fails_once)
     monkeypatch.setattr(run, "FOLLOW_S", 0.1)
-    assert asyncio.run(run.run_ranks(starts("sleep 1"), client, None)) == 1
+    assert asyncio.run(run.run_ranks(ranks("sleep 1"), client, None)) == 1
     assert not problems
 
 
@@ -189,7 +190,7 @@ def test_a_signal_is_reported_to_other_nodes(job, tmp_path):
     server, client = job
     started = tmp_path / "started"
     thread = sends(signal.SIGTERM, started.exists)
-    status = asyncio.run(run.run_ranks(starts(f"touch {started}; sleep 60"), client, None))
+    status = asyncio.run(run.run_ranks(ranks(f"touch {started}; sleep 60"), client, None))
     thread.join()
     assert status == 128 + signal.SIGTERM
     assert first_failure(server) == "run of node 2 received SIGTERM."
@@ -200,7 +201,7 @@ def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         thread = sends(signal.SIGHUP, started.exists)
-        command = starts(f"touch {started}; sleep 0.5")
+        command = ranks(f"touch {started}; sleep 0.5")
         assert asyncio.run(run.run_ranks(command, job[1], None)) == 0
         thread.join()
     finally:
@@ -209,7 +210,7 @@ def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):
 
 def output_of(script, sink, monkeypatch, folder=None):
     monkeypatch.setattr(sys, "stdout", sink)
-    asyncio.run(Runner("test", folder=folder).run(starts(script)))
+    asyncio.run(Runner("test", folder=folder).run(ranks(script)))
 
 
 def test_characters_that_the_output_lacks_are_replaced(monkeypatch, tmp_path):
@@ -225,7 +226,7 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
     begin = time.monotonic()
     with open("/dev/full", "w") as sink:
         monkeypatch.setattr(sys, "stdout", sink)
-        status = asyncio.run(run.run_ranks(starts("echo a; sleep 60"), client, None))
+        status = asyncio.run(run.run_ranks(ranks("echo a; sleep 60"), client, None))
     assert status == 128 + signal.SIGPIPE
     assert time.monotonic() - begin < 30
     assert first_failure(server) == "run of node 2 could not write its output."
@@ -241,7 +242,7 @@ def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch,
     with open("/dev/full", "w") as out, open("/dev/full", "w") as error:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", error)
-        asyncio.run(run.run_ranks(starts(script), job[1], None))
+        asyncio.run(run.run_ranks(ranks(script), job[1], None))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -249,11 +250,11 @@ def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch,
 def test_a_rank_that_fails_ends_the_job_where_nobody_can_be_told(job, monkeypatch):
     with open("/dev/full", "w") as error:
         monkeypatch.setattr(sys, "stderr", error)
-        assert asyncio.run(run.run_ranks(starts("exit 3"), job[1], None)) == 3
+        assert asyncio.run(run.run_ranks(ranks("exit 3"), job[1], None)) == 3
 
 
 def test_a_log_that_cannot_be_written_is_reported_to_other_nodes(job, tmp_path):
     (tmp_path / "rank-4.log").mkdir()
     with pytest.raises(IsADirectoryError):
-        asyncio.run(run.run_ranks(starts("sleep 60"), job[1], tmp_path))
+        asyncio.run(run.run_ranks(ranks("sleep 60"), job[1], tmp_path))
     assert first_failure(job[0]).startswith("run of node 2 failed: [Errno 21] Is a directory")

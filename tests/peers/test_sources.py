@@ -1,12 +1,13 @@
 """Jobs that variables of platforms describe: no process, only mappings."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 
 from tfposeidon.peers import sources
-from tfposeidon.peers.sources import IncompleteError, find
+from tfposeidon.peers.sources import Job, find
 
 TORCHRUN = {
     "RANK": "1",
@@ -29,6 +30,11 @@ KERAS = "KERAS_DISTRIBUTION_"
 
 def cluster(kind, index, **roles):
     return {"TF_CONFIG": json.dumps({"cluster": roles, "task": {"type": kind, "index": index}})}
+
+
+def of_run(rank, size):
+    job = Job("tfposeidon run", rank, size, "127.0.0.1", (5,), "job", node="node 0", has_store=True)
+    return {sources.RUN: json.dumps(dataclasses.asdict(job))}
 
 
 def pools(kind, index, **roles):
@@ -160,7 +166,7 @@ def test_the_first_complete_source_counts():
     both = {**cluster("worker", 0, worker=["a:1", "b:1"]), **TORCHRUN}
     assert find(both).source == "TF_CONFIG"
     assert find({**SLURM, "RANK": "0"}).source == "SLURM"
-    assert sources.describe({**SLURM, "RANK": "0"}) == [
+    assert [*map(str, sources.jobs({**SLURM, "RANK": "0"}))] == [
         "torchrun lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         "SLURM: rank 3 of 4",
     ]
@@ -174,8 +180,7 @@ def test_a_job_of_one_process_counts_only_if_there_is_no_larger_one(alone):
     assert find({**alone, **TORCHRUN}).size == 4
     assert find({**alone, **SLURM}).size == 4
     assert find({**alone, "RANK": "0"}).size == 1
-    of_run = dict(zip(sources.OF_RUN, ("0", "1", "127.0.0.1:5", "job", "node 0"), strict=True))
-    assert find({**of_run, **alone, **TORCHRUN}).source == "tfposeidon run"
+    assert find({**of_run(0, 1), **alone, **TORCHRUN}).source == "tfposeidon run"
 
 
 def test_a_name_may_replace_an_address_of_ipv6():
@@ -192,7 +197,7 @@ def test_a_name_may_replace_an_address_of_ipv6():
     ],
 )
 def test_incomplete_sources_are_named(variables, message):
-    with pytest.raises(IncompleteError, match=rf"must be complete\. Received: {message}"):
+    with pytest.raises(ValueError, match=rf"must be complete\. Received: {message}"):
         find(variables)
 
 
@@ -248,7 +253,7 @@ def test_incomplete_sources_are_named(variables, message):
 def test_contradictions_are_errors(variables, message):
     with pytest.raises(ValueError, match=message):
         find(variables)
-    assert sources.describe(variables)
+    assert [*sources.jobs(variables)]
 
 
 @pytest.mark.parametrize(

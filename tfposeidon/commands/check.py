@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -109,15 +110,14 @@ def peer_rows() -> list[tuple[str, str]]:
     import_tensorflow()
     from tfposeidon.communication import launcher
 
-    variables = rendezvous.variables()
-    if rendezvous.has_launcher(variables, launcher.has_mpi()):
-        name = next(name for name in launcher.RANK if variables.get(name))
+    if rendezvous.has_launcher(os.environ, launcher.has_mpi()):
+        name = next(name for name in launcher.RANK if os.environ.get(name))
         return [("peers by", f"a launcher, which has set {name}")]
-    if not (found := sources.describe(variables)):
+    if not (found := [*map(str, sources.jobs(os.environ))]):
         return []
     secret = (
         f"requests carry a key from {sources.TOKEN}"
-        if sources.token(variables)
+        if sources.token(os.environ)
         else "requests carry the job's identity, which separates jobs but is not secret"
     )
     return [("peers by", "; ".join(found)), ("rendezvous", secret)]

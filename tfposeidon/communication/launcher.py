@@ -63,7 +63,7 @@ def process_rank() -> ProcessRank:
     nodes.
     """
     if not rendezvous.has_launcher(os.environ, has_mpi()):
-        job = sources.find(rendezvous.variables())
+        job = sources.find(os.environ)
         if job and (job.size > 1 or job.has_store):
             return ProcessRank(job.rank, job.size)
     # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.

@@ -29,42 +29,29 @@ _UNSEEDED = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "Fraction
 # This pattern matches ops that change a variable.
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"
 
-# These classes of steps, with their ops, make one element from each element.
-_ELEMENTWISE = {
-    "MapDataset": "MapDataset",
-    "ParallelMapDataset": "ParallelMapDatasetV2",
-    "PrefetchDataset": "PrefetchDataset",
-    "OptionsDataset": "OptionsDataset",
-    "RestructuredDataset": "",  # This part of `unbatch` has no op.
-}
+# These arguments of ops are names of files.
+_PATHS = {"filename", "filenames", "pattern"}
+
+# These classes of steps, without "Dataset", make one element from each element.
+_ELEMENTWISE = {"Map", "ParallelMap", "Prefetch", "Options", "Restructured"}
 # These steps make any number of elements from each element.
 _SELECTING = {
-    "FilterDataset": "FilterDataset",
-    "FlatMapDataset": "FlatMapDataset",
-    "InterleaveDataset": "InterleaveDataset",
-    "ParallelInterleaveDataset": "ParallelInterleaveDatasetV4",
-    "LegacyParallelInterleaveDataset": "LegacyParallelInterleaveDatasetV2",
-    "UnbatchDataset": "UnbatchDataset",
+    *("Filter", "FlatMap", "Unbatch"),
+    *("Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
 }
 # These steps order, repeat, batch or store elements, and do the same in a share.
 _GROUPING = {
-    "ShuffleDataset": "ShuffleDatasetV3",
-    "RepeatDataset": "RepeatDataset",
-    "BatchDataset": "BatchDatasetV2",
-    "ParallelBatchDataset": "ParallelBatchDataset",
-    "PaddedBatchDataset": "PaddedBatchDatasetV2",
-    "CacheDataset": "CacheDatasetV2",
-    "GroupByWindowDataset": "GroupByWindowDataset",
+    *("Shuffle", "Repeat", "Batch", "ParallelBatch", "PaddedBatch", "Cache", "GroupByWindow"),
 }
-_OPS = _ELEMENTWISE | _SELECTING | _GROUPING
+_APPLICABLE = _ELEMENTWISE | _SELECTING | _GROUPING
 # These steps select elements only by position.
 _BY_POSITION = {
-    *(set(_ELEMENTWISE | _GROUPING) - {"GroupByWindowDataset"}),
-    *("TensorDataset", "TensorSliceDataset", "RangeDataset", "ZipDataset", "ConcatenateDataset"),
-    *("TakeDataset", "SkipDataset", "WindowDataset", "AssertCardinalityDataset"),
+    *(_ELEMENTWISE | _GROUPING - {"GroupByWindow"}),
+    *("Tensor", "TensorSlice", "Range", "Zip", "Concatenate"),
+    *("Take", "Skip", "Window", "AssertCardinality"),
 }
 # Results of these steps may differ between ranks if their function calls Python.
-_WITH_FUNCTION = {"MapDataset", "ParallelMapDataset", "FilterDataset"}
+_WITH_FUNCTION = {"Map", "ParallelMap", "Filter"}
 # In a function or a dataset without steps, these ops may have another order on each rank.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 
@@ -91,7 +78,8 @@ def drawing_ops(names: set[str]) -> set[str]:
 
 def file_ops(names: set[str]) -> set[str]:
     """Returns the names of ops that read files by their file names."""
-    return {name for name in names if _inputs(name) & {"filename", "filenames", "pattern"}}
+    found = {name: op_def_registry.get(name) for name in names}
+    return {name for name, op in found.items() if op and _PATHS & {a.name for a in op.input_arg}}
 
 
 def datasets(data: Any) -> Iterator[tf.data.Dataset]:
@@ -124,20 +112,14 @@ def serialized(dataset: tf.data.Dataset) -> Any:
 def _draws(name: str) -> bool:
     # Ops whose results differ between runs are stateful, and have a seed or a generator, read a
     # clock, or change a variable. Generators of Keras's random layers change a variable.
+    if name in _UNSEEDED:
+        return True
     op = op_def_registry.get(name)
-    if name in _UNSEEDED or op is None or not op.is_stateful:
-        return name in _UNSEEDED
     # Datasets within a function are analyzed separately.
-    if re.search(r"Dataset(V\d+)?$", name):
+    if op is None or not op.is_stateful or re.search(r"Dataset(V\d+)?$", name):
         return False
-    has_seed = any(attribute.name == "seed" for attribute in op.attr)
-    has_generator = bool(_inputs(name) & {"seed", "alg", "algorithm"})
-    return has_seed or has_generator or re.match(_WRITES, name) is not None
-
-
-def _inputs(name: str) -> set[str]:
-    op = op_def_registry.get(name)
-    return set() if op is None else {argument.name for argument in op.input_arg}
+    arguments = {argument.name for argument in (*op.attr, *op.input_arg)}
+    return bool(arguments & {"seed", "alg", "algorithm"}) or re.match(_WRITES, name) is not None
 
 
 # ------------------------------------------------------------------ share
@@ -147,10 +129,10 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     """Returns a rank's share of a dataset; errors contain the line to write instead."""
     steps = chain(dataset)
     position = _position(steps, size)
-    caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "CacheDataset"]
+    caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "Cache"]
     if any(cache._filename.numpy() for cache in caches):
         raise _refusal(
-            f"a cache in a file before {_step_kind(steps[position])}, which all ranks would write",
+            f"a cache in a file before {kind_of(steps[position])}, which all ranks would write",
             "Put the cache after that step.",
         )
     share = steps[position].shard(size, rank)
@@ -173,10 +155,9 @@ def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _step_kind(step: tf.data.Dataset) -> str:
-    """Returns the name of a step's class without underscores."""
     # The class that reads files in parallel has the same name as a class with another op.
     is_legacy = isinstance(step, readers.ParallelInterleaveDataset)
-    return ("Legacy" if is_legacy else "") + kind_of(step)
+    return ("Legacy" if is_legacy else "") + kind_of(step).removesuffix("Dataset")
 
 
 def groups(step: tf.data.Dataset) -> bool:
@@ -186,13 +167,12 @@ def groups(step: tf.data.Dataset) -> bool:
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Steps outside `_OPS` depend on the positions or the number of all elements, and must precede
-    # the slice.
-    whole = [index for index, step in enumerate(steps) if index and _step_kind(step) not in _OPS]
+    # Other steps depend on the positions or the number of all elements: the slice follows them.
+    whole = [i for i, step in enumerate(steps) if i and _step_kind(step) not in _APPLICABLE]
     start = whole[-1] if whole else 0
     if start >= end:
-        depends = f", which depends on the order of {_step_kind(steps[end])}" if start > end else ""
-        raise _refusal(_step_kind(steps[start]) + depends)
+        depends = f", which depends on the order of {kind_of(steps[end])}" if start > end else ""
+        raise _refusal(kind_of(steps[start]) + depends)
     if is_share(steps[-1]):
         raise ValueError(
             "A dataset must be sharded only once. Received: a dataset with a `shard` step. Remove "
@@ -200,12 +180,13 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         )
     balanced = _balanced(steps, start, end, size)
     for position in (balanced, end - 1):
-        if _has_at_least(steps[position], size):
+        # TensorFlow returns negative numbers for unknown and infinite cardinalities.
+        if not 0 <= int(steps[position].cardinality()) < size:
             return position
     if any(_step_kind(step) in _SELECTING for step in steps[end:]):
         # A `shard` after the shuffle would select from another order on each rank.
         raise _refusal(
-            f"fewer than {size} elements before {_step_kind(steps[end])}",
+            f"fewer than {size} elements before {kind_of(steps[end])}",
             "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
             "tf.data.Dataset.list_files(pattern, shuffle=False)).",
         )
@@ -215,8 +196,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
 def is_share(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset has a `shard` step, including in functions of steps."""
     return any(
-        _step_kind(step) == "ShardDataset"
-        or any(node.op == "ShardDataset" for node in nodes_of_step(step))
+        "ShardDataset" in {kind_of(step), *(node.op for node in nodes_of_step(step))}
         for step in unwrapped_datasets(dataset)
     )
 
@@ -228,8 +208,8 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
         if groups(steps[index]):
             break
         if _step_kind(steps[index]) in _SELECTING:
-            reads_files = bool(file_ops({node.op for node in nodes_of_step(steps[index])}))
-            if reads_files and int(steps[index - 1].cardinality()) >= size:
+            ops = {node.op for node in nodes_of_step(steps[index])}
+            if file_ops(ops) and int(steps[index - 1].cardinality()) >= size:
                 break
             position = index
     return position
@@ -243,7 +223,7 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
         # The first step may have several inputs.
         for one in [step] if index else unwrapped_datasets(step):
             kind, ops = _step_kind(one), {node.op for node in nodes_of_step(one)}
-            draws |= kind == "RandomDataset" or bool(drawing_ops(ops))
+            draws |= kind == "Random" or bool(drawing_ops(ops))
             draws |= kind in _WITH_FUNCTION and bool(ops & PYTHON_OPS)
             if _reorders(one, is_free) or (draws and kind not in _BY_POSITION):
                 return index
@@ -256,39 +236,33 @@ def unwrapped_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
-    deterministic = _deterministic(step)
-    if deterministic == "false" or (is_free and deterministic == "default"):
-        return True
-    # With AUTOTUNE, TensorFlow chooses the cycle length by the rank's number of processors.
-    if int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE:
-        return True
-    return _step_kind(step).startswith("Shuffle") or any(
-        node.op.startswith(_UNKNOWN_ORDER) or node.attr["deterministic"].s == b"false"
-        for node in nodes_of_step(step)
+    return (
+        _deterministic(step) in ({"false", "default"} if is_free else {"false"})
+        # With AUTOTUNE, TensorFlow chooses the cycle length by the rank's number of processors.
+        or int(getattr(step, "_cycle_length", 0)) == tf.data.AUTOTUNE
+        or _step_kind(step).startswith("Shuffle")
+        or any(
+            node.op.startswith(_UNKNOWN_ORDER) or node.attr["deterministic"].s == b"false"
+            for node in nodes_of_step(step)
+        )
     )
 
 
 def _deterministic(step: tf.data.Dataset) -> str | None:
-    if _step_kind(step) != "ParallelInterleaveDataset":
+    if _step_kind(step) != "ParallelInterleave":
         return getattr(step, "_deterministic", None)
     # The Python object of this step does not have the argument, but its graph does.
-    op = _SELECTING["ParallelInterleaveDataset"]
-    last = [node for node in serialized(step).node if node.op == op][-1]
+    last = [node for node in serialized(step).node if node.op.startswith("ParallelInterleave")][-1]
     return last.attr["deterministic"].s.decode()
 
 
 def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
     """Yields the `NodeDef` of each op in a step's functions, or in a dataset without steps."""
     definitions = [one.function.graph.as_graph_def() for one in step._functions()]
-    if _step_kind(step) == "VariantDataset":
+    if _step_kind(step) == "Variant":
         definitions.append(serialized(step))
     for definition in definitions:
         yield from nodes_of_graph(definition)
-
-
-def _has_at_least(step: tf.data.Dataset, size: int) -> bool:
-    # TensorFlow returns negative numbers for unknown and infinite cardinalities.
-    return not 0 <= int(step.cardinality()) < size
 
 
 def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> tf.data.Dataset:
@@ -297,42 +271,40 @@ def _applied_to(share: tf.data.Dataset, step: tf.data.Dataset, suffix: str) -> t
     A cache in a file uses another file, with `suffix` at the end of its name.
     """
     kind = _step_kind(step)
-    if kind == "OptionsDataset":
+    if kind == "Options":
         return share.with_options(step.options())
-    if kind == "RestructuredDataset":
+    if kind == "Restructured":
         return type(step)(share, step.element_spec)
-    if kind == "PrefetchDataset":
+    if kind == "Prefetch":
         return share.prefetch(int(step._buffer_size))
-    op = getattr(tf.raw_ops, _OPS[kind])
-    given = _arguments(step, kind) | {"input_dataset": tf.data.experimental.to_variant(share)}
+    # Steps use the latest version of their op.
+    names = (f"{kind}Dataset{version}" for version in ("V4", "V3", "V2", ""))
+    op = next(getattr(tf.raw_ops, name) for name in names if hasattr(tf.raw_ops, name))
+    given = _arguments(step) | {"input_dataset": tf.data.experimental.to_variant(share)}
     if given.get("filename", b"") != b"":
         given["filename"] = tf.strings.join([given["filename"], suffix])
-    names = inspect.signature(op).parameters
-    variant = op(**{name: value for name, value in given.items() if name in names})
+    parameters = inspect.signature(op).parameters
+    variant = op(**{name: value for name, value in given.items() if name in parameters})
     again = copy.copy(step)
     dataset_ops.UnaryDataset.__init__(again, share, variant)
     return again
 
 
-def _arguments(step: tf.data.Dataset, kind: str) -> dict[str, Any]:
+def _arguments(step: tf.data.Dataset) -> dict[str, Any]:
     """Returns the arguments of a step's op by name, among other values."""
     # TensorFlow's constructors of steps pass the same values to the op.
     found = {name[1:]: value for name, value in vars(step).items() if name.startswith("_")}
     found |= step._common_args
+    found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
+    found["cache"] = tf.raw_ops.DummyMemoryCache()
+    found["deterministic"] = _deterministic(step)
     for name, value in list(found.items()):
-        if hasattr(value, "function"):
-            found |= {"f": value.function, name: value.function}
+        if name in ("padded_shapes", "padding_values"):
+            found[name] = tf.nest.flatten(value)
+        elif hasattr(value, "function"):
             captured = value.function.captured_inputs
+            found |= {"f": value.function, name: value.function}
             found |= {"other_arguments": captured, f"{name}_other_arguments": captured}
-    for name in ("padded_shapes", "padding_values"):
-        if name in found:
-            found[name] = tf.nest.flatten(found[name])
-    if kind == "ParallelInterleaveDataset":
-        found["deterministic"] = _deterministic(step)
-    if kind == "ShuffleDataset":
-        found["seed_generator"] = tf.raw_ops.DummySeedGenerator()
-    if kind == "CacheDataset":
-        found["cache"] = tf.raw_ops.DummyMemoryCache()
     return found
 
 

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.inputs import pipelines
 
@@ -60,30 +59,19 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
         if runtime.rank() not in workers.ranks:
             return data
         rank, size = workers.index(runtime.rank()), workers.size
-    if rank is None or size is None:
+    if rank is None or size is None or not 0 <= rank < size:
         raise ValueError(
-            "`rank` and `size` must be given together. Received: "
+            "`rank` and `size` must be given together, with 0 <= rank < size. Received: "
             f"rank={rank}, size={size}. Leave both out for this rank of the job."
-        )
-    checks.check_integer("size", size, 1)
-    checks.check_integer("rank", rank, 0)
-    if rank >= size:
-        raise ValueError(
-            f"`rank` must be below `size`. Received: rank={rank}, size={size}. Use at most "
-            f"rank={size - 1}."
         )
     if isinstance(data, tf.data.Dataset):
         return data if size == 1 else pipelines.share_of(data, rank, size)
     if isinstance(data, keras.utils.PyDataset):
         return _ShareOfBatches(data, rank, size)
     if isinstance(data, Iterator):
-        return _items(data, rank, size)
+        # Return a generator, because `fit` accepts no other iterators.
+        return (item for item in itertools.islice(data, rank, None, size))
     return _rows(data, slice(rank, None, size))
-
-
-def _items(data: Iterator[Any], rank: int, size: int) -> Iterator[Any]:
-    # Return a generator, because `fit` accepts no other iterators.
-    yield from itertools.islice(data, rank, None, size)
 
 
 def is_array(leaf: Any) -> bool:
@@ -118,17 +106,12 @@ class _ShareOfBatches(keras.utils.PyDataset):
     """`PyDataset` with every `size`-th batch of another one, and the same worker settings."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
-        super().__init__(
-            workers=data.workers,
-            use_multiprocessing=data.use_multiprocessing,
-            max_queue_size=data.max_queue_size,
-        )
+        super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)
         self._data, self._rank, self._size = data, rank, size
 
     @property
     @override
     def num_batches(self) -> int | None:
-        """Number of batches of this rank, or `None` if infinite."""
         number = self._data.num_batches
         return None if number is None else len(range(self._rank, number, self._size))
 

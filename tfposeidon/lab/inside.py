@@ -33,7 +33,7 @@ from tfposeidon.lab.command import (
     read_request,
 )
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
-from tfposeidon.peers.runner import Runner, Start
+from tfposeidon.peers.runner import Rank, Runner
 from tfposeidon.text import readable_size, sparkline, table
 
 NAME = "tfposeidon lab"
@@ -62,14 +62,14 @@ class Job(Runner):
         `UnavailableError` if the network fails, but always ends all ranks first.
         """
         per_node = self._network.cluster.per_node
-        starts = [
-            Start(number, node, [*self._network.entering(node), *command], variables)
+        ranks = [
+            Rank(number, node, [*self._network.entering(node), *command], variables)
             for number, variables in enumerate(environments)
             for node in (number // per_node,)
         ]
         faults = (partial(self._inject, fault) for fault in self._faults)
         try:
-            await self.run(starts, [*faults, self._sample])
+            await self.run(ranks, *faults, self._sample)
         finally:
             self._take_sample()
 
@@ -183,9 +183,6 @@ def main(arguments: list[str]) -> int:
     """Builds the cluster, runs the job and prints a report; returns its status, or 2 on failure."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    # Replace characters that this locale cannot encode: output of ranks must not end the job.
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         return asyncio.run(_run(parser.parse_args(arguments)))
     except subprocess.CalledProcessError as error:

@@ -8,7 +8,7 @@ have registered. A `Client` sends the requests of a rank to the store.
 from __future__ import annotations
 
 import contextlib
-import functools
+import errno
 import http.client
 import json
 import os
@@ -16,33 +16,36 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 from tfposeidon.peers import sources, store
 from tfposeidon.peers.sources import HOST, PORT, TOKEN, Job
-from tfposeidon.peers.store import JOB_HEADER, LONGEST_WAIT_S, loopback_address, prefix_of
 
-T = TypeVar("T")
+LONGEST_WAIT_S = 30.0
 ANSWER_TIMEOUT_S = 10.0
 """Time within which a store must answer a request."""
 RETRY_S = 0.2
 """Seconds between attempts to reach a store."""
+BIND_S = 15.0
+"""Time to wait for a port that the store of an earlier start may still hold."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
 """Variable with the rank's process and store; `_refuse_child` detects child processes with it."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 INTERFACE = "HOROVOD_GLOO_IFACE"
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 START_TIMEOUT_S = 600.0
 """Default time within which all ranks must register, including the allocation of their nodes."""
 RANKS = "ranks"
 """Scope of the store in which ranks register."""
+START = secrets.token_hex(8)
+"""Identifies this process: a restarted container has the same host name and process number."""
 
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
@@ -53,72 +56,70 @@ _store: subprocess.Popen[str] | None = None
 # ------------------------------------------------------------------ store
 
 
-class EndingError(ConnectionError):
-    """Raised for a request to a store whose job is ending."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Answer of a store, with its job's identity and this host's address on the connection."""
-
-    status: int
-    body: bytes
-    job: str
-    own_address: str
-
-    def value(self) -> Any:
-        """Returns the decoded body, which is JSON."""
-        return json.loads(self.body)
-
-
 @dataclass(frozen=True)
 class Client:
-    """Address of a store, its job's prefix, and this host's address on connections to the store."""
+    """Address of a store, and the prefix of its job."""
 
     host: str
     port: int
     prefix: str
-    local_address: str = ""
 
     def put_first(self, scope: str, key: str, value: Any) -> Any:
         """Stores a value unless the key has one; returns the key's value."""
-        return self.request(f"{scope}/{key}", json.dumps(value).encode()).value()
+        return self.request(f"{scope}/{key}", json.dumps(value).encode())[0]
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> Any:
         """Returns a value as soon as it exists, or `None` after `wait_s`, at most 30 s."""
-        answer = self.request(f"{scope}/{key}", wait_s=wait_s)
-        return answer.value() if answer.status == HTTPStatus.OK else None
+        return self.request(f"{scope}/{key}", wait_s=wait_s)[0]
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
         """Returns a scope's values by rank once there are `count`, or `None` after `wait_s`."""
-        found = self.get(scope, f"?count={count}", wait_s)
-        return found and {int(rank): json.loads(value) for rank, value in found.items()}
+        found = self.get(scope, f"{store.COUNT}{count}", wait_s)
+        return found and {int(rank): value for rank, value in found.items()}
 
-    def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> Answer:
-        """Sends a GET, or with `body` a PUT that overwrites no value, and returns the answer.
+    def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> tuple[Any, str]:
+        """Sends a GET, or with `body` a PUT that overwrites no value.
 
-        Raises `OSError` if the store does not answer or its job is ending.
+        Returns the key's value, or `None`, and the identity of the store's job, or an empty text if
+        another program answers. Raises `OSError` if there is no answer or the job is ending.
         """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
+        # The store ignores a header that concerns the other method.
+        headers = {"If-None-Match": "*", "Prefer": f"wait={wait_s:.3f}"}
+        timeout_s = wait_s + ANSWER_TIMEOUT_S
         # Do not use urllib, which would send requests to the proxy in `http_proxy`.
-        connection = http.client.HTTPConnection(
-            self.host, self.port, timeout=wait_s + ANSWER_TIMEOUT_S
-        )
-        method, headers = "GET", {"Prefer": f"wait={wait_s:.3f}"}
-        if body is not None:
-            method, headers = "PUT", {"If-None-Match": "*"}
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             with contextlib.closing(connection):
-                connection.connect()
-                own = connection.sock.getsockname()[0]
+                method = "GET" if body is None else "PUT"
                 connection.request(method, f"/{self.prefix}:0/{path}", body, headers)
                 answer = connection.getresponse()
                 content = answer.read()
         except http.client.HTTPException as error:
             raise ConnectionError(f"the answer is not HTTP: {error!r}") from error
         if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise EndingError("its job is ending")
-        return Answer(answer.status, content, unquote(answer.getheader(JOB_HEADER) or ""), own)
+            raise ConnectionRefusedError("its job is ending")
+        job = unquote(answer.getheader(store.JOB_HEADER) or "")
+        return json.loads(content) if job and content else None, job
+
+
+def open_store(job: Job, token: str | None, timeout_s: float) -> tuple[Client, store.Store | None]:
+    """Returns a client of the job's store, and the store if this process must serve it."""
+    if job.rank > 0 or job.has_store:
+        return connect(job, token, timeout_s), None
+    here = replace(job, host=store.loopback_address(job.host))
+    deadline = time.monotonic() + BIND_S
+    while not isinstance(found := reach(here, token), Client):
+        try:
+            own = store.listen(job.host, job.ports, job.identity, token)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+        else:
+            return Client(here.host, own.server_address[1], own.prefix), own
+    # Another process 0 serves the store: `register_process` reports both processes.
+    return found, None
 
 
 def connect(job: Job, token: str | None, timeout_s: float) -> Client:
@@ -127,64 +128,42 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
     Raises `PermissionError` for a wrong token, or `TimeoutError` with the problem at each address.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        found = [*_attempts(job, token)]
-        if isinstance(found[-1], Client):
-            return found[-1]
+    while not isinstance(found := reach(job, token), Client):
         if time.monotonic() > deadline:
-            problems = "; ".join(map(str, found))
             raise TimeoutError(
                 f"All processes of a job must reach the store of {job.unit} 0 within its start "
-                f"timeout. Received: {problems}, for {timeout_s:g} s. Check that "
+                f"timeout. Received: {found}, for {timeout_s:g} s. Check that "
                 f"{job.name_of(0)} has started and that no firewall or network policy closes the "
                 f"port, or set {HOST} and {PORT} to another address.{job.hint}"
             )
         time.sleep(RETRY_S)
+    return found
 
 
-def running_store_or(job: Job, token: str | None, start: Callable[[], T]) -> Client | T:
-    """Returns a client of the job's store if it runs on this host, else the result of `start`."""
-    if client := running_store(job, token):
-        return client
-    try:
-        return start()
-    except OSError:
-        # A second process 0 may have started the store at the same time.
-        if client := running_store(job, token):
-            return client
-        raise
-
-
-def running_store(job: Job, token: str | None) -> Client | None:
-    """Returns a client of the job's store if it runs on this host, else `None`."""
-    *_, last = _attempts(replace(job, host=loopback_address(job.host)), token)
-    return last if isinstance(last, Client) else None
-
-
-def _attempts(job: Job, token: str | None) -> Iterator[Client | str]:
-    """Tries each port; yields the problem at each, and ends with a client if the store answers."""
-    prefix = prefix_of(job.identity, token)
+def reach(job: Job, token: str | None) -> Client | str:
+    """Returns a client of the job's store if it answers at one of the ports, else all problems."""
+    prefix, problems = store.prefix_of(job.identity, token), []
     for port in job.ports:
         where = f"{job.host}:{port}"
         try:
             # Resolve the name once, so that later connections use the same address. Horovod
             # supports only IPv4.
             client = Client(socket.gethostbyname(job.host), port, prefix)
-            answer = client.request("ranks/?count=0")
+            entries, identity = client.request(f"{RANKS}/{store.COUNT}0")
         except OSError as error:
-            yield f"no answer at {where} ({error})"
+            problems.append(f"no answer at {where} ({error})")
             continue
-        if answer.status == HTTPStatus.OK:
-            yield replace(client, local_address=answer.own_address)
-            return
-        if answer.job == job.identity:
+        if entries is not None:
+            return client
+        if identity == job.identity:
             raise PermissionError(
                 f"All processes of a job must have the same token. The store at {where} refused "
                 f"the token of {job.name_of(job.rank)}. Set {TOKEN}, or the content of the file in "
                 f"{TOKEN}_FILE, to the same value for all processes."
             )
-        served = answer.job or "another program"
-        yield f"another job at {where} ({served}; this job is {job.identity})"
+        served = identity or "another program"
+        problems.append(f"another job at {where} ({served}; this job is {job.identity})")
+    return "; ".join(problems)
 
 
 # ------------------------------------------------------------------ ranks
@@ -198,15 +177,6 @@ class Entry:
     address: str
 
 
-def variables() -> dict[str, str]:
-    """Returns the environment variables, with this host's full name in an Indexed Job."""
-    found = dict(os.environ)
-    if "JOB_COMPLETION_INDEX" in found:
-        # Look up the name only in this case, because a lookup takes seconds on some networks.
-        found[sources.FULL_NAME] = socket.getfqdn()
-    return found
-
-
 def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     """Registers this rank, waits for all others, and sets Horovod's variables.
 
@@ -217,27 +187,24 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     if _nodes is not None:
         return _nodes
     _refuse_child()
-    found = variables()
-    job = None if has_launcher(found, has_mpi) else sources.find(found)
+    job = None if has_launcher(os.environ, has_mpi) else sources.find(os.environ)
     if job is None or job.size == 1:
         return None
-    entries, client = register_ranks(job, sources.token(found), timeout_s)
-    os.environ.update(horovod_variables(entries, job.rank, client))
+    entries, client = register_ranks(job, sources.token(os.environ), timeout_s)
     # Keep an interface that the user has chosen.
-    for name, value in interface_variables(entries, job.rank).items():
-        os.environ.setdefault(name, value)
+    interface = interface_variables(entries, job.rank) | os.environ
+    os.environ.update(interface | horovod_variables(entries, job.rank, client))
     os.environ[MEMBER] = f"{os.getpid()} {os.environ[STORE_ADDRESS]}"
-    # Remove the variables of `run`, which jobs that this rank starts must not inherit.
-    for name in sources.OF_RUN:
-        os.environ.pop(name, None)
+    # Jobs that this rank starts must not inherit the variable of `run`.
+    os.environ.pop(sources.RUN, None)
     _nodes = nodes_of([entry.node for entry in entries])
     return _nodes
 
 
 def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
-    """Returns whether a launcher's variables apply; the variables of `run` take precedence."""
+    """Returns whether a launcher's variables apply; the variable of `run` takes precedence."""
     names = (LAUNCHER, *(MPI_RANKS if has_mpi else ()))
-    return sources.RANK not in found and any(found.get(name) for name in names)
+    return sources.RUN not in found and any(found.get(name) for name in names)
 
 
 def _refuse_child() -> None:
@@ -261,22 +228,18 @@ def register_ranks(job: Job, token: str | None, timeout_s: float) -> tuple[list[
     """
     global _store
     deadline = time.monotonic() + timeout_s
-    found: Client | tuple[subprocess.Popen[str], int] | None = None
-    if job.rank == 0 and not job.has_store:
-        place = (job.host, job.ports, job.identity, token, job.size)
-        found = running_store_or(job, token, lambda: store.start_process(*place))
-        if isinstance(found, tuple):
-            _store, port = found
-            job = replace(job, host=store.loopback_address(job.host), ports=(port,))
-    client = found if isinstance(found, Client) else connect(job, token, timeout_s)
-    own = {"node": job.node or _this_node(), "address": client.local_address}
+    client, own_store = open_store(job, token, timeout_s)
+    if own_store:
+        _store = store.start_process(own_store, job.size)
+    own = {"node": job.node or _this_node(), "address": _address_towards(client.host)}
     entries = register_process(client, RANKS, job, own, deadline)
     return [Entry(entry["node"], entry["address"]) for entry in entries], client
 
 
 def register_process(client: Client, scope: str, job: Job, own: Any, deadline: float) -> list[Any]:
     """Publishes `own`, waits for all processes of the job, and returns their values in order."""
-    own = {**own, **this_process(), "size": job.size}
+    process = {"host": socket.gethostname(), "process": os.getpid(), "start": START}
+    own = {**own, **process, "size": job.size}
     found = None
     while found is None:
         try:
@@ -290,8 +253,7 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
             found = client.all(scope, job.size, deadline - time.monotonic())
         except OSError as error:
             # Other errors, such as a reset connection, do not show that the store has ended.
-            is_gone = isinstance(error, EndingError | ConnectionRefusedError)
-            if is_gone or time.monotonic() > deadline:
+            if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise RuntimeError(
                     f"The store of {job.unit} 0 must answer until all {job.unit}s have "
                     f"registered. Received: {error} at {client.host}:{client.port}, which had "
@@ -315,17 +277,6 @@ def _require_same_size(found: Mapping[int, Any], job: Job) -> None:
                 f"on {job.name_of(job.rank)}, {entry['size']} on {job.name_of(rank)}. Set the same "
                 f"size for all of them, and restart all {job.unit}s."
             )
-
-
-def this_process() -> dict[str, Any]:
-    """Returns the host and number of this process for messages, and a unique text."""
-    return {"host": socket.gethostname(), "process": os.getpid(), "start": start_text()}
-
-
-@functools.cache
-def start_text() -> str:
-    """Returns a random text, because a restarted container has the same host and process number."""
-    return secrets.token_hex(8)
 
 
 def _missing(client: Client, scope: str, job: Job) -> str:
@@ -381,15 +332,11 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
 
 def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
     """Returns variables that select the interface between ranks, or none if it is unknown."""
-    first_elsewhere = next((e for e in entries if e.node != entries[0].node), None)
-    if first_elsewhere is None:
-        address = "127.0.0.1"
-    elif entries[rank].node == entries[0].node:
-        # Ranks on this node reach the store over the loopback, so use their address in connections
-        # to another node.
-        address = _address_towards(first_elsewhere.address)
-    else:
-        address = entries[rank].address
+    own, first = entries[rank], entries[0]
+    elsewhere = next((one.address for one in entries if one.node != first.node), "127.0.0.1")
+    # Ranks on the first node reach the store over the loopback, so use their address in connections
+    # to another node.
+    address = _address_towards(elsewhere) if own.node == first.node else own.address
     name = _interface_of(address)
     return {INTERFACE: name, "NCCL_SOCKET_IFNAME": name} if name else {}
 
@@ -406,7 +353,5 @@ def _interface_of(address: str) -> str | None:
     # Import psutil here, because `check` must start before `install` has installed it.
     import psutil
 
-    for name, found in psutil.net_if_addrs().items():
-        if any(one.address == address for one in found):
-            return name
-    return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, all in found if address in {one.address for one in all}), None)

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import shutil
@@ -26,8 +27,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tfposeidon.peers import rendezvous, sources, store
-from tfposeidon.peers.rendezvous import Client, connect, running_store_or
-from tfposeidon.peers.runner import GRACE_S, Rank, Runner, Start
+from tfposeidon.peers.rendezvous import Client
+from tfposeidon.peers.runner import GRACE_S, Rank, Runner
 from tfposeidon.peers.sources import Job
 
 RANKS_OF_NODE = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")
@@ -76,26 +77,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the job's exit status, or 2 if the options are invalid or the ranks could not run."""
     try:
-        command = read_command(options.command_line)
-        variables = rendezvous.variables()
-        job = read_job(options, variables)
-        token = read_token(options, variables, job)
-        gpus = visible_gpus(variables)
-        count = ranks_here(options.per_node, variables, gpus)
-        if options.output_folder:
-            options.output_folder.mkdir(parents=True, exist_ok=True)
-        with job_store(job, token, options.start_timeout) as client:
-            environments = _environments(job, token, client, count, gpus, options.start_timeout)
-            starts = [
-                Start(number, job.rank, command, environment)
-                for number, environment in environments.items()
-            ]
-            return asyncio.run(run_ranks(starts, client, options.output_folder))
+        return _run(options)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"tfposeidon run: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _run(options: argparse.Namespace) -> int:
+    command = read_command(options.command_line)
+    job = read_job(options, os.environ)
+    token = read_token(options, os.environ, job)
+    gpus = visible_gpus(os.environ)
+    own = {"ranks": ranks_here(options.per_node, os.environ, gpus)}
+    if options.output_folder:
+        options.output_folder.mkdir(parents=True, exist_ok=True)
+    client, server = rendezvous.open_store(job, token, options.start_timeout)
+    with server.serving() if server else contextlib.nullcontext():
+        deadline = time.monotonic() + options.start_timeout
+        nodes = rendezvous.register_process(client, "nodes", job, own, deadline)
+        counts = [node["ranks"] for node in nodes]
+        ranks = [
+            Rank(number, job.rank, command, environment)
+            for number, environment in _environments(job, token, client, counts, gpus)
+        ]
+        status = asyncio.run(run_ranks(ranks, client, options.output_folder))
+        if server and job.size > 1:
+            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
+            server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
+    return status
 
 
 def read_command(words: list[str]) -> list[str]:
@@ -114,37 +125,35 @@ def read_command(words: list[str]) -> list[str]:
 def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
     """Returns the job that options or a platform describe, or else a job of this node."""
     given = (options.nodes, options.node_rank, options.master)
-    found = None if any(one is not None for one in given) else sources.find(variables)
-    if found is None or found.size == 1:
-        return _job_of_options(*given)
-    if not found.one_per_node:
-        raise ValueError(
-            "`run` starts all ranks of a node, so the platform must start one process per node. "
-            f"Received from {found.source}: rank {found.rank} of {found.size}, with several "
-            "processes per node. Leave out `python -m tfposeidon run`: tfposeidon.init() finds the "
-            "other ranks."
-        )
-    return dataclasses.replace(found, unit="node")
-
-
-def _job_of_options(nodes: int | None, node_rank: int | None, master: str | None) -> Job:
-    if None in (nodes, node_rank, master) and (nodes, node_rank, master) != (None, None, None):
+    if given == (None, None, None):
+        found = sources.find(variables)
+        if found is None or found.size == 1:
+            # The kernel chooses the port, because no other node needs to know it.
+            identity = f"run {secrets.token_hex(8)}"
+            return Job("the command line", 0, 1, "127.0.0.1", (0,), identity, unit="node")
+        if not found.one_per_node:
+            raise ValueError(
+                "`run` starts all ranks of a node, so the platform must start one process per "
+                f"node. Received from {found}, with several processes per node. Leave out `python "
+                "-m tfposeidon run`: tfposeidon.init() finds the other ranks."
+            )
+        return dataclasses.replace(found, unit="node")
+    nodes, node_rank, master = given
+    if None in given:
         raise ValueError(
             "`--nodes`, `--node-rank` and `--master` must be given together. Received: --nodes "
             f"{nodes}, --node-rank {node_rank}, --master {master}. Omit all three for one node."
         )
-    # On one node the kernel chooses the port, because no other node needs to know it.
-    host, port = sources.split_address(master or "127.0.0.1:0", "--master")
-    identity = f"run {master} {nodes}" if master else f"run {secrets.token_hex(8)}"
-    size = 1 if nodes is None else nodes
-    job = Job("the command line", node_rank or 0, size, host, (port,), identity, unit="node")
-    return sources.require_ipv4(job)
+    host, port = sources.split_address(master, "--master")
+    identity = f"run {master} {nodes}"
+    job = Job("the command line", node_rank, nodes, host, (port,), identity, unit="node")
+    return sources.with_settings(job, {})
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
     """Returns the job's token: for a single node, the default is a random one."""
     if options.token_file:
-        return sources.read_token(options.token_file)
+        variables = {**variables, sources.TOKEN_FILE: options.token_file}
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
 
 
@@ -174,60 +183,24 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
     return count
 
 
-@contextlib.contextmanager
-def job_store(job: Job, token: str | None, timeout_s: float) -> Iterator[Client]:
-    """Yields a client of node 0's store; on node 0, this process serves the store."""
-    server: Client | store.Store
-    if job.rank > 0:
-        server = connect(job, token, timeout_s)
-    else:
-        place = (job.host, job.ports, job.identity, token)
-        server = running_store_or(job, token, lambda: store.listen(*place))
-    if isinstance(server, Client):
-        # If this is node 0, another process serves its store: `rendezvous.register_process` reports
-        # that two processes are node 0.
-        yield server
-        return
-    with server.serving():
-        here = store.loopback_address(job.host)
-        yield Client(here, server.server_address[1], server.prefix, here)
-        if job.size > 1:
-            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
-            server.wait_for_exit_statuses(len(server.all(rendezvous.RANKS, 0) or ()))
-
-
 def _environments(
-    job: Job, token: str | None, client: Client, count: int, gpus: list[str], timeout_s: float
-) -> dict[int, dict[str, str]]:
-    """Returns the environment of each rank of this node once all nodes have registered."""
-    deadline = time.monotonic() + timeout_s
-    nodes = rendezvous.register_process(client, "nodes", job, {"ranks": count}, deadline)
-    first = sum(node["ranks"] for node in nodes[: job.rank])
-    common = {
-        **os.environ,
-        sources.SIZE: str(sum(node["ranks"] for node in nodes)),
-        sources.STORE: f"{client.host}:{client.port}",
-        sources.JOB: job.identity,
-        sources.NODE: f"node {job.rank}",
-        # Ranks must not buffer their output, so that `run` prints each line at once.
-        "PYTHONUNBUFFERED": "1",
-    }
-    for name in (sources.TOKEN_FILE, rendezvous.MEMBER):
-        common.pop(name, None)
-    if token:
-        common[sources.TOKEN] = token
-    return {
-        first + index: {
-            **common,
-            sources.RANK: str(first + index),
-            # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
-            **({sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}),
-        }
-        for index in range(count)
-    }
+    job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yields number and environment of each rank of this node, from the counts of all nodes."""
+    place = (sum(counts), client.host, (client.port,), job.identity)
+    first, count = sum(counts[: job.rank]), counts[job.rank]
+    for index in range(count):
+        own = Job("tfposeidon run", first + index, *place, node=f"node {job.rank}", has_store=True)
+        # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
+        visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
+        # An empty variable counts as unset. Output is not buffered, so that `run` prints each line
+        # at once.
+        common = {sources.TOKEN_FILE: "", rendezvous.MEMBER: "", "PYTHONUNBUFFERED": "1"}
+        common |= {sources.TOKEN: token or "", sources.RUN: json.dumps(dataclasses.asdict(own))}
+        yield own.rank, {**os.environ, **common, **visible}
 
 
-class _Ranks(Runner):
+class _Runner(Runner):
     """Runs the ranks of this node, and also ends them when a rank of another node has failed."""
 
     def __init__(self, client: Client, folder: Path | None) -> None:
@@ -252,9 +225,9 @@ class _Ranks(Runner):
         # status 0.
         self.failed_elsewhere = True
         await asyncio.sleep(GRACE_S)
-        if self.first_failed is None:
+        if self.status == 0:
             self.say(f"the job ends. {cause}")
-            self._ended = True
+            self._task = None
             await self.end(0.0)
 
     def _fail(self, rank: Rank) -> None:
@@ -274,19 +247,19 @@ class _Ranks(Runner):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
 
 
-async def run_ranks(starts: list[Start], client: Client, folder: Path | None) -> int:
+async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> int:
     """Runs the ranks; returns the exit status, which is 128 + number if a signal ended the job."""
-    ranks, here = _Ranks(client, folder), f"run of node {starts[0].node}"
+    runner, here = _Runner(client, folder), f"run of node {ranks[0].node}"
     signals: list[int] = []
 
     def end(number: int) -> None:
         if signals:
-            ranks.signal(signal.SIGKILL)
+            runner.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
             # Use another thread, because a request to a lost node 0 may block for seconds.
-            loop.run_in_executor(None, ranks.leave_cause, cause)
-            ranks.cancel()
+            loop.run_in_executor(None, runner.leave_cause, cause)
+            runner.cancel()
         signals.append(number)
 
     loop = asyncio.get_running_loop()
@@ -295,13 +268,13 @@ async def run_ranks(starts: list[Start], client: Client, folder: Path | None) ->
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, end, number)
     try:
-        await ranks.run(starts, [ranks.follow])
+        await runner.run(ranks, runner.follow)
     except OSError as error:
-        ranks.leave_cause(f"{here} failed: {error}.")
+        runner.leave_cause(f"{here} failed: {error}.")
         raise
     except asyncio.CancelledError:
         if signals:
             return 128 + signals[0]
-        ranks.leave_cause(f"{here} could not write its output.")
+        runner.leave_cause(f"{here} could not write its output.")
         return 128 + signal.SIGPIPE
-    return ranks.status or int(ranks.failed_elsewhere)
+    return runner.status or int(runner.failed_elsewhere)

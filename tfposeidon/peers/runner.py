@@ -35,13 +35,15 @@ LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 @dataclass
 class Rank:
-    """Process of a job; `status` is negative for a signal, and `None` while the rank runs."""
+    """Process of a job; once it has ended, `status` is negative for a signal."""
 
     number: int
     node: int
-    process: asyncio.subprocess.Process
-    status: int | None = None
-    wall_s: float = 0.0
+    command: list[str]
+    environment: dict[str, str]
+    process: asyncio.subprocess.Process = field(init=False)
+    status: int = field(init=False)
+    wall_s: float = field(init=False)
     """Seconds from the start of the job to the end of the rank."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
@@ -52,24 +54,10 @@ class Rank:
             os.killpg(self.process.pid, number)
 
     def __str__(self) -> str:
-        if self.status is None:
-            return f"rank {self.number} runs"
         if self.status < 0:
             name = signal.Signals(-self.status).name
             return f"rank {self.number} was ended by {name} after {self.wall_s:.1f} s"
         return f"rank {self.number} ended with exit status {self.status} after {self.wall_s:.1f} s"
-
-
-@dataclass(frozen=True)
-class Start:
-    number: int
-    node: int
-    command: list[str]
-    environment: dict[str, str]
-
-
-Background = Sequence[Callable[[], Coroutine[None, None, None]]]
-"""Functions that run concurrently with the ranks."""
 
 
 class Runner:
@@ -91,55 +79,57 @@ class Runner:
     ) -> None:
         self.name = name
         self.ranks: list[Rank] = []
-        self.first_failed: Rank | None = None
+        self.status = 0
+        """Exit status of the first failed rank (128 + number for a signal), or 0."""
         self._show = show
         self._folder = folder
         self._termination_s = termination_s
-        self._ending: asyncio.Task[None] | None = None
-        self._ended = False
         self._task: asyncio.Task[None] | None = None
+        """Task of `run` until it ends the ranks."""
 
     @property
     def wall_s(self) -> float:
         """Seconds from the start of the job to the end of its slowest rank."""
-        return max((rank.wall_s for rank in self.ranks), default=0.0)
+        return max(rank.wall_s for rank in self.ranks)
 
-    @property
-    def status(self) -> int:
-        """Exit status of the job: 0, or of the first failed rank (128 + number for a signal)."""
-        status = self.first_failed.status if self.first_failed else 0
-        assert status is not None
-        return status if status >= 0 else 128 - status
-
-    async def run(self, starts: Sequence[Start], background: Background = ()) -> None:
+    async def run(
+        self, ranks: Sequence[Rank], *background: Callable[[], Coroutine[None, None, None]]
+    ) -> None:
         """Runs all ranks, concurrently with `background`, and returns when the ranks have ended.
 
         Raises `CancelledError` if the task is cancelled or output cannot be written, or the error
         of a background task, but always ends all ranks first.
         """
+        # The terminal's encoding may not have all characters that ranks write.
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._begin = time.monotonic()
         self._task = asyncio.current_task()
-        watchers: list[asyncio.Task[None]] = []
+        watchers: set[asyncio.Task[None]] = set()
         tasks: set[asyncio.Task[None]] = set()
         try:
-            for start in starts:
-                process = await asyncio.create_subprocess_exec(
-                    *start.command,
-                    env=start.environment,
+            for rank in ranks:
+                rank.process = await asyncio.create_subprocess_exec(
+                    *rank.command,
+                    env=rank.environment,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     # Start a new process group, so that signals reach the rank's child processes.
                     start_new_session=True,
                 )
-                self.ranks.append(Rank(start.number, start.node, process))
+                self.ranks.append(rank)
             tasks = {asyncio.create_task(one()) for one in background}
-            watchers = [asyncio.create_task(self._watch(rank)) for rank in self.ranks]
-            await _wait_for(watchers, tasks)
+            watchers = {asyncio.create_task(self._watch(rank)) for rank in ranks}
+            waiting = watchers | tasks
+            while waiting & watchers:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             # Ranks that the runner terminates have not failed, and `cancel` must not interrupt the
             # end.
-            self._ended, self._task = True, None
+            self._task = None
             for task in tasks:
                 task.cancel()
             await self.end(0.0)
@@ -166,9 +156,9 @@ class Runner:
         # Decide now which rank failed first, because another one may fail in the meantime. Report
         # the failure later, because the pipe may still contain the last lines, which the report
         # shows.
-        failed_first = status != 0 and self.first_failed is None and not self._ended
+        failed_first = status != 0 and self.status == 0 and self._task is not None
         if failed_first:
-            self.first_failed = rank
+            self.status = status if status > 0 else 128 - status
         _, still_open = await asyncio.wait(output, timeout=DRAIN_S)
         for task in still_open:
             task.cancel()
@@ -178,6 +168,7 @@ class Runner:
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)
+            await self.end(GRACE_S)
 
     async def _pass_on(self, rank: Rank, source: asyncio.StreamReader | None, sink: TextIO) -> None:
         assert source is not None
@@ -194,17 +185,12 @@ class Runner:
         if is_startup_message(text):
             return
         rank.last_lines.append(text)
-        if not self._folder:
-            if not self._shows(rank):
-                return
-            # The terminal's encoding may not have all characters that ranks write.
-            encoding = sink.encoding or "utf-8"
-            text = f"[{rank.number}] {text}".encode(encoding, "replace").decode(encoding)
-        try:
-            print(text, file=sink, flush=True)
-        except OSError as error:
+        if self._shows(rank):
+            text = f"[{rank.number}] {text}"
+        elif not self._folder:
+            return
+        if error := _write(text, sink):
             # End the job if its output is closed, as in `lab ... | head`, or if the disk is full.
-            _discard(sink)
             if not isinstance(error, BrokenPipeError):
                 self.say(f"the job ends, because output could not be written: {error}.")
             self.cancel()
@@ -215,18 +201,12 @@ class Runner:
     def _fail(self, rank: Rank) -> None:
         if not self._shows(rank):
             for line in rank.last_lines:
-                print(f"[{rank.number}] {line}", file=sys.stderr)
+                _write(f"[{rank.number}] {line}", sys.stderr)
         self.say(str(rank))
-        # Hold a reference, because asyncio has only weak references to tasks.
-        self._ending = asyncio.create_task(self.end(GRACE_S))
 
     def say(self, text: str) -> None:
         """Writes a message of the runner to standard error, apart from the output of ranks."""
-        try:
-            print(f"{self.name}: {text}", file=sys.stderr, flush=True)
-        except OSError:
-            # A closed standard error must not keep the runner from ending its ranks.
-            _discard(sys.stderr)
+        _write(f"{self.name}: {text}", sys.stderr)
 
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks and their child processes."""
@@ -240,26 +220,20 @@ class Runner:
         for number, wait_s in steps:
             self.signal(number)
             deadline = time.monotonic() + wait_s
-            while any(rank.process.returncode is None for rank in self.ranks):
-                if time.monotonic() >= deadline:
-                    break
+            while time.monotonic() < deadline and any(
+                r.process.returncode is None for r in self.ranks
+            ):
                 await asyncio.sleep(0.05)
 
 
-def _discard(sink: TextIO) -> None:
-    """Redirects a stream to /dev/null, so that Python can flush its buffer without an error."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sink.fileno())
-    os.close(null)
-
-
-async def _wait_for(
-    watchers: list[asyncio.Task[None]], background: set[asyncio.Task[None]]
-) -> None:
-    """Waits for all watchers; raises the error of any watcher or background task at once."""
-    waiting = set(watchers)
-    while waiting:
-        done, _ = await asyncio.wait(waiting | background, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        waiting, background = waiting - done, background - done
+def _write(text: str, sink: TextIO) -> OSError | None:
+    """Writes a line, or returns the error and redirects the stream to /dev/null."""
+    try:
+        print(text, file=sink, flush=True)
+    except OSError as error:
+        # Python must be able to flush the stream's buffer without another error.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sink.fileno())
+        os.close(null)
+        return error
+    return None

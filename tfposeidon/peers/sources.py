@@ -1,8 +1,8 @@
 """Reads the job of a process from the environment variables of its platform.
 
 Think of each source as a function from variables to a `Job`. `find` returns the job of the first
-complete source with several processes. This module takes the variables as a mapping: it neither
-reads the environment nor starts processes.
+complete source with several processes. This module takes the variables as a mapping: it does not
+read the environment.
 """
 
 from __future__ import annotations
@@ -13,27 +13,21 @@ import hashlib
 import json
 import os
 import re
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 Variables = Mapping[str, str]
 
-RANK = "TFPOSEIDON_RANK"
-SIZE = "TFPOSEIDON_SIZE"
-STORE = "TFPOSEIDON_STORE"
-JOB = "TFPOSEIDON_JOB"
-NODE = "TFPOSEIDON_NODE"
-OF_RUN = (RANK, SIZE, STORE, JOB, NODE)
-"""Variables that `run` sets for each rank."""
+RUN = "TFPOSEIDON_RUN"
+"""Variable that `run` sets for each rank: the fields of its `Job` as JSON."""
 NODES = "TFPOSEIDON_NODES"
 HOST = "TFPOSEIDON_HOST"
 PORT = "TFPOSEIDON_PORT"
 TOKEN = "TFPOSEIDON_TOKEN"
 TOKEN_FILE = "TFPOSEIDON_TOKEN_FILE"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-FULL_NAME = "HOSTNAME"
-"""Variable with this host's full name, from which `_indexed_job` derives the first pod's name."""
 
 FIRST_PORT, PORT_COUNT, PORT_TRIES = 20_000, 10_000, 4
 """Range of the ports that a job's identity selects, below the range of outgoing connections."""
@@ -41,24 +35,15 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """First step number of SLURM's batch scripts and shells, which run as one process."""
 
 
-class IncompleteError(ValueError):
-    """Raised if only some of a source's variables are set."""
-
-
 @dataclass(frozen=True)
 class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
-    Attributes:
-      host: Host of process 0 and the store: an IPv4 address, or a name that resolves to one.
-      ports: Ports of the store, in the order in which they are tried.
-      identity: Text that identifies the job among all jobs that run at the same time.
-      node: Name of this process's node, or empty if the source does not give it.
-      members: Name or address of each process for messages, or empty.
-      one_per_node: Whether the source starts one process per node, which may start one per GPU.
-      has_store: Whether the process that set the variables already runs the store.
-      unit: Noun for a process in messages: "rank" or "node".
-      hint: Remedy to append to messages about missing processes, or empty.
+    The store is at `host`, at the first possible of `ports`. `identity` differs between all jobs
+    that run at the same time. `node` is this process's node, and `members` names all processes in
+    messages, if the source gives them. With `one_per_node`, each process may start a rank per GPU;
+    with `has_store`, the process that set the variables runs the store. `unit` is "rank" or "node",
+    and `hint` is a remedy for messages about missing processes.
     """
 
     source: str
@@ -91,42 +76,24 @@ class Job:
         return f"{self.source}: {self.unit} {self.rank} of {self.size}"
 
 
-@dataclass(frozen=True)
-class Source:
-    """Platform with variables `names`; it is present if one of the first two is set."""
-
-    name: str
-    names: tuple[str, ...]
-    read: Callable[[Variables], Job | None]
-
-    def job(self, variables: Variables) -> Job | None:
-        """Returns the job, or `None` if the source is absent; raises if it is incomplete."""
-        if not any(variables.get(name) for name in self.names[:2]):
-            return None
-        if missing := [name for name in self.names if not variables.get(name)]:
-            raise IncompleteError(f"{self.name} lacks {', '.join(missing)}")
-        return self.read(variables)
-
-
 def find(variables: Variables) -> Job | None:
     """Returns the job of the first complete source, or `None` if there is no source.
 
     A job of one process counts only if `run` has started it or no source has a larger job. Raises
-    `ValueError` if an earlier source contradicts itself, or `IncompleteError` if all sources that
-    are present are incomplete.
+    `ValueError` if an earlier source contradicts itself, or if all sources are incomplete.
     """
     alone, lacks = None, []
-    for found in _all(variables):
-        if isinstance(found, IncompleteError):
-            lacks.append(str(found))
+    for found in jobs(variables):
+        if isinstance(found, str):
+            lacks.append(found)
         elif isinstance(found, ValueError):
             raise found
         elif found.size > 1 or found.has_store:
-            return found if found.has_store else _with_settings(found, variables)
+            return found if found.has_store else with_settings(found, variables)
         else:
             alone = alone or found
     if lacks and alone is None:
-        raise IncompleteError(
+        raise ValueError(
             "The environment variables that describe a job must be complete. Received: "
             f"{'; '.join(lacks)}. Set the missing variables, or unset the others to run a single "
             "process."
@@ -134,29 +101,25 @@ def find(variables: Variables) -> Job | None:
     return alone
 
 
-def describe(variables: Variables) -> list[str]:
-    """Returns one line per source that is present: its job or its problem."""
-    return [str(found) for found in _all(variables)]
-
-
-def _all(variables: Variables) -> Iterator[Job | ValueError]:
-    for source in SOURCES:
+def jobs(variables: Variables) -> Iterator[Job | ValueError | str]:
+    """Yields the job, the contradiction or a text with the missing variables of each source."""
+    for name, names, read in SOURCES:
+        missing = [one for one in names if not variables.get(one)]
+        if missing[:2] == [*names[:2]]:
+            continue
         try:
-            if (job := source.job(variables)) is not None:
+            if missing:
+                yield f"{name} lacks {', '.join(missing)}"
+            elif job := read(variables):
                 yield job
         except ValueError as error:
             yield error
 
 
 def token(variables: Variables) -> str | None:
-    """Returns the job's token from its variable or file, or `None` if neither is set."""
-    if path := variables.get(TOKEN_FILE):
-        return read_token(path)
-    return variables.get(TOKEN) or None
-
-
-def read_token(path: str) -> str:
-    """Returns the token in a file that only this user can access."""
+    """Returns the job's token from a file that only this user can access, or from its variable."""
+    if not (path := variables.get(TOKEN_FILE)):
+        return variables.get(TOKEN) or None
     with open(path) as stream:
         found = os.fstat(stream.fileno())
         if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (0, os.geteuid()):
@@ -191,27 +154,20 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 
 def derived_ports(identity: str) -> tuple[int, ...]:
     """Returns the ports to try for a job whose platform sets no port."""
-    digest = hashlib.sha256(identity.encode()).digest()
-    words = (digest[2 * i : 2 * i + 2] for i in range(PORT_TRIES))
-    found = (FIRST_PORT + int.from_bytes(word, "big") % PORT_COUNT for word in words)
-    return tuple(dict.fromkeys(found))
+    digest = int(hashlib.sha256(identity.encode()).hexdigest(), 16)
+    return tuple(FIRST_PORT + (digest >> 16 * i) % PORT_COUNT for i in range(PORT_TRIES))
 
 
-def _with_settings(job: Job, variables: Variables) -> Job:
-    """Replaces the store's host and port if the user has set `HOST` or `PORT`."""
+def with_settings(job: Job, variables: Variables) -> Job:
+    """Returns a job with the host and port that the user has set; refuses IPv6 addresses."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
-    return require_ipv4(dataclasses.replace(job, host=host, ports=ports))
-
-
-def require_ipv4(job: Job) -> Job:
-    """Returns a job; raises `ValueError` if its processes would need an IPv6 address."""
-    if ":" in job.host and job.size > 1:
+    if ":" in host and job.size > 1:
         raise ValueError(
             "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
-            f"from {job.source}: {job.host!r}. Set {HOST} to such a name."
+            f"from {job.source}: {host!r}. Set {HOST} to such a name."
         )
-    return job
+    return dataclasses.replace(job, host=host, ports=ports)
 
 
 def _integer(variables: Variables, name: str) -> int:
@@ -221,13 +177,6 @@ def _integer(variables: Variables, name: str) -> int:
             f"{name} must be a number. Received: {name}={text!r}. Set it to 0 or more."
         )
     return int(text)
-
-
-def _of_run(variables: Variables) -> Job:
-    rank, size = _integer(variables, RANK), _integer(variables, SIZE)
-    host, port = split_address(variables[STORE], STORE)
-    job, node = variables[JOB], variables[NODE]
-    return Job("tfposeidon run", rank, size, host, (port,), job, node=node, has_store=True)
 
 
 def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job | None:
@@ -249,7 +198,7 @@ def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job |
             "Set the task's index (from 0), or add its address to the cluster."
         )
     addresses = [cluster[role][number] for role, number in members]
-    return _of_addresses(source, addresses, members.index((kind, index)))
+    return _of_addresses(source, addresses, members.index((kind, index)), len(members))
 
 
 def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
@@ -274,18 +223,19 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
     )
 
 
-def _of_addresses(source: str, addresses: list[str], rank: int) -> Job:
-    """Returns the job of a source that lists an address for every rank."""
+def _of_addresses(source: str, addresses: list[str], rank: int, size: int) -> Job:
+    """Returns the job of a source that lists the addresses of all ranks, or that of rank 0 only."""
     split = [split_address(address, source) for address in addresses]
     hosts = [host for host, _ in split]
     digest = hashlib.sha256(",".join(addresses).encode()).hexdigest()[:8]
-    identity = f"{source} {addresses[0]} {digest}"
+    identity = f"{source} {addresses[0]} {digest} of {size}"
+    members = tuple(addresses) if len(addresses) == size else ()
     return Job(
-        *(source, rank, len(addresses), hosts[0], (split[0][1],), identity),
+        *(source, rank, size, hosts[0], (split[0][1],), identity),
         # `Job` refuses an index beyond the list.
-        node=hosts[rank] if rank < len(hosts) else "",
-        members=tuple(addresses),
-        one_per_node=len(set(hosts)) == len(hosts),
+        node=hosts[rank] if rank < len(members) else "",
+        members=members,
+        one_per_node=len(set(hosts)) == size,
     )
 
 
@@ -296,17 +246,16 @@ def _torchrun(variables: Variables) -> Job:
         # With `nprocPerNode`, a PyTorchJob counts pods in RANK, but processes in WORLD_SIZE.
         size = int(variables["PET_NNODES"])
     port = _integer(variables, "MASTER_PORT")
-    run = variables.get("TORCHELASTIC_RUN_ID", "")
     # Ignore restarts on several nodes, because the agents may count them differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
     restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     # Leave the address out of the identity: some operators set it to "localhost" on the master.
+    run = variables.get("TORCHELASTIC_RUN_ID", "")
     identity = f"torchrun {port} {run} of {size} restart {restarts}"
     # If this variable is "True", torchrun's agent listens on the port.
-    taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ports = derived_ports(identity) if taken else (port,)
-    host = variables["MASTER_ADDR"]
-    return Job("torchrun", rank, size, host, ports, identity, one_per_node=per_node)
+    is_taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    place = (variables["MASTER_ADDR"], derived_ports(identity) if is_taken else (port,), identity)
+    return Job("torchrun", rank, size, *place, one_per_node=per_node)
 
 
 def _trainjob(variables: Variables) -> Job:
@@ -321,16 +270,13 @@ def _keras(variables: Variables) -> Job:
     addresses = variables[f"{source}_JOB_ADDRESSES"].split(",")
     rank, count = _integer(variables, f"{source}_PROCESS_ID"), f"{source}_NUM_PROCESSES"
     size = _integer(variables, count) if variables.get(count) else len(addresses)
-    if size == len(addresses):
-        return _of_addresses(source, addresses, rank)
-    if len(addresses) > 1:
+    if len(addresses) not in (1, size):
         raise ValueError(
             "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
             f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Set one "
             f"address or {size}."
         )
-    host, port = split_address(addresses[0], source)
-    return Job(source, rank, size, host, (port,), f"{source} {addresses[0]} {size}")
+    return _of_addresses(source, addresses, rank, size)
 
 
 def _slurm(variables: Variables) -> Job | None:
@@ -355,12 +301,7 @@ def first_host(nodes: str) -> str:
     >>> first_host("rack[2-3]n[01-03,07],gpu1")
     'rack2n01'
     """
-    first = re.match(r"(\[[^\]]*\]|[^,\[])+", nodes)
-    if first is None:
-        raise ValueError(
-            f"SLURM_STEP_NODELIST must name nodes. Received: {nodes!r}. Start the step with srun."
-        )
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", nodes).split(",")[0]
 
 
 def _indexed_job(variables: Variables) -> Job | None:
@@ -368,7 +309,8 @@ def _indexed_job(variables: Variables) -> Job | None:
     if size == 1:
         # If each pod trains alone, its index is not a rank.
         return None
-    pod, dot, domain = variables[FULL_NAME].partition(".")
+    # Look up the name only here, because a lookup takes seconds on some networks.
+    pod, dot, domain = socket.getfqdn(variables.get("HOSTNAME", "")).partition(".")
     name = pod.removesuffix(f"-{rank}")
     if name == pod:
         raise ValueError(
@@ -388,20 +330,23 @@ def _names(prefix: str, names: str) -> tuple[str, ...]:
     return tuple(prefix + name for name in names.split())
 
 
-SOURCES = (
-    Source("tfposeidon run", OF_RUN, _of_run),
+SOURCES: tuple[tuple[str, tuple[str, ...], Callable[[Variables], Job | None]], ...] = (
+    ("tfposeidon run", (RUN,), lambda variables: Job(**json.loads(variables[RUN]))),
     *(
-        Source(name, (name,), functools.partial(_cluster, name, roles))
+        (name, (name,), functools.partial(_cluster, name, roles))
         for name, roles in (
             ("TF_CONFIG", ("chief", "master", "worker")),
             ("CLUSTER_SPEC", ("workerpool0", "workerpool1")),
         )
     ),
-    Source("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
-    Source("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
-    Source("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
+    ("torchrun", _names("", "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"), _torchrun),
+    ("TrainJob", _names("PET_", "NODE_RANK NNODES MASTER_ADDR MASTER_PORT"), _trainjob),
+    ("KERAS_DISTRIBUTION", _names("KERAS_DISTRIBUTION_", "PROCESS_ID JOB_ADDRESSES"), _keras),
     # The first two names exclude the number of tasks, which some shells set outside of steps.
-    Source("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
-    Source("Indexed Job", ("JOB_COMPLETION_INDEX", NODES, FULL_NAME), _indexed_job),
+    ("SLURM", _names("SLURM_", "STEP_ID STEP_NODELIST STEP_NUM_TASKS PROCID JOB_ID"), _slurm),
+    ("Indexed Job", ("JOB_COMPLETION_INDEX", NODES), _indexed_job),
 )
-"""All sources in order of precedence."""
+"""Name, variables and function of each source in order of precedence.
+
+A source is present if one of its first two variables is set.
+"""

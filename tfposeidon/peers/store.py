@@ -2,9 +2,9 @@
 
 Every path begins with the job's prefix. In addition to Horovod's requests, a PUT with
 `If-None-Match: *` does not overwrite an existing value, and returns status 412 if that value
-differs; a GET with `Prefer: wait=SECONDS` waits for a value, or with `?count=N` until a scope has N
-values. Rank 0 runs this module as a process that outlives rank 0, so the module imports no other
-module of the package.
+differs; a GET with `Prefer: wait=SECONDS` waits for a value, or with the key `?count=N` until a
+scope has N values. Rank 0 runs this module as a process that outlives rank 0, so the module imports
+no other module of the package.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import hashlib
 import hmac
 import json
 import os
-import socketserver
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote
 
 LONGEST_VALUE_BYTES = 2**20
-LONGEST_WAIT_S = 30.0
 REQUEST_TIMEOUT_S = 10.0
 LONGEST_END_S = 10.0
 """Time after the end of rank 0 within which other ranks must write their exit status."""
-BIND_S = 15.0
-"""Time to wait for a port that the store of an earlier start may still hold."""
 POLL_S = 0.1
+BACKLOG = 1024
 JOB_HEADER = "Tfposeidon-Job"
+COUNT = "?count="
 FAILURES = "tfposeidon"
 """Scope in which ranks store their exit status and the first cause of failure."""
 FIRST_FAILURE = "first-failure"
@@ -51,22 +51,19 @@ def prefix_of(identity: str, token: str | None) -> str:
 
 
 class Store(ThreadingHTTPServer):
-    """Key-value store of one job: listens once it is constructed, and answers in `serving()`."""
+    """Key-value store of one job, which answers on a listening socket in `serving()`."""
 
     daemon_threads = True
-    request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], identity: str, prefix: str) -> None:
-        super().__init__(address, _Handler)
+    def __init__(self, listener: socket.socket, identity: str, prefix: str) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
         self.identity = identity
         self.prefix = prefix
         self.is_ending = False
-        self._values: dict[str, dict[str, bytes]] = {}
+        self._values: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
         self._changed = threading.Condition()
-
-    def server_bind(self) -> None:
-        """Binds the address without looking up its name, which may take seconds."""
-        socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores an interrupted or malformed request, which concerns its client only."""
@@ -74,8 +71,7 @@ class Store(ThreadingHTTPServer):
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Answers requests on a thread until the context ends."""
-        thread = threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True)
-        thread.start()
+        threading.Thread(target=self.serve_forever, args=(POLL_S,), daemon=True).start()
         try:
             yield
         finally:
@@ -85,40 +81,35 @@ class Store(ThreadingHTTPServer):
     def put(self, scope: str, key: str, value: bytes, *, keep: bool = False) -> bytes:
         """Stores a value, unless `keep` and the key has one; returns the key's value."""
         with self._changed:
-            values = self._values.setdefault(scope, {})
-            if not (keep and key in values):
-                values[key] = value
+            if not keep:
+                self._values[scope][key] = value
             self._changed.notify_all()
-            return values[key]
+            return self._values[scope].setdefault(key, value)
 
     def get(self, scope: str, key: str, wait_s: float = 0.0) -> bytes | None:
-        """Returns a value as soon as it exists, or `None` after `wait_s`."""
+        """Returns a value, or a scope as JSON (`?count=N`), or `None` if missing after `wait_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: key in self._values.get(scope, {}), wait_s)
-            return self._values.get(scope, {}).get(key)
-
-    def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[str, str] | None:
-        """Returns the values of a scope once it has `count` of them, or `None` after `wait_s`."""
-        with self._changed:
-            values = self._values.setdefault(scope, {})
+            values = self._values[scope]
+            if not key.startswith(COUNT):
+                self._changed.wait_for(lambda: key in values, wait_s)
+                return values.get(key)
+            count = int(key.removeprefix(COUNT))
             # Stop waiting if the job is ending, because no more ranks register.
             self._changed.wait_for(lambda: self.is_ending or len(values) >= count, wait_s)
-            if len(values) < count:
-                return None
-            return {key: value.decode() for key, value in values.items()}
+            found = {key: json.loads(value) for key, value in values.items()}
+            return json.dumps(found).encode() if len(found) >= count else None
 
     def delete(self, scope: str, key: str) -> None:
         with self._changed:
-            self._values.get(scope, {}).pop(key, None)
+            self._values[scope].pop(key, None)
 
     def wait_for_exit_statuses(self, size: int, limit_s: float = LONGEST_END_S) -> None:
         """Marks the job as ending, and waits up to `limit_s` for the exit statuses of all ranks."""
+        expected = {EXIT_STATUS.format(rank) for rank in range(size)}
         with self._changed:
             self.is_ending = True
             self._changed.notify_all()
-        deadline = time.monotonic() + limit_s
-        for rank in range(size):
-            self.get(FAILURES, EXIT_STATUS.format(rank), max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(lambda: expected <= self._values[FAILURES].keys(), limit_s)
 
     def report_end(self, rank: int, text: str) -> None:
         """Stores `text` as the first cause, unless one exists or the rank has an exit status."""
@@ -131,77 +122,51 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
-        if (place := self._place()) is None:
-            return
-        scope, key, count = place
-        wait_s = min(_seconds(self.headers.get("Prefer", "")), LONGEST_WAIT_S)
-        if count is None:
-            value = self.server.get(scope, key, wait_s)
-        else:
-            values = self.server.all(scope, count, wait_s)
-            value = None if values is None else json.dumps(values).encode()
-            if self._refuses_start():
-                return
-        if value is None:
-            self._answer(HTTPStatus.NOT_FOUND)
-        else:
-            self._answer(HTTPStatus.OK, value)
+        self._answer(self._get)
 
     def do_PUT(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        if (place := self._place()) is None:
-            return
-        if not 0 <= length <= LONGEST_VALUE_BYTES:
-            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            return
-        scope, key, _ = place
-        value = self.rfile.read(length)
-        keep = self.headers.get("If-None-Match") == "*"
-        if keep and scope != FAILURES and self._refuses_start():
-            return
-        found = self.server.put(scope, key, value, keep=keep)
-        # An equal value is a success, because a client repeats a request whose answer was lost.
-        self._answer(HTTPStatus.OK if found == value else HTTPStatus.PRECONDITION_FAILED, found)
+        self._answer(self._put)
 
     def do_DELETE(self) -> None:
-        if place := self._place():
-            self.server.delete(*place[:2])
-            self._answer(HTTPStatus.OK)
+        self._answer(self._delete)
 
-    def _place(self) -> tuple[str, str, int | None] | None:
-        """Returns scope, key and count of the path, or refuses the request and returns `None`."""
-        path = urlsplit(self.path)
-        prefix, _, rest = path.path.removeprefix("/").partition("/")
+    def _answer(self, find: Callable[[str, str], tuple[HTTPStatus, bytes]]) -> None:
+        prefix, _, path = self.path.removeprefix("/").partition("/")
+        scope, _, key = path.partition("/")
         # Horovod appends a port to the prefix (see `rendezvous.horovod_variables`).
-        if not hmac.compare_digest(prefix.partition(":")[0], self.server.prefix):
-            # A restart of a job that is ending may have another token, and must wait.
-            if not self._refuses_start():
-                self._answer(HTTPStatus.FORBIDDEN)
-            return None
-        scope, _, key = rest.partition("/")
-        count = parse_qs(path.query).get("count")
-        return scope, key, int(count[0]) if count else None
-
-    def _refuses_start(self) -> bool:
-        """Refuses a request if the job is ending: a restarted job must wait for its own store."""
-        if self.server.is_ending:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
-        return self.server.is_ending
-
-    def _answer(self, status: HTTPStatus, body: bytes = b"") -> None:
+        is_member = hmac.compare_digest(prefix.partition(":")[0], self.server.prefix)
+        status, body = find(scope, key) if is_member else (HTTPStatus.FORBIDDEN, b"")
+        # A restarted job, which may have another token, must wait for its own store. Check this
+        # last, because a GET waits until the job is ending.
+        if self.server.is_ending and not (is_member and scope == FAILURES):
+            status, body = HTTPStatus.SERVICE_UNAVAILABLE, b""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header(JOB_HEADER, quote(self.server.identity, safe=" :,.-_"))
         self.end_headers()
         self.wfile.write(body)
 
+    def _get(self, scope: str, key: str) -> tuple[HTTPStatus, bytes]:
+        wait_s = float(self.headers.get("Prefer", "wait=0").removeprefix("wait="))
+        value = self.server.get(scope, key, wait_s)
+        return (HTTPStatus.NOT_FOUND, b"") if value is None else (HTTPStatus.OK, value)
+
+    def _put(self, scope: str, key: str) -> tuple[HTTPStatus, bytes]:
+        length = int(self.headers.get("Content-Length", 0))
+        if not 0 <= length <= LONGEST_VALUE_BYTES:
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, b""
+        value = self.rfile.read(length)
+        keep = self.headers.get("If-None-Match") == "*"
+        found = self.server.put(scope, key, value, keep=keep)
+        # An equal value is a success, because a client repeats a request whose answer was lost.
+        return HTTPStatus.OK if found == value else HTTPStatus.PRECONDITION_FAILED, found
+
+    def _delete(self, scope: str, key: str) -> tuple[HTTPStatus, bytes]:
+        self.server.delete(scope, key)
+        return HTTPStatus.OK, b""
+
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: 404 is the normal answer to a rank that waits."""
-
-
-def _seconds(preferences: str) -> float:
-    name, _, value = preferences.partition("=")
-    return float(value) if name == "wait" else 0.0
 
 
 def loopback_address(host: str) -> str:
@@ -217,64 +182,49 @@ def listen(host: str, ports: Sequence[int], identity: str, token: str | None) ->
     Raises `OSError` if other programs use all ports.
     """
     bind_to = host if host == loopback_address(host) else ""
-    deadline = time.monotonic() + BIND_S
-    while True:
-        for port in ports:
-            try:
-                return Store((bind_to, port), identity, prefix_of(identity, token))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-        if time.monotonic() > deadline:
-            raise OSError(
-                errno.EADDRINUSE,
-                "The store of rank 0 requires a free port. Received: port(s) "
-                f"{', '.join(map(str, ports))}, which other programs use. Set TFPOSEIDON_PORT to a "
-                "free one on all ranks",
-            )
-        time.sleep(POLL_S)
+    for port in ports:
+        try:
+            listener = socket.create_server((bind_to, port), backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return Store(listener, identity, prefix_of(identity, token))
+    raise OSError(
+        errno.EADDRINUSE,
+        f"The store of rank 0 requires a free port. Received: port(s) {', '.join(map(str, ports))},"
+        " which other programs use. Set TFPOSEIDON_PORT to a free one on all ranks",
+    )
 
 
-def start_process(
-    host: str, ports: Sequence[int], identity: str, token: str | None, size: int
-) -> tuple[subprocess.Popen[str], int]:
-    """Starts a store that outlives this process, which is rank 0; returns process and port."""
+def start_process(store: Store, size: int) -> subprocess.Popen[str]:
+    """Passes a store to a process that outlives this process, which is rank 0."""
     # Start a new session, so that signals to a process group do not end the store before the ranks.
     # Isolate Python (-I -S): it must import neither TensorFlow nor a module of the script's folder
     # that has the name of a standard module.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
         cwd="/",
+        pass_fds=[store.fileno()],
     )
     assert process.stdin is not None
-    assert process.stdout is not None
-    # Pass the token through a pipe, because every user can read command lines.
-    with process.stdin, process.stdout:
-        json.dump([os.getpid(), size, host, ports, identity, token], process.stdin)
-        process.stdin.close()
-        answer = json.loads(process.stdout.read() or '"the process of the store ended"')
-    if isinstance(answer, str):
-        raise OSError(answer)
-    return process, answer
+    # Pass the prefix through a pipe, because every user can read command lines.
+    with process.stdin, store:
+        place = [os.getpid(), size, store.fileno(), store.identity, store.prefix]
+        json.dump(place, process.stdin)
+    return process
 
 
 def main() -> None:
     """Serves the job that standard input describes until all ranks have ended."""
-    parent, size, *place = json.load(sys.stdin)
-    try:
-        store = listen(*place)
-    except OSError as error:
-        json.dump(error.strerror, sys.stdout)
-        return
+    parent, size, descriptor, identity, prefix = json.load(sys.stdin)
+    store = Store(socket.socket(fileno=descriptor), identity, prefix)
     with store.serving():
-        json.dump(store.server_address[1], sys.stdout)
-        sys.stdout.close()
-        os.close(1)
         while os.getppid() == parent:
             time.sleep(POLL_S)
         store.report_end(
