@@ -134,11 +134,10 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_changing = self._has_compared = False
+        self._is_changing = False
         self._epoch = self._batches = self._batches_before = 0
-        # `_steps` counts steps since timing began, and timing ends after `_end` steps (0 if steps
-        # are not timed). `_calls` is the number of steps per exchange.
-        self._steps, self._end, self._calls = 0, 0, 1
+        # `_steps` counts steps since timing began; ranks exchange once in `_calls` of them.
+        self._steps, self._calls = 0, 1
         self._trace_s = LEAST_TRACE_S
         self._optimizers: list[Any] = []
 
@@ -150,88 +149,86 @@ class ChoosePlan(keras.callbacks.Callback):
     def _plans(self) -> list[Any]:
         # Check at every call, because a schedule may have changed the planner of an optimizer.
         plans = [optimizer.exchange.plans for optimizer in self._optimizers]
-        return [one for one in plans if getattr(one.planner, "is_tunable", False)]
+        return [one for one in plans if one.planner.callback is ChoosePlan]
 
     @property
     def _undecided(self) -> list[Any]:
-        return [one for one in self._plans if not one.planner.has_decided]
+        return [p for p in self._plans if not (p.policy.is_fixed or p.planner.has_decided)]
+
+    @property
+    def _timed(self) -> list[Any]:
+        return [one for one in self._undecided if one.planner.is_watching]
+
+    @property
+    def _end(self) -> int:
+        """Number of steps after which timing ends."""
+        return (UNTIMED_STEPS + TIMED_STEPS) * self._calls
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
         self._optimizers = self._session.optimizers
-        self._compare_plans()
+        # With gradient accumulation, ranks exchange gradients once in several steps.
+        calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
+        self._calls = max(calls, default=1)
         # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
         # A change of an earlier `fit` or run may be pending.
         self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
-        untimed = any(not one.planner.is_watching for one in self._undecided)
-        if not self._is_changing and (untimed or not self._end):
+        if not self._is_changing and len(self._timed) < len(self._undecided):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
             self._continue()
-
-    def _compare_plans(self) -> None:
-        # Do not communicate for fixed schemes: only some of the ranks may have this callback.
-        chooses = any(not one.exchange.plans.policy.is_fixed for one in self._optimizers)
-        if self._has_compared or not chooses:
-            return
-        self._has_compared = True
-        require_equal(
-            exchange_objects(len(self._plans), runtime.wire(), "tp.choose_plan.tunable"),
-            "All ranks must choose plans by the network, or none",
-            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
-            "op determinism on all or none.",
-        )
-
-    @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._end and not self._steps:
-            self._begin_s = time.perf_counter()
+        self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches = batch + 1
-        if self._session.was_skipped or not (self._end or self._is_changing):
+        self._batches, is_timing = batch + 1, bool(self._timed)
+        if self._session.was_skipped or not (is_timing or self._is_changing):
             return
         self._steps += 1
-        if self._steps == 1 and self._end:
+        if self._steps == 1:
             self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
         if self._steps == UNTIMED_STEPS * self._calls:
             for times in self._step_times():
                 times.reset()
-        if self._is_changing or (self._steps == self._end and not self._session.watches_absence):
+        ends = is_timing and self._steps == self._end and not self._session.watches_absence
+        if self._is_changing or ends:
             self._continue()
 
     def _watch(self) -> None:
-        """Starts timing steps if any plan is undecided."""
-        undecided = self._undecided
+        """Starts timing steps if plans can change by their times."""
+        tunable = [one for one in self._undecided if one.planner.is_tunable]
+        on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        own = [len(tunable), on_gpu, runtime.network_profile() is None]
+        ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
+        numbers, on_gpus, measures = zip(*ranks, strict=True)
+        require_equal(
+            numbers,
+            "All ranks must choose plans by the network, or none",
+            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
+            "op determinism on all or none.",
+        )
+        # All ranks must take the same branch, even if some of them have no GPU.
+        if any(on_gpus):
+            self._apply()
+            return
         # If epochs may end early, plans change only between epochs, so timing the last epoch is
         # useless. For a single epoch, a timed trial of exchanges chooses the plan instead.
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
-        if not undecided or is_last:
+        if is_last or not tunable:
             return
-        own = [bool(tf.config.list_physical_devices("GPU")), runtime.network_profile() is None]
-        ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
-        on_gpu, measures = zip(*ranks, strict=True)
-        # All ranks must take the same branch, even if some of them have no GPU.
-        if any(on_gpu):
-            self._apply()
-            return
-        if not all(plans.planner.is_watching for plans in undecided):
-            for plans in undecided:
-                # Measure the network before the first step, whose duration counts as tracing time.
-                # If only some ranks have a profile, the first step raises an error.
-                if all(measures):
-                    plans.planner.measure_network()
-                plans.planner.is_watching = True
-            # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
-            self._session.retrace()
-        # With gradient accumulation, ranks exchange gradients once in several steps.
-        self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
-        self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
+        for plans in tunable:
+            # Measure the network before the first step, whose duration counts as tracing time. If
+            # only some ranks have a profile, the first step raises an error.
+            if all(measures):
+                plans.planner.measure_network()
+            plans.planner.is_watching = True
+        # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
+        self._session.retrace()
+        self._steps = 0
 
     def _step_times(self) -> list[StepTimes]:
         exchangers = [e for one in self._optimizers for e in one.exchange.exchangers]
@@ -239,7 +236,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _continue(self) -> None:
         """Chooses plans if steps were timed, and applies them if all residuals have been sent."""
-        if self._end:
+        if self._timed:
             self._decide()
         if not self._is_changing:
             return
@@ -255,12 +252,8 @@ class ChoosePlan(keras.callbacks.Callback):
                 states.flush()
 
     def _decide(self) -> None:
-        undecided = [one for one in self._undecided if one.planner.is_watching]
-        if not undecided:
-            # A schedule has changed the policy since timing began.
-            self._end = 0
-            return
-        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
+        timed = self._timed
+        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in timed]
         mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         # Ranks may have executed different numbers of steps, and must make the same decision.
@@ -268,10 +261,10 @@ class ChoosePlan(keras.callbacks.Callback):
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
+        saved_s, least_s = 0.0, LEAST_GAIN * max(traces_s)
         # Time close plans only if their difference may save more time than a trace takes.
         shortest_s = least_s / CLOSE_WITHIN / max(1.0, min(lefts))
-        for plans, *found in zip(undecided, *ranks, strict=True):
+        for plans, *found in zip(timed, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
         waits = self._session.watches_absence and self._unsent

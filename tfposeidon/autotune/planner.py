@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -63,8 +63,9 @@ class Decision(Policy):
             for description, choice in zip(bucket.descriptions, bucket.choices, strict=True)
         }
         forecasts = tuple(forecasts_of(plan))
-        sizes = [*(one.chosen.bucket_bytes for one in forecasts), bucket_bytes]
-        return cls(choices, sizes[0], forecasts)
+        return cls(
+            choices, forecasts[0].chosen.bucket_bytes if forecasts else bucket_bytes, forecasts
+        )
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -74,20 +75,6 @@ class Decision(Policy):
     @override
     def keeps_state(self) -> bool:
         return any(Uniform(one.scheme).keeps_state for one in self.choices.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dictionary for JSON."""
-        serialize = keras.saving.serialize_keras_object
-        choices = {path: (serialize(one.scheme), one.reason) for path, one in self.choices.items()}
-        forecasts = [asdict(one) | {"links": one.links.to_json()} for one in self.forecasts]
-        return {"choices": choices, "bucket_bytes": self.bucket_bytes, "forecasts": forecasts}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Decision:
-        deserialize = keras.saving.deserialize_keras_object
-        choices = {p: Choice(deserialize(one), why) for p, (one, why) in saved["choices"].items()}
-        forecasts = tuple(map(Forecast.from_fields, saved["forecasts"]))
-        return cls(choices, saved["bucket_bytes"], forecasts)
 
 
 class AutoPlanner(Planner):
@@ -202,7 +189,7 @@ class AutoPlanner(Planner):
                     exchanger.plan = best
                     continue
                 # The plan remains in use until the proposal is applied or discarded.
-                exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
+                exchanger.plan = replace(plan, forecasts=(replace(forecast, chosen=before),))
                 # Within the margin the default is chosen, although the plan in use may be faster.
                 if forecast.chosen.step_s <= before.step_s:
                     self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
@@ -230,15 +217,15 @@ class AutoPlanner(Planner):
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         if self.policy.is_fixed:
             return {}
-        links = runtime.network_profile()
+        links, serialize = runtime.network_profile(), keras.saving.serialize_keras_object
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
             "nodes": self._wire().topology.nodes,
             "links": links and links.to_json(),
             "has_decided": self.has_decided,
-            "plans": [Decision.of(plan, self.bucket_bytes).to_dict() for plan in plans],
-            "proposed": [decision.to_dict() for decision in self.proposed.values()],
+            "plans": serialize([Decision.of(plan, self.bucket_bytes) for plan in plans]),
+            "proposed": serialize([*self.proposed.values()]),
         }
 
     @override
@@ -247,32 +234,31 @@ class AutoPlanner(Planner):
         # compute plans again if nodes, profile or policy differ.
         if not self.is_tunable or saved["links"] is None:
             return False
-        wire = self._wire()
-        is_same = (saved["policy"], saved["bucket_bytes"]) == (repr(self.policy), self.bucket_bytes)
-        differs = "`scheme` or `bucket_bytes` differs"
-        if is_same and saved["nodes"] != [list(node) for node in wire.topology.nodes]:
-            differs = "the layout of ranks differs"
-        elif is_same:
-            links = NetworkProfile.from_json(saved["links"], "the snapshot")
-            if runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
-                runtime.store_network_profile(links)
-            differs = "the network profile differs" if runtime.network_profile() != links else ""
-        decisions, proposed = (
-            {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
+        wire, links = self._wire(), NetworkProfile.from_json(saved["links"], "the snapshot")
+        settings = [repr(self.policy), self.bucket_bytes]
+        is_same = settings == [saved["policy"], saved["bucket_bytes"]]
+        has_nodes = saved["nodes"] == [list(node) for node in wire.topology.nodes]
+        if has_nodes and runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
+            runtime.store_network_profile(links)
+        differs = {
+            "`scheme` or `bucket_bytes` differs": not is_same,
+            "the layout of ranks differs": not has_nodes,
+            "the network profile differs": runtime.network_profile() != links,
+        }
+        deserialize = keras.saving.deserialize_keras_object
+        decisions, self.proposed = (
+            {frozenset(one.choices): one for one in deserialize(saved[key])}
             for key in ("plans", "proposed")
         )
-        if differs:
+        if why := next((reason for reason, holds in differs.items() if holds), ""):
             # Retain schemes with saved residuals, which only these schemes can send.
             decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
-            proposed = {}
-            what = (
-                "with residuals are retained until steps are timed"
-                if decisions
-                else "are computed again"
-            )
-            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
-        self._decisions, self.proposed = decisions, proposed
-        self.has_decided = not differs and saved["has_decided"]
+            self.proposed = {}
+            what = "are computed again"
+            if decisions:
+                what = "with residuals are retained until steps are timed"
+            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", why, what)
+        self._decisions, self.has_decided = decisions, not why and saved["has_decided"]
         return bool(decisions)
 
 

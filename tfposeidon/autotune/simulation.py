@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
+from tfposeidon.config import Configured
 from tfposeidon.gradients import Structure
 from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
@@ -88,25 +89,22 @@ def stage_times(
     times = []
     # Some ranks skip stages, but all ranks have the same order, so the longest list is complete.
     for name in (stage.name for stage in max(by_rank.values(), key=len)):
-        found = {
-            rank: stage for rank, own in by_rank.items() for stage in own if stage.name == name
-        }
-        transfers = {rank: s for rank, s in found.items() if isinstance(s, Transfer)}
+        found = [(rank, one) for rank, own in by_rank.items() for one in own if one.name == name]
+        transfers = {rank: one for rank, one in found if isinstance(one, Transfer)}
         if any(transfer.group.size > 1 for transfer in transfers.values()):
             times.append(_transfer_time(transfers, topology, links))
         elif not transfers:
-            works = [stage for stage in found.values() if isinstance(stage, Work)]
-            slowest_s = max(work_seconds(work, links.rates) for work in works)
-            times.append(StageTime(operation=None, load_s=slowest_s))
+            works_s = [work_seconds(one, links.rates) for _, one in found if isinstance(one, Work)]
+            times.append(StageTime(operation=None, load_s=max(works_s)))
     return tuple(times)
 
 
 def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
     """Returns the ranks of the first node if all nodes have the same load, else all ranks."""
     first, size = topology.nodes[0], topology.size
+    is_even = scheme.loads_evenly and size % len(first) == 0
     is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
-    is_even = is_regular and size % len(first) == 0 and scheme.loads_evenly
-    return first if is_even else range(size)
+    return first if is_even and is_regular else range(size)
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
@@ -194,18 +192,16 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class Simulated(Configured):
     """Predicted times of one training step.
 
     Attributes:
       step_s: Seconds of the step.
       compute_s: Seconds of the forward and backward pass.
-      busy_s: Seconds during which Horovod's thread executes collectives.
     """
 
     step_s: float
     compute_s: float
-    busy_s: float
 
     @property
     def exposed_s(self) -> float:
@@ -246,7 +242,7 @@ def simulate(
     # A sorted list is a valid heap.
     events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))
     waiting: list[_Event] = []
-    finish_s = busy_s = thread_s = processor_s = 0.0
+    finish_s, thread_s, processor_s = compute_s, 0.0, 0.0
     while events or waiting:
         begin_s = max(thread_s, waiting[0][0]) if waiting else math.inf
         if events and events[0][0] <= begin_s:
@@ -261,10 +257,10 @@ def simulate(
             continue
         thread_s, ready, waiting = begin_s + collective_s, waiting, []
         for took_s, fused in _executions(ready, fusion_bytes):
-            thread_s, busy_s = thread_s + took_s, busy_s + took_s
+            thread_s += took_s
             for _, _, stages in fused:
                 heapq.heappush(events, (thread_s, next(numbers), stages[1:]))
-    return Simulated(step_s=max(finish_s, compute_s), compute_s=compute_s, busy_s=busy_s)
+    return Simulated(step_s=finish_s, compute_s=compute_s)
 
 
 def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:

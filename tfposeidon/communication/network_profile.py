@@ -11,6 +11,7 @@ from typing import Any
 
 from tfposeidon import checks
 from tfposeidon.communication.topology import Topology
+from tfposeidon.config import Configured
 from tfposeidon.text import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
@@ -19,7 +20,7 @@ HEADERS = 1514 / 1448
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Configured):
     """Latency and bandwidth between a node and the others, or between the ranks of one node.
 
     Args:
@@ -68,7 +69,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class Rates(Configured):
     """Compute times of a rank's CPU or GPU, while all ranks of the node are busy.
 
     Args:
@@ -114,7 +115,7 @@ and the seconds that a collective waits for Horovod's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkProfile:
+class NetworkProfile(Configured):
     """Bandwidth and latency of a job's network, and compute times of its ranks.
 
     `NetworkProfile.of` creates a profile from a bandwidth and a preset, `from_json` from the output

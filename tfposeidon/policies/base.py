@@ -16,7 +16,7 @@ from tfposeidon.schemes.base import Scheme
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Configured):
     """Scheme of one variable, with the reason for the choice.
 
     Example:
