@@ -34,16 +34,12 @@ CLOCKS_S = 1e-4
 LEAST_TRACE_S = 0.5
 """Minimum assumed seconds for tracing a step, because an earlier `fit` may have traced it."""
 
-Gradients = Sequence[Any]
-"""Gradients of one step, dense or structured, in the order of their variables."""
-
 
 class Measured(NamedTuple):
-    """Mean times and gradient sizes of the timed steps, for one list of variables.
+    """Mean times of the timed steps from the end of an exchange, for one list of variables.
 
-    The times are seconds from the end of an exchange to the first gradient, to the last gradient
-    and to the end of the next exchange. `sizes` has the size of each gradient's structure on a
-    rank, and 0 for dense gradients.
+    `first_s` and `compute_s` end with the first and the last gradient, `step_s` with the next
+    exchange. `sizes` has the size of each gradient's structure on a rank, 0 for dense gradients.
     """
 
     first_s: float
@@ -84,8 +80,8 @@ class StepTimes:
     def ready(
         self,
         descriptions: Sequence[Description],
-        gradients: Gradients,
-        sent: Gradients,
+        gradients: Sequence[Any],
+        sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
         """Reads the clock after the first and last gradient, and after all averaged gradients."""
@@ -96,7 +92,7 @@ class StepTimes:
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
 
-        def record(means: Gradients) -> None:
+        def record(means: Sequence[Any]) -> None:
             begin_s, end_s = self._end_s.read_value(), time_after(means)
             times = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, 1.0])
             own = tf.concat([times, tf.cast(sizes, times.dtype)], 0)

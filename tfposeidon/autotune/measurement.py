@@ -26,6 +26,7 @@ from tfposeidon.autotune.simulation import EXPOSED, float16_sums, load_of
 from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.exchange.observer import time_after
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
@@ -232,12 +233,12 @@ class _Round:
             # All ranks start together after an all-reduce, whose input must not be a constant.
             here, world = tf.reshape(tf.cast(end_s, tf.float32), [1]), self._wire.topology.world
             used.append(self._wire.all_reduce(here, world, f"tp.links.begin_{number}"))
-            begin_s = _time_after(used[-1])
+            begin_s = time_after(used[-1:])
             with tf.control_dependencies([begin_s]):
-                used.append(run())
-            end_s = _time_after(used[-1])
+                used.append(tf.reshape(run(), [-1])[:1])
+            end_s = time_after(used[-1:])
             times.append(end_s - begin_s)
-        return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
+        return tf.stack(times), used
 
     def _collective(self, number: int, probe: Probe, lengths: tf.Tensor) -> tf.Tensor:
         length, group = lengths[number], probe.groups.get(self._wire.topology.rank)
@@ -252,26 +253,19 @@ class _Round:
         return collective(values, *splits, group, f"tp.links.{number}")
 
 
-def _time_after(tensor: tf.Tensor) -> tf.Tensor:
-    with tf.control_dependencies([tensor]):
-        return tf.timestamp()
-
-
 def _product(vector: tf.Tensor) -> tf.Tensor:
     matrix = tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE])
     return tf.matmul(matrix, matrix, transpose_a=True)
-
-
-def _selected(pairs: int, vector: tf.Tensor) -> tf.Tensor:
-    return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
 
 
 WORK: dict[str, Work] = {
     # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
-    "select": functools.partial(_selected, PAIRS[0]),
-    "select_many": functools.partial(_selected, PAIRS[1]),
+    "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[0])[0],
+    "select_many": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[1])[
+        0
+    ],
     "multiply": _product,
 }
 """Local work to time, by kind."""

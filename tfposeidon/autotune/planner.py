@@ -42,9 +42,6 @@ percentile of the errors of predicted exchanges is 24 % (docs/results/planning.m
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
-Paths = frozenset[str]
-"""Paths of a list of variables; they identify the list in snapshots."""
-
 
 @dataclass(frozen=True)
 class Decision(Policy):
@@ -91,8 +88,9 @@ class AutoPlanner(Planner):
         self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire] = runtime.wire
     ) -> None:
         super().__init__(policy, bucket_bytes, wire)
-        self._decisions: dict[Paths, Decision] = {}
-        self.proposed: dict[Paths, Decision] = {}
+        # The paths of a list of variables identify the list in snapshots.
+        self._decisions: dict[frozenset[str], Decision] = {}
+        self.proposed: dict[frozenset[str], Decision] = {}
         self.is_watching = self.has_decided = False
 
     @property
@@ -100,7 +98,7 @@ class AutoPlanner(Planner):
         """True if predictions choose plans, and measured times may change them."""
         # With deterministic ops, plans must not depend on measured times, which vary between runs.
         knows_links = runtime.network_profile() is not None or runtime.measures_network()
-        return not self.policy.is_fixed and knows_links and not is_deterministic()
+        return not self.policy.is_fixed and knows_links and not _pywrap_determinism.is_enabled()
 
     @property
     @override
@@ -108,10 +106,10 @@ class AutoPlanner(Planner):
         return super().plans_steps or self.is_tunable
 
     @override
-    def plan(self, descriptions: Sequence[Description]) -> Plan:
-        decision = self._decisions.get(paths_of(descriptions))
+    def plan(self, descriptions: Sequence[Description], timed: bool = False) -> Plan:
+        decision = self._decisions.get(frozenset(one.path for one in descriptions))
         if decision is None:
-            return self._choose(descriptions)
+            return self._choose(descriptions, timed=timed)
         notes = [*self._notes(), *self.policy.notes(descriptions)]
         topology, size = self._wire().topology, decision.bucket_bytes
         plan = make_plan(descriptions, decision, topology, size, notes)
@@ -127,10 +125,8 @@ class AutoPlanner(Planner):
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
         self.measure_network()
-        if paths_of(descriptions) in self._decisions:
-            return self.plan(descriptions)
         # While steps are timed, `propose` decides later whether exchanges are timed, too.
-        return self._choose(descriptions, timed=self.is_tunable and not self.is_watching)
+        return self.plan(descriptions, timed=self.is_tunable and not self.is_watching)
 
     def _choose(
         self,
@@ -152,9 +148,10 @@ class AutoPlanner(Planner):
 
     @override
     def _notes(self) -> list[str]:
-        if self._wire().topology.size > 1 and not self.policy.is_fixed and is_deterministic():
-            return ["deterministic ops: the plan does not depend on measured times"]
-        return super()._notes()
+        one_rank = super()._notes()
+        if one_rank or self.policy.is_fixed or not _pywrap_determinism.is_enabled():
+            return one_rank
+        return ["deterministic ops: the plan does not depend on measured times"]
 
     @override
     def observer(self, descriptions: Sequence[Description]) -> StepTimes:
@@ -262,15 +259,6 @@ class AutoPlanner(Planner):
         return bool(decisions)
 
 
-def is_deterministic() -> bool:
-    """Returns whether `tf.config.experimental.enable_op_determinism` was called."""
-    return bool(_pywrap_determinism.is_enabled())
-
-
-def paths_of(descriptions: Sequence[Description]) -> Paths:
-    return frozenset(description.path for description in descriptions)
-
-
 # ------------------------------------------------------------------ policy
 
 
@@ -346,12 +334,8 @@ class Auto(Tunable):
         if "topk" in self.compression:
             sparse = (HiTopK, TopK)
             schemes += [kind(density=self.density, wire_dtype=wire_dtype) for kind in sparse]
-        by_rows = _by_rows()
-        found = [
-            Considered(scheme, structured)
-            for structured in ([None, by_rows] if by_rows else [None])
-            for scheme in schemes
-        ]
+        by_rows = dict.fromkeys((None, _by_rows()))
+        found = [Considered(scheme, structured) for structured in by_rows for scheme in schemes]
         return {str(one): one for one in found}
 
     @property

@@ -42,8 +42,7 @@ class StageTime:
     """Time of one stage of an exchange, on the slowest rank or connection.
 
     `operation` is `None` for local work. `size_bytes` is the payload on one rank. Horovod fuses
-    collectives with equal `fuses_with`, unless it is `None`, up to a total size. Fused collectives
-    take the latency of one collective and the sum of the loads.
+    collectives with equal `fuses_with`, unless it is `None`, which adds their loads.
     """
 
     operation: Operation | None
