@@ -119,8 +119,9 @@ class AutoPlanner(Planner):
         """Measures the network profile if it is needed and unknown; all ranks call it together."""
         if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
-                runtime.store_network_profile(measurement.measure(runtime.wire()))
-            runtime.log_once("tfposeidon: network: %s.", runtime.network_profile())
+                links = measurement.measure(runtime.wire())
+            runtime.set_network_profile(links, measures=True)
+            runtime.log_once("tfposeidon: network: %s.", links)
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
@@ -236,7 +237,7 @@ class AutoPlanner(Planner):
         is_same = settings == [saved["policy"], saved["bucket_bytes"]]
         has_nodes = saved["nodes"] == [list(node) for node in wire.topology.nodes]
         if has_nodes and runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
-            runtime.store_network_profile(links)
+            runtime.set_network_profile(links, measures=True)
         differs = {
             "`scheme` or `bucket_bytes` differs": not is_same,
             "the layout of ranks differs": not has_nodes,
