@@ -63,8 +63,8 @@ def test_one_rank_is_refused_when_it_trains():
     ("rank", "size", "message"),
     [
         (-1, 4, "an integer >= 0"),
-        (4, 4, "one of the 4 ranks"),
-        (0, 1, "`server_rank` requires a job of two or more ranks"),
+        (4, 4, "one of two or more ranks. Received: server_rank=4 in a job of 4"),
+        (0, 1, "one of two or more ranks. Received: server_rank=0 in a job of 1"),
     ],
 )
 def test_server_ranks_that_are_refused(rank, size, message):

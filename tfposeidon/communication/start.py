@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon import checks
-from tfposeidon.checks import require_equal
+from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import launcher
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import HorovodWire, exchange_objects
@@ -75,9 +75,9 @@ def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None)
     _check_layout(hvd, own)
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
-    own_host = [socket.gethostname(), server_rank]
+    own_host = [socket.gethostname(), {"server_rank": server_rank}]
     hosts, servers = zip(*exchange_objects(own_host, world, "tp.hosts"), strict=True)
-    _require_same_servers(servers)
+    _require_equal(servers)
     topology = Topology(hvd.rank(), rendezvous.nodes_of(hosts))
     groups = topology.groups(server_rank)
     return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
@@ -104,24 +104,19 @@ def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
     store = launcher.Store.of_launcher()
     if store is None or topology.size == 1:
         return
-    mine = [list(node) for node in topology.nodes]
+    mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
     if topology.rank == 0:
-        store.put("layout", [mine, server_rank])
+        store.put("layout", mine)
     else:
-        nodes, server = store.wait_for("layout", LAYOUT_PATIENCE_S)
-        require_equal(
-            {0: nodes, topology.rank: mine},
-            "All ranks must see the same nodes",
-            "Pass the same `ranks_per_node` to tfposeidon.init() on every rank.",
-        )
-        _require_same_servers({0: server, topology.rank: server_rank})
+        _require_equal({0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine})
 
 
-def _require_same_servers(servers: Any) -> None:
+def _require_equal(layouts: Any) -> None:
     require_equal(
-        servers,
-        "All ranks must use the same `server_rank`",
-        "Pass the same `server_rank` to tfposeidon.init() on every rank.",
+        layouts,
+        "All ranks must see the same nodes and use the same `server_rank`",
+        "Pass the same `ranks_per_node` and `server_rank` to tfposeidon.init() on every rank.",
+        at_first_entry(),
     )
 
 
@@ -130,16 +125,11 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
     if server_rank is None:
         return
     checks.check_integer("server_rank", server_rank, 0)
-    if size == 1:
+    if size == 1 or server_rank >= size:
         raise ValueError(
-            "`server_rank` requires a job of two or more ranks. Received: "
-            f"server_rank={server_rank} in a job of one rank. Start the job with horovodrun -np 2 "
-            "or more, or leave `server_rank` out."
-        )
-    if server_rank >= size:
-        raise ValueError(
-            f"`server_rank` must be one of the {size} ranks. Received: server_rank={server_rank}. "
-            "Use 0."
+            "`server_rank` must be one of two or more ranks. Received: "
+            f"server_rank={server_rank} in a job of {size} rank(s). Use 0 in a job of horovodrun "
+            "-np 2 or more, or leave `server_rank` out."
         )
 
 
@@ -163,14 +153,12 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
 
 def check_horovod() -> None:
     """Raises `ImportError` with the remedy if Horovod is missing or cannot be imported."""
-    remedy = "Run: python -m tfposeidon install --horovod-only"
     try:
         import horovod.tensorflow  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(f"tfposeidon requires Horovod ({error}). {remedy}") from error
     except ImportError as error:
         raise ImportError(
-            f"Horovod is installed, but cannot be imported with this TensorFlow ({error}). {remedy}"
+            "tfposeidon requires Horovod, which cannot be imported with this TensorFlow "
+            f"({error}). Run: python -m tfposeidon install --horovod-only"
         ) from error
 
 
