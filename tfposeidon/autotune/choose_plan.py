@@ -132,14 +132,10 @@ class ChoosePlan(keras.callbacks.Callback):
         super().__init__()
         self._is_changing = False
         self._epoch = self._batches = self._batches_before = 0
-        # `_steps` counts steps since timing began; ranks exchange once in `_calls` of them.
-        self._steps, self._calls = 0, 1
-        self._trace_s = LEAST_TRACE_S
+        # `_steps` counts steps since timing began, which ends after `_end` steps. Ranks exchange
+        # once in `_calls` steps.
+        self._steps, self._trace_s = 0, LEAST_TRACE_S
         self._optimizers: list[Any] = []
-
-    @property
-    def _session(self) -> session.Session:
-        return session.of(self.model)
 
     @property
     def _plans(self) -> list[Any]:
@@ -155,18 +151,15 @@ class ChoosePlan(keras.callbacks.Callback):
     def _timed(self) -> list[Any]:
         return [one for one in self._undecided if one.planner.is_watching]
 
-    @property
-    def _end(self) -> int:
-        """Number of steps after which timing ends."""
-        return (UNTIMED_STEPS + TIMED_STEPS) * self._calls
-
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
+        self._session = session.of(self.model)
         self._optimizers = self._session.optimizers
         # With gradient accumulation, ranks exchange gradients once in several steps.
         calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
         self._calls = max(calls, default=1)
+        self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
         # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()

@@ -12,7 +12,7 @@ from tfposeidon.config import Configured
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.text import readable_size
 
-MOST_RANKS, MOST_RANKS_PER_CORE = 16, 2
+MOST_RANKS, MOST_PER_CORE = 16, 2
 """Maximum number of ranks, and of a node's ranks per core, for which predictions have been compared
 with measured steps."""
 
@@ -102,19 +102,14 @@ class Forecast(Configured):
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in timed.items() if slowdown != 1.0]
         if found:
             yield f"timed exchanges, relative to the predicted ones: {', '.join(found)}"
-        if why := self._why_not_validated():
-            yield f"not validated: {why}"
-
-    def _why_not_validated(self) -> str:
         compared = "predictions have been compared with steps of up to"
-        per_core = self.links.ranks_per_core
-        if self.links.device != "cpu":
-            return f"predictions have not been compared with steps on {self.links.device}"
-        if self.ranks > MOST_RANKS:
-            return f"{compared} {MOST_RANKS} ranks"
-        if per_core > MOST_RANKS_PER_CORE:
-            return f"{per_core:.3g} ranks share a core; {compared} {MOST_RANKS_PER_CORE}"
-        return ""
+        device, crowd = self.links.device, self.links.ranks_per_core
+        reasons = {
+            f"predictions have not been compared with steps on {device}": device != "cpu",
+            f"{compared} {MOST_RANKS} ranks": self.ranks > MOST_RANKS,
+            f"{crowd:.3g} ranks share a core; {compared} {MOST_PER_CORE}": crowd > MOST_PER_CORE,
+        }
+        yield from (f"not validated: {reason}" for reason, holds in reasons.items() if holds)
 
 
 def forecasts_of(plan: Plan) -> list[Forecast]:

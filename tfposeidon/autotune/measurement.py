@@ -88,36 +88,32 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns the number of bytes at the busiest node, and whether no byte leaves its node.
-
-        If no byte leaves its node, it returns the number of bytes at the busiest rank instead.
-        """
+        """Returns the bytes of the busiest node, or rank if all stay in nodes, and whether they do."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
-def small_probes(topology: Topology) -> list[Probe]:
-    """Returns probes for latencies; there are more probes than unknown latencies."""
+def probes_of(topology: Topology) -> list[Probe]:
+    """Returns probes for latencies, for bandwidths of nodes and a connection, and for float16 sums.
+
+    There are more probes for latencies than unknown latencies.
+    """
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
+    has_nodes, has_levels = len(topology.nodes) > 1, max(map(len, topology.nodes)) > 1
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
-    if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
+    if has_nodes and has_levels:
         found.append(_probe("all_gather.node", "all_gather", "node", topology, FEW_ELEMENTS))
-    return found
-
-
-def large_probes(topology: Topology) -> list[Probe]:
-    """Returns probes for the bandwidths of nodes and of a connection, and for float16 sums."""
     sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
-    found = [replace(sums, dtype="float16")]
-    if max(map(len, topology.nodes)) > 1:
+    found.append(replace(sums, dtype="float16"))
+    if has_levels:
         found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
-    if len(topology.nodes) > 1:
+    if has_nodes:
         # An all-to-all uses all connections between nodes; a ring of one rank per node uses one.
         found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
-        if topology.size > 2:
-            ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
-            alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
-            found.append(replace(ring, groups=alone))
+    if has_nodes and topology.size > 2:
+        ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
+        alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
+        found.append(replace(ring, groups=alone))
     return found
 
 
@@ -195,7 +191,8 @@ class _Round:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self.probes = [*(SHORT_ROUNDS * small_probes(wire.topology)), *large_probes(wire.topology)]
+        probes = [(one, 1 if one.tells_rate else SHORT_ROUNDS) for one in probes_of(wire.topology)]
+        self.probes = [one for one, times in probes for _ in range(times)]
         self.names = [*(probe.name for probe in self.probes), *WORK]
         # Disable AutoGraph, because its conversion would take longer than the rest of the round.
         self._function = tf.function(self._traced, autograph=False)

@@ -60,9 +60,8 @@ class Decision(Policy):
             for description, choice in zip(bucket.descriptions, bucket.choices, strict=True)
         }
         forecasts = tuple(forecasts_of(plan))
-        return cls(
-            choices, forecasts[0].chosen.bucket_bytes if forecasts else bucket_bytes, forecasts
-        )
+        size = forecasts[0].chosen.bucket_bytes if forecasts else bucket_bytes
+        return cls(choices, size, forecasts)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -77,9 +76,8 @@ class Decision(Policy):
 class AutoPlanner(Planner):
     """Chooses the plans of one optimizer by predicted steps.
 
-    While `is_watching` is true, newly traced steps record their times. `has_decided` is true once
-    the planner has chosen plans by these times. `proposed` has decisions that apply once the
-    schemes in use have sent their residuals.
+    `has_decided` is true once plans are chosen by the times that steps record while `is_watching`.
+    `proposed` has decisions that apply once the schemes in use have sent their residuals.
     """
 
     callback = ChoosePlan
@@ -168,10 +166,9 @@ class AutoPlanner(Planner):
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Proposes plans by measured steps; returns the seconds that the plans save per step.
+        """Proposes plans by measured steps; returns the seconds that they save per step.
 
-        All ranks call it together with equal arguments. If steps take longer than `shortest_s`
-        seconds, the exchanges of close plans are timed.
+        All ranks call it together. Exchanges are timed if steps take longer than `shortest_s`.
         """
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
@@ -335,15 +332,14 @@ class Auto(Tunable):
         if "topk" in self.compression:
             sparse = (HiTopK, TopK)
             schemes += [kind(density=self.density, wire_dtype=wire_dtype) for kind in sparse]
-        by_rows = dict.fromkeys((None, _by_rows()))
+        by_rows = [None, *([POLICIES["hybcomm"]()] if "hybcomm" in POLICIES else [])]
         found = [Considered(scheme, structured) for structured in by_rows for scheme in schemes]
         return {str(one): one for one in found}
 
     @property
     @override
     def reader(self) -> GradientReader | None:
-        by_rows = _by_rows()
-        return by_rows.reader if by_rows else None
+        return POLICIES["hybcomm"]().reader if "hybcomm" in POLICIES else None
 
     @property
     @override
@@ -351,17 +347,9 @@ class Auto(Tunable):
         return AutoPlanner
 
 
-def _by_rows() -> Policy | None:
-    """Returns the policy that sends factors where they are smaller; `None` if unavailable."""
-    return POLICIES["hybcomm"]() if "hybcomm" in POLICIES else None
-
-
 @dataclass(frozen=True)
 class Considered(Policy):
-    """Candidate of `Auto`: one scheme, or sufficient factors for gradients of few batch rows.
-
-    `structured` chooses between factors and the scheme by the batch rows of each step.
-    """
+    """Candidate of `Auto`: one scheme, or by batch rows sufficient factors or this scheme."""
 
     scheme: Scheme
     structured: Policy | None = None

@@ -7,6 +7,7 @@ timed trial runs the exchanges of the best candidates on artificial gradients, w
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import time
 from abc import abstractmethod
@@ -50,7 +51,7 @@ Trial = Callable[[Sequence[Plan]], Sequence[float]]
 _Plans = dict[tuple[str, int], Plan]
 """Different plans by the name of the candidate and the bucket size, beginning with the default."""
 
-_numbers = itertools.count()
+_step_s = operator.attrgetter("step_s")
 
 
 class Tunable(Policy):
@@ -148,10 +149,6 @@ def _known(
     }
 
 
-def _step_s(prediction: Prediction) -> float:
-    return prediction.step_s
-
-
 def _forecast(
     plans: _Plans,
     parts: Sequence[Tunable],
@@ -224,8 +221,12 @@ def predict(
     chains, ready_s = [], []
     for bucket in plan.buckets:
         sizes = bucket.length, bucket.descriptions[0].itemsize, bucket.structures
-        times = stage_times(bucket.scheme, *sizes, plan.topology, links)
-        chains.append([time.slowed(slowdown) for time in times])
+        chains.append(
+            [
+                replace(one, latency_s=slowdown * one.latency_s, load_s=slowdown * one.load_s)
+                for one in stage_times(bucket.scheme, *sizes, plan.topology, links)
+            ]
+        )
         ready_s.append(max(timeline.ready_s[member] for member in bucket.members))
     collective_s = slowdown * links.collective_s
     return simulate(chains, ready_s, timeline.compute_s, collective_s, fusion_bytes_of())
@@ -233,14 +234,13 @@ def predict(
 
 @without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times the exchanges of plans for the same variables, without computation.
+    """Times exchanges of the same variables without computation; all ranks call it together.
 
-    All ranks call it together. It returns for each plan the median over rounds of the slowest
-    rank's seconds, the same on every rank.
+    Returns for each plan the median over rounds of the slowest rank's seconds.
     """
     with tf.init_scope():
-        prefix, zeros = f"tp.trial_{next(_numbers)}", Zeros()
-        runs = [_exchange_of(plan, wire, zeros, f"{prefix}.{i}") for i, plan in enumerate(plans)]
+        zeros = Zeros()
+        runs = [_exchange_of(plan, wire, zeros, f"tp.trial_{i}") for i, plan in enumerate(plans)]
         values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
         rounds = []
         for turn in range(1 + ROUNDS):
@@ -250,13 +250,13 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
             mine = []
             for index, run in enumerate(runs):
                 # All ranks must start together, because waiting times must not be measured.
-                exchange_objects(turn, wire, f"{prefix}.{index}.{turn}")
+                exchange_objects(turn, wire, f"tp.trial.{index}.{turn}")
                 run_begin_s = time.perf_counter()
                 for tensor in run(values):
                     tensor.numpy()
                 mine.append(time.perf_counter() - run_begin_s)
             took = [time.perf_counter() - begin_s, mine]
-            everybody = exchange_objects(took, wire, f"{prefix}.{turn}")
+            everybody = exchange_objects(took, wire, f"tp.trial.{turn}")
             rounds.append(np.max([own for _, own in everybody], axis=0).tolist())
             # Use rank 0's clock, so that all ranks stop at the same round.
             if turn and everybody[0][0] > BUDGET_S:

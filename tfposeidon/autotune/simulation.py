@@ -3,8 +3,7 @@
 Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
 processor. Each bucket passes through its stages, which are collectives or local work. The thread
 negotiates once per cycle for all ready collectives, fuses compatible all-reduces, and executes
-collectives sequentially. Local work of all buckets shares the processor. Nothing overlaps with the
-next step.
+collectives sequentially. Local work of all buckets shares the processor.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
@@ -52,16 +51,9 @@ class StageTime:
     load_s: float = 0.0
     crosses_nodes: bool = False
 
-    def slowed(self, factor: float) -> StageTime:
-        return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
-
 
 class Load(NamedTuple):
-    """Payload bytes of a collective where they are largest, in one direction.
-
-    `cross_bytes` enter or leave a node, `flow_bytes` use a connection across nodes, and
-    `node_bytes` enter or leave a rank within its node.
-    """
+    """Maximum bytes in one direction: of a node, of a connection across nodes, within a node."""
 
     cross_bytes: float
     flow_bytes: float
@@ -81,9 +73,13 @@ def stage_times(
 
     Source: Hockney 1994 (latency and bandwidth). Differs: adds the CPU work of concurrent ranks.
     """
+    first, size = topology.nodes[0], topology.size
+    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
+    # If all nodes have the same load, the ranks of one represent all ranks.
+    is_even = scheme.loads_evenly and is_regular and size % len(first) == 0
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
-        for rank in _representative_ranks(scheme, topology)
+        for rank in (first if is_even else range(size))
     }
     times = []
     # Some ranks skip stages, but all ranks have the same order, so the longest list is complete.
@@ -98,17 +94,9 @@ def stage_times(
     return tuple(times)
 
 
-def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
-    """Returns the ranks of the first node if all nodes have the same load, else all ranks."""
-    first, size = topology.nodes[0], topology.size
-    is_even = scheme.loads_evenly and size % len(first) == 0
-    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
-    return first if is_even and is_regular else range(size)
-
-
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
     """Returns the load of a collective whose groups share the network of their nodes."""
-    node_of = _node_by_rank(topology.nodes)
+    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
     across: dict[Any, float] = defaultdict(float)
     within: dict[Any, float] = defaultdict(float)
     flow_bytes = 0.0
@@ -123,20 +111,14 @@ def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
     return Load(max(across.values(), default=0.0), flow_bytes, max(within.values(), default=0.0))
 
 
-@functools.lru_cache(maxsize=64)
-def _node_by_rank(nodes: tuple[tuple[int, ...], ...]) -> dict[int, int]:
-    return {rank: index for index, node in enumerate(nodes) for rank in node}
-
-
 def _transfer_time(
     transfers: Mapping[int, Transfer], topology: Topology, links: NetworkProfile
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
     # Compare ranks instead of bytes, because structures of unknown size have 0 bytes.
-    node_of = _node_by_rank(topology.nodes)
-    groups = [transfer.group.ranks for transfer in transfers.values()]
-    crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
+    groups = {transfer.group.ranks for transfer in transfers.values()}
+    crosses = any(not topology.same_node(group[0], rank) for group in groups for rank in group)
     link = links.across if crosses else links.node
     assert link is not None, "NetworkProfile.check_fits ensures it"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
