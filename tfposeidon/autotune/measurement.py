@@ -88,7 +88,7 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns the bytes of the busiest node, or rank if all stay in nodes, and whether they do."""
+        """Returns the bytes of the busiest node, else rank, and whether all stay in their nodes."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 

@@ -98,7 +98,6 @@ def init(
         if network is not None:
             _set_network(network, _wire.topology)
         return _wire.topology
-    start.check_horovod()
     # Set them before Horovod starts, because it then reads its environment.
     start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     nodes = start.find_peers(start_timeout_s)

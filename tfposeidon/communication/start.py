@@ -21,11 +21,8 @@ from tfposeidon.communication.wire import HorovodWire, exchange_objects
 from tfposeidon.peers import rendezvous, sources
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
-"""Default seconds that Gloo waits in jobs with a server.
-
-During a transfer to one worker, which takes minutes for large weights over slow networks, Horovod's
-thread on the server does not communicate with other workers.
-"""
+"""Default seconds that Gloo waits in jobs with a server, whose Horovod thread communicates with one
+worker at a time; a transfer of large weights over a slow network takes minutes."""
 DEFAULT_STALL_TIMEOUT_S = 300.0
 """Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
 LONGEST_STALL_WARNING_S = 60
@@ -38,8 +35,13 @@ log = logging.getLogger("tfposeidon")
 
 def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
     """Returns the ranks of each node on a platform without a launcher, else `None`."""
-    import horovod.tensorflow as hvd
-
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ImportError(
+            "tfposeidon requires Horovod, which cannot be imported with this TensorFlow "
+            f"({error}). Run: python -m tfposeidon install --horovod-only"
+        ) from error
     checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
     return None if hvd.is_initialized() else rendezvous.join(timeout_s, has_mpi=launcher.has_mpi())
 
@@ -54,10 +56,16 @@ def start_horovod(
         return adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
-    if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
+    store = launcher.Store.of_launcher() if own.size > 1 else None
+    if ranks_per_node is None and own.size > 1 and store is None:
         return start_over_mpi(hvd, own, server_rank)
-    topology = _find_topology(own, ranks_per_node, nodes)
-    _check_layout_in_store(topology, server_rank)
+    topology = _find_topology(own, ranks_per_node, nodes, store)
+    mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
+    # Compare layouts now: Horovod would abort without naming the reason if process sets differed.
+    if store is not None and own.rank == 0:
+        store.put("layout", mine)
+    elif store is not None:
+        _require_equal({0: store.wait_for("layout", LAYOUT_PATIENCE_S), own.rank: mine})
     # Pass process sets at the start: process sets that are added later make each cycle of Horovod's
     # thread wait for all ranks.
     process_sets = {g: hvd.ProcessSet(list(g.ranks)) for g in topology.groups(server_rank)}
@@ -84,31 +92,20 @@ def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None)
 
 
 def _find_topology(
-    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: rendezvous.Nodes | None
+    own: launcher.ProcessRank,
+    ranks_per_node: int | None,
+    nodes: rendezvous.Nodes | None,
+    store: launcher.Store | None,
 ) -> Topology:
     if ranks_per_node is not None:
         return Topology.regular(own.rank, own.size, ranks_per_node)
     if nodes is not None:
         return Topology(own.rank, nodes)
-    store = launcher.Store.of_launcher()
-    if store is None or own.size == 1:
+    if store is None:
         return Topology(0, ((0,),))
     ranks = itertools.count()
     sizes = launcher.node_sizes(store, own)
     return Topology(own.rank, tuple(tuple(itertools.islice(ranks, size)) for size in sizes))
-
-
-def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
-    """Compares this rank's layout with rank 0's layout before Horovod starts."""
-    # Horovod would abort without naming the reason if process sets differed between ranks.
-    store = launcher.Store.of_launcher()
-    if store is None or topology.size == 1:
-        return
-    mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
-    if topology.rank == 0:
-        store.put("layout", mine)
-    else:
-        _require_equal({0: store.wait_for("layout", LAYOUT_PATIENCE_S), topology.rank: mine})
 
 
 def _require_equal(layouts: Any) -> None:
@@ -149,17 +146,6 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
             "tfposeidon.init()."
         )
     return HorovodWire(topology, {})
-
-
-def check_horovod() -> None:
-    """Raises `ImportError` with the remedy if Horovod is missing or cannot be imported."""
-    try:
-        import horovod.tensorflow  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "tfposeidon requires Horovod, which cannot be imported with this TensorFlow "
-            f"({error}). Run: python -m tfposeidon install --horovod-only"
-        ) from error
 
 
 def set_limits(
