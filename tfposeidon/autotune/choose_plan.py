@@ -243,21 +243,26 @@ class ChoosePlan(keras.callbacks.Callback):
     def _decide(self) -> None:
         timed = self._timed
         own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in timed]
-        mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
+        # Assume that an epoch of unknown length is as long as the previous one.
+        steps = self.params.get("steps") or self._batches_before
+        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
+        mine = [own if self._steps >= self._end else None, self._trace_s, left / self._calls]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         # Ranks may have executed different numbers of steps, and must make the same decision.
-        ranks, traces_s, lefts, lefts_later = zip(*everybody, strict=True)
+        ranks, traces_s, lefts = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        saved_s, least_s = 0.0, LEAST_GAIN * max(traces_s)
+        saved_s, least_s, updates = 0.0, LEAST_GAIN * max(traces_s), min(lefts)
         # Time close plans only if their difference may save more time than a trace takes.
-        shortest_s = least_s / CLOSE_WITHIN / max(1.0, min(lefts))
+        shortest_s = least_s / CLOSE_WITHIN / max(1.0, updates)
         for plans, *found in zip(timed, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
-        waits = self._session.watches_absence and self._unsent
-        self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
+        if self._session.watches_absence and self._unsent:
+            # The plan changes only after another epoch.
+            updates -= self._batches_before / self._calls
+        self._is_changing = (saved_s + CLOCKS_S) * updates > least_s
         if not self._is_changing:
             for plans in self._plans:
                 plans.planner.proposed.clear()
@@ -279,10 +284,3 @@ class ChoosePlan(keras.callbacks.Callback):
         """Scheme states of changing plans that contain unsent residuals."""
         changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
         return [one.states for one in changing if not one.states.has_flushed]
-
-    def _updates_left(self) -> list[float]:
-        """Returns how many updates remain now, and after an epoch as long as the previous one."""
-        # Assume that an epoch of unknown length is as long as the previous one.
-        steps = self.params.get("steps") or self._batches_before
-        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
-        return [max(0, left - later) / self._calls for later in (0, self._batches_before)]
