@@ -1,8 +1,7 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
-Rounds of collectives and of local work run until a time budget is spent. The times of short probes
-determine latencies by least squares. The times of long probes, minus these latencies, determine
-bandwidths and the speed of float16 sums.
+Rounds of collectives and of local work run until a time budget is spent. Short probes determine
+latencies by least squares. Long probes, minus latencies, determine bandwidths and float16 sums.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -52,7 +52,7 @@ LEAST_S = 1e-7
 FLOW_MARGIN = 0.8
 """Share of the network's bandwidth above which a single connection counts as equally fast."""
 
-Work = Callable[[tf.Tensor], tf.Tensor]
+Work = Callable[[tf.Tensor], Any]
 Samples = dict[str, list[float]]
 
 
@@ -94,10 +94,7 @@ class Probe:
 
 
 def probes_of(topology: Topology) -> list[Probe]:
-    """Returns probes for latencies, for bandwidths of nodes and a connection, and for float16 sums.
-
-    There are more probes for latencies than unknown latencies.
-    """
+    """Returns probes for latencies, for bandwidths of nodes and a connection, and float16 sums."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
     has_nodes, has_levels = len(topology.nodes) > 1, max(map(len, topology.nodes)) > 1
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
@@ -232,7 +229,7 @@ class _Round:
             used.append(self._wire.all_reduce(here, world, f"tp.links.begin_{number}"))
             begin_s = time_after(used[-1:])
             with tf.control_dependencies([begin_s]):
-                used.append(tf.reshape(run(), [-1])[:1])
+                used.append(tf.reshape(tf.nest.flatten(run())[0], [-1])[:1])
             end_s = time_after(used[-1:])
             times.append(end_s - begin_s)
         return tf.stack(times), used
@@ -242,7 +239,7 @@ class _Round:
         values = tf.ones(tf.reshape(length, [1]), probe.dtype)
         if group is None:
             return values[:1]
-        splits = []
+        splits: list[Any] = []
         if probe.operation == "all_to_all":
             share = length // group.size
             splits = [[share] * (group.size - 1) + [length - share * (group.size - 1)]]
@@ -259,10 +256,8 @@ WORK: dict[str, Work] = {
     # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
-    "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[0])[0],
-    "select_many": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[1])[
-        0
-    ],
+    "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[0]),
+    "select_many": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[1]),
     "multiply": _product,
 }
 """Local work to time, by kind."""

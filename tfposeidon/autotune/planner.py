@@ -1,8 +1,7 @@
-"""Implements the policy `auto`, and its planner, which predicts and measures training steps.
+"""Implements the policy `auto`, and its planner, which predicts steps of any policy.
 
-The planner predicts steps of any policy if its costs and the network profile are known. The profile
-is measured, passed by the user or read from a snapshot. The first plan of `auto` depends only on
-the profile. Once steps have been timed, plans also depend on their computation times.
+The network profile is measured, passed by the user or read from a snapshot. The first plan of
+`auto` depends only on the profile, and the second also on computation times of measured steps.
 """
 
 from __future__ import annotations

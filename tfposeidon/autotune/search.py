@@ -105,9 +105,8 @@ def choose_plan(
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Several bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known. Without a
-    timeline, exchanges are compared without computation. The result is the same on every rank
-    except for `topology.rank`.
+    Without a timeline, exchanges are compared without computation, and bucket sizes are not tried.
+    The result is the same on every rank except for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
