@@ -1,9 +1,8 @@
 """Reports in the last lines of a failed job which rank failed first, and why.
 
-One rank's failure makes the collectives of all others fail, and launchers often name the wrong
-rank. A rank that fails writes the cause to the launcher's store, and ranks with a broken collective
-read the cause there before they exit. Without a store (under MPI), each rank can only report its
-own error.
+One rank's failure makes the collectives of all others fail. A rank that fails writes the cause to
+the launcher's store, and ranks with a broken collective read it there before they exit. Without a
+store (under MPI), each rank can only report its own error.
 """
 
 from __future__ import annotations

@@ -316,6 +316,6 @@ def _payload_rate(text: Any) -> float:
     return parse_rate(text) / 8 / HEADERS
 
 
-def readable_rate_of_payload(bytes_per_s: float, digits: int = 3) -> str:
+def readable_rate_of_payload(bytes_per_s: float) -> str:
     """Formats a payload rate as the bandwidth that it requires, including headers."""
-    return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.{digits}g}"))
+    return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.3g}"))

@@ -135,10 +135,8 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-        ops = _horovod_ops()
-        return ops._allreduce(
-            tensor, op=ops.Sum, postscale_factor=scale, **self._options(name, group)
-        )
+        ops, options = _horovod_ops(), self._options(name, group)
+        return ops._allreduce(tensor, op=ops.Sum, postscale_factor=scale, **options)
 
     @override
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -153,8 +151,7 @@ class HorovodWire(Wire):
         if group.size == 1:
             return tensor
         options = self._options(name, group)
-        received, _ = _horovod_ops().alltoall(tensor, splits=list(splits), **options)
-        return received
+        return _horovod_ops().alltoall(tensor, splits=list(splits), **options)[0]
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
@@ -168,8 +165,8 @@ class HorovodWire(Wire):
         process_set = self._process_sets[in_job] or _horovod_ops().global_process_set
         # Ignore name scopes: Horovod matches collectives by name, and scopes may differ between
         # ranks, as in branches.
-        own_name = name + _suffix.get()
-        return {"name": own_name, "ignore_name_scope": True, "process_set": process_set}
+        name += _suffix.get()
+        return {"name": name, "ignore_name_scope": True, "process_set": process_set}
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
@@ -256,9 +253,6 @@ class GroupWire(HorovodWire):
         nodes = [tuple(own.index(r) for r in node if r in own) for node in wire.topology.nodes]
         self.topology = Topology(own.index(wire.topology.rank), tuple(filter(None, nodes)))
         self._process_sets = wire._process_sets
-
-
-# ------------------------------------------------------------------ packing of tensors
 
 
 def to_horovod_dtype(tensor: tf.Tensor) -> tf.Tensor:
