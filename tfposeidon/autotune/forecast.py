@@ -58,10 +58,10 @@ class Forecast(Configured):
     measured_s: float | None = None
 
     @property
-    def others(self) -> list[Prediction]:
+    def others(self) -> tuple[Prediction, ...]:
         """Predictions for the other plans, fastest first."""
         others = [one for one in self.predictions if one != self.chosen]
-        return sorted(others, key=lambda one: one.step_s)
+        return tuple(sorted(others, key=lambda one: one.step_s))
 
     def of_plan(self, plan: Plan) -> Prediction:
         """Returns the prediction for a plan, or the default prediction if there is none."""
