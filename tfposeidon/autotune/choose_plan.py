@@ -61,11 +61,6 @@ class Measured(NamedTuple):
         first_s, compute_s = max(0.0, min(self.first_s, self.compute_s)), max(0.0, self.compute_s)
         return Timeline.even(variables=len(self.sizes), first_s=first_s, compute_s=compute_s)
 
-    def sized(self, descriptions: Sequence[Description]) -> list[Description]:
-        """Returns the descriptions with the measured sizes of their structures."""
-        pairs = zip(descriptions, self.sizes, strict=True)
-        return [description.sized(size) if size else description for description, size in pairs]
-
 
 class StepTimes:
     """Sums the times of this rank's steps, each from the end of the previous exchange."""
@@ -107,7 +102,7 @@ class StepTimes:
 
     def pause(self) -> None:
         """Excludes the time until the end of the next step, which may contain an evaluation."""
-        self._end_s.assign(tf.zeros_like(self._end_s))
+        self._end_s.assign(0.0)
 
     @property
     def measured(self) -> Measured | None:
@@ -267,7 +262,7 @@ class ChoosePlan(keras.callbacks.Callback):
             for plans in self._plans:
                 plans.planner.proposed.clear()
             self._apply()
-        elif any(plans.planner.changing(plans) for plans in self._plans):
+        elif any(plans.planner.proposed for plans in self._plans):
             runtime.log_once(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",

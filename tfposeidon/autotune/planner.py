@@ -173,7 +173,9 @@ class AutoPlanner(Planner):
         pairs = zip(plans.agreed_exchangers, found, strict=True)
         for exchanger, one in ((e, measured) for e, measured in pairs if measured):
             plan, timed = exchanger.plan, one.step_s > shortest_s
-            best = self._choose(one.sized(plan.descriptions), one.timeline, timed)
+            sizes = zip(plan.descriptions, one.sizes, strict=True)
+            descriptions = [d.sized(size) if size else d for d, size in sizes]
+            best = self._choose(descriptions, one.timeline, timed)
             for forecast in forecasts_of(best):
                 before = forecast.of_plan(plan)
                 if abs(one.step_s - before.step_s) > WRONG_BY * before.step_s:
