@@ -75,7 +75,6 @@ class Wire(Protocol):
           name: Name of the collective.
           scale: Factor of the sum (default 1).
         """
-        ...
 
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         """Returns the tensors of all ranks, concatenated along the first axis in the group's order.
@@ -85,7 +84,6 @@ class Wire(Protocol):
           group: Ranks that take part.
           name: Name of the collective.
         """
-        ...
 
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
@@ -103,7 +101,6 @@ class Wire(Protocol):
           Concatenated parts that the ranks of the group sent to this one, `[sum of lengths, ...]`
           in the same dtype.
         """
-        ...
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         """Returns the tensor of one rank on all ranks of the job.
@@ -113,7 +110,6 @@ class Wire(Protocol):
           root_rank: Rank whose tensor all ranks receive.
           name: Name of the collective.
         """
-        ...
 
 
 class HorovodWire(Wire):
