@@ -229,9 +229,10 @@ class _Round:
             used.append(self._wire.all_reduce(here, world, f"tp.links.begin_{number}"))
             begin_s = time_after(used[-1:])
             with tf.control_dependencies([begin_s]):
-                used.append(tf.reshape(tf.nest.flatten(run())[0], [-1])[:1])
-            end_s = time_after(used[-1:])
+                result = tf.nest.flatten(run())[0]
+            end_s = time_after([result])
             times.append(end_s - begin_s)
+            used.append(tf.reshape(result, [-1])[:1])
         return tf.stack(times), used
 
     def _collective(self, number: int, probe: Probe, lengths: tf.Tensor) -> tf.Tensor:
