@@ -277,7 +277,8 @@ def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: 
         raise RuntimeError(
             f"Process sets are created once per process. Received: ranks_per_node={ranks_per_node},"
             f" server_rank={server_rank}, but the job already runs as {topology} with "
-            f"server_rank={_server_rank}. Pass both to the first tfposeidon.init()."
+            f"server_rank={_server_rank}. Pass `ranks_per_node` and `server_rank` to the first "
+            "tfposeidon.init()."
         )
 
 
