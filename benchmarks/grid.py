@@ -6,7 +6,7 @@ import statistics
 from benchmarks import exchange
 from benchmarks.exchanges import DENSITIES, PRODUCT_ROWS
 from tfposeidon.autotune import measurement
-from tfposeidon.autotune.measurement import LONG_ENOUGH_S, large_probes, small_probes
+from tfposeidon.autotune.measurement import LONG_ENOUGH_S, probes_of
 from tfposeidon.communication.topology import Topology
 from tfposeidon.text import parse_rate
 
@@ -50,7 +50,7 @@ def links_of(rows, layout, rate):
         return None
     topology, near = topology_of(layout), MEASURED_NEAR.get(rate, rate)
     probes, samples = [], {}
-    for one in (*small_probes(topology), *large_probes(topology)):
+    for one in probes_of(topology):
         if one.name == "rate.flow":
             # The grid was measured without a limit per connection.
             continue

@@ -11,7 +11,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tfposeidon.communication import runtime, start
 from tfposeidon.communication.topology import Topology
-from tfposeidon.communication.wire import GroupWire
+from tfposeidon.communication.wire import GroupWire, HorovodWire
 from tfposeidon.elastic_averaging.calls import (
     Call,
     OptimizerState,
@@ -63,8 +63,8 @@ def test_one_rank_is_refused_when_it_trains():
     ("rank", "size", "message"),
     [
         (-1, 4, "an integer >= 0"),
-        (4, 4, "one of the 4 ranks"),
-        (0, 1, "`server_rank` requires a job of two or more ranks"),
+        (4, 4, "one of two or more ranks. Received: server_rank=4 in a job of 4"),
+        (0, 1, "one of two or more ranks. Received: server_rank=0 in a job of 1"),
     ],
 )
 def test_server_ranks_that_are_refused(rank, size, message):
@@ -153,9 +153,7 @@ def test_training_begins_once_at_a_time():
 
 
 def test_some_ranks_as_a_job_of_their_own():
-    class _World:
-        topology = Topology(3, ((0, 1), (2, 3)))
-
-    assert GroupWire(_World(), (0, 3)).topology == Topology(1, ((0,), (1,)))
-    assert GroupWire(_World(), (2, 3)).topology == Topology(1, ((0, 1),))
-    assert GroupWire(_World(), [3]).topology == Topology(0, ((0,),))
+    world = HorovodWire(Topology(3, ((0, 1), (2, 3))), {})
+    assert GroupWire(world, (0, 3)).topology == Topology(1, ((0,), (1,)))
+    assert GroupWire(world, (2, 3)).topology == Topology(1, ((0, 1),))
+    assert GroupWire(world, [3]).topology == Topology(0, ((0,),))

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tfposeidon.autotune import measurement
-from tfposeidon.autotune.measurement import large_probes, small_probes
+from tfposeidon.autotune.measurement import probes_of
 from tfposeidon.autotune.simulation import EXPOSED, float16_sums
 from tfposeidon.communication.network_profile import CPU
 from tfposeidon.communication.topology import Topology
@@ -26,8 +26,8 @@ HALF_S = 4e-8
 
 
 def _probes(topology):
-    large = [dataclasses.replace(p, length=2**22) for p in large_probes(topology)]
-    return [*small_probes(topology), *large]
+    found = probes_of(topology)
+    return [dataclasses.replace(p, length=2**22) if p.tells_rate else p for p in found]
 
 
 def _seconds(one, topology, flow=FLOW):

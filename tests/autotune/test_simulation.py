@@ -62,7 +62,6 @@ def test_bounds(seed):
     assert found.step_s >= sum(s.load_s for s in stages if s.operation is None)
     whole = _seconds(stages) + CYCLE_S * len(transfers)
     assert found.step_s <= compute + whole + 1e-9
-    assert found.busy_s <= _seconds(transfers) + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(20))

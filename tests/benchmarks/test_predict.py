@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import grid, predict, predict_steps
 from tfposeidon.autotune import simulation
-from tfposeidon.autotune.measurement import large_probes, small_probes
+from tfposeidon.autotune.measurement import probes_of
 from tfposeidon.communication.network_profile import HEADERS, Link, NetworkProfile, Rates
 from tfposeidon.text import parse_rate
 
@@ -48,7 +48,7 @@ def rows():
     topology, found = grid.topology_of(LAYOUT), {}
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
-        for one in (*small_probes(topology), *large_probes(topology)):
+        for one in probes_of(topology):
             length = grid.LARGE[-1] if one.tells_rate else grid.SMALL
             key = (LAYOUT, rate, grid.collective_name(one, topology), str(length))
             sent, stays = dataclasses.replace(one, length=length).bytes_on(topology)

@@ -12,7 +12,6 @@ from tfposeidon.communication.network_profile import (
     NetworkProfile,
     Rates,
     parse_network,
-    read_profile,
 )
 from tfposeidon.communication.topology import Topology
 
@@ -24,7 +23,7 @@ def test_files_hold_everything(tmp_path):
     links = dataclasses.replace(GIVEN, measured_at="2026-11-23T15:00:00")
     path = tmp_path / "links.json"
     path.write_text(links.to_json())
-    assert read_profile(path) == links
+    assert _parsed(path, 2) == links
     alone = dataclasses.replace(GIVEN, across=None)
     assert NetworkProfile.from_json(alone.to_json(), "x") == alone
 
@@ -109,7 +108,7 @@ def test_units_count_once():
         ),
         (
             lambda: dataclasses.replace(GIVEN, across=None).check_fits(Topology.regular(0, 4, 2)),
-            "a profile of one node, for .*Measure it on two or more nodes",
+            "profile with `across`. Received: across=None, for .*with several nodes",
         ),
     ],
 )
@@ -132,8 +131,8 @@ def test_links_of_more_nodes_are_those_of_two():
     assert isinstance(GIVEN.rates, Rates)
 
 
-def _parsed(given):
-    return parse_network(given, Topology.regular(0, 3, 1), "cpu")
+def _parsed(given, ranks_per_node=1):
+    return parse_network(given, Topology.regular(0, 4, ranks_per_node), "cpu")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -155,7 +155,7 @@ def test_means_over_rows_are_refused_where_auto_selects(wire):
     optimizer.build([weight])
     with links("measure"):
         assert [one.scheme.name for one in optimizer.plan.buckets] == ["allreduce"]
-        runtime.store_network_profile(ideal(wire, bytes_per_s=1e5))
+        runtime.set_network_profile(ideal(wire, bytes_per_s=1e5), measures=True)
         # Also where a script goes on after the error.
         for _ in range(2):
             with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Ada"):

@@ -34,16 +34,12 @@ CLOCKS_S = 1e-4
 LEAST_TRACE_S = 0.5
 """Minimum assumed seconds for tracing a step, because an earlier `fit` may have traced it."""
 
-Gradients = Sequence[Any]
-"""Gradients of one step, dense or structured, in the order of their variables."""
-
 
 class Measured(NamedTuple):
-    """Mean times and gradient sizes of the timed steps, for one list of variables.
+    """Mean times of the timed steps from the end of an exchange, for one list of variables.
 
-    The times are seconds from the end of an exchange to the first gradient, to the last gradient
-    and to the end of the next exchange. `sizes` has the size of each gradient's structure on a
-    rank, and 0 for dense gradients.
+    `first_s` and `compute_s` end with the first and the last gradient, `step_s` with the next
+    exchange. `sizes` has the size of each gradient's structure on a rank, 0 for dense gradients.
     """
 
     first_s: float
@@ -65,11 +61,6 @@ class Measured(NamedTuple):
         first_s, compute_s = max(0.0, min(self.first_s, self.compute_s)), max(0.0, self.compute_s)
         return Timeline.even(variables=len(self.sizes), first_s=first_s, compute_s=compute_s)
 
-    def sized(self, descriptions: Sequence[Description]) -> list[Description]:
-        """Returns the descriptions with the measured sizes of their structures."""
-        pairs = zip(descriptions, self.sizes, strict=True)
-        return [description.sized(size) if size else description for description, size in pairs]
-
 
 class StepTimes:
     """Sums the times of this rank's steps, each from the end of the previous exchange."""
@@ -84,8 +75,8 @@ class StepTimes:
     def ready(
         self,
         descriptions: Sequence[Description],
-        gradients: Gradients,
-        sent: Gradients,
+        gradients: Sequence[Any],
+        sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
         """Reads the clock after the first and last gradient, and after all averaged gradients."""
@@ -96,7 +87,7 @@ class StepTimes:
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
 
-        def record(means: Gradients) -> None:
+        def record(means: Sequence[Any]) -> None:
             begin_s, end_s = self._end_s.read_value(), time_after(means)
             times = tf.stack([first_s - begin_s, ready_s - begin_s, end_s - begin_s, 1.0])
             own = tf.concat([times, tf.cast(sizes, times.dtype)], 0)
@@ -111,7 +102,7 @@ class StepTimes:
 
     def pause(self) -> None:
         """Excludes the time until the end of the next step, which may contain an evaluation."""
-        self._end_s.assign(tf.zeros_like(self._end_s))
+        self._end_s.assign(0.0)
 
     @property
     def measured(self) -> Measured | None:
@@ -134,104 +125,94 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_changing = self._has_compared = False
+        self._is_changing = False
         self._epoch = self._batches = self._batches_before = 0
-        # `_steps` counts steps since timing began, and timing ends after `_end` steps (0 if steps
-        # are not timed). `_calls` is the number of steps per exchange.
-        self._steps, self._end, self._calls = 0, 0, 1
-        self._trace_s = LEAST_TRACE_S
+        # `_steps` counts steps since timing began, which ends after `_end` steps. Ranks exchange
+        # once in `_calls` steps.
+        self._steps, self._trace_s = 0, LEAST_TRACE_S
         self._optimizers: list[Any] = []
-
-    @property
-    def _session(self) -> session.Session:
-        return session.of(self.model)
 
     @property
     def _plans(self) -> list[Any]:
         # Check at every call, because a schedule may have changed the planner of an optimizer.
         plans = [optimizer.exchange.plans for optimizer in self._optimizers]
-        return [one for one in plans if getattr(one.planner, "is_tunable", False)]
+        return [one for one in plans if one.planner.callback is ChoosePlan]
 
     @property
     def _undecided(self) -> list[Any]:
-        return [one for one in self._plans if not one.planner.has_decided]
+        return [p for p in self._plans if not (p.policy.is_fixed or p.planner.has_decided)]
+
+    @property
+    def _timed(self) -> list[Any]:
+        return [one for one in self._undecided if one.planner.is_watching]
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batches_before, self._batches = epoch, self._batches, 0
+        self._session = session.of(self.model)
         self._optimizers = self._session.optimizers
-        self._compare_plans()
+        # With gradient accumulation, ranks exchange gradients once in several steps.
+        calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
+        self._calls = max(calls, default=1)
+        self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
         # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
         # A change of an earlier `fit` or run may be pending.
         self._is_changing = any(plans.planner.proposed for plans in self._plans)
         # A schedule may make plans tunable in a later epoch.
-        untimed = any(not one.planner.is_watching for one in self._undecided)
-        if not self._is_changing and (untimed or not self._end):
+        if not self._is_changing and len(self._timed) < len(self._undecided):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
             self._continue()
-
-    def _compare_plans(self) -> None:
-        # Do not communicate for fixed schemes: only some of the ranks may have this callback.
-        chooses = any(not one.exchange.plans.policy.is_fixed for one in self._optimizers)
-        if self._has_compared or not chooses:
-            return
-        self._has_compared = True
-        require_equal(
-            exchange_objects(len(self._plans), runtime.wire(), "tp.choose_plan.tunable"),
-            "All ranks must choose plans by the network, or none",
-            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
-            "op determinism on all or none.",
-        )
-
-    @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._end and not self._steps:
-            self._begin_s = time.perf_counter()
+        self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches = batch + 1
-        if self._session.was_skipped or not (self._end or self._is_changing):
+        self._batches, is_timing = batch + 1, bool(self._timed)
+        if self._session.was_skipped or not (is_timing or self._is_changing):
             return
         self._steps += 1
-        if self._steps == 1 and self._end:
+        if self._steps == 1:
             self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
         if self._steps == UNTIMED_STEPS * self._calls:
             for times in self._step_times():
                 times.reset()
-        if self._is_changing or (self._steps == self._end and not self._session.watches_absence):
+        ends = is_timing and self._steps == self._end and not self._session.watches_absence
+        if self._is_changing or ends:
             self._continue()
 
     def _watch(self) -> None:
-        """Starts timing steps if any plan is undecided."""
-        undecided = self._undecided
+        """Starts timing steps if plans can change by their times."""
+        tunable = [one for one in self._undecided if one.planner.is_tunable]
+        on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        own = [len(tunable), on_gpu, runtime.network_profile() is None]
+        ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
+        numbers, on_gpus, measures = zip(*ranks, strict=True)
+        require_equal(
+            numbers,
+            "All ranks must choose plans by the network, or none",
+            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
+            "op determinism on all or none.",
+        )
+        # All ranks must take the same branch, even if some of them have no GPU.
+        if any(on_gpus):
+            self._apply()
+            return
         # If epochs may end early, plans change only between epochs, so timing the last epoch is
         # useless. For a single epoch, a timed trial of exchanges chooses the plan instead.
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
-        if not undecided or is_last:
+        if is_last or not tunable:
             return
-        own = [bool(tf.config.list_physical_devices("GPU")), runtime.network_profile() is None]
-        ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
-        on_gpu, measures = zip(*ranks, strict=True)
-        # All ranks must take the same branch, even if some of them have no GPU.
-        if any(on_gpu):
-            self._apply()
-            return
-        if not all(plans.planner.is_watching for plans in undecided):
-            for plans in undecided:
-                # Measure the network before the first step, whose duration counts as tracing time.
-                # If only some ranks have a profile, the first step raises an error.
-                if all(measures):
-                    plans.planner.measure_network()
-                plans.planner.is_watching = True
-            # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
-            self._session.retrace()
-        # With gradient accumulation, ranks exchange gradients once in several steps.
-        self._calls = max(one.gradient_accumulation_steps or 1 for one in self._optimizers)
-        self._steps, self._end = 0, (UNTIMED_STEPS + TIMED_STEPS) * self._calls
+        for plans in tunable:
+            # Measure the network before the first step, whose duration counts as tracing time. If
+            # only some ranks have a profile, the first step raises an error.
+            if all(measures):
+                plans.planner.measure_network()
+            plans.planner.is_watching = True
+        # Trace the step again with clock ops, if an earlier `fit` has traced it without them.
+        self._session.retrace()
+        self._steps = 0
 
     def _step_times(self) -> list[StepTimes]:
         exchangers = [e for one in self._optimizers for e in one.exchange.exchangers]
@@ -239,7 +220,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def _continue(self) -> None:
         """Chooses plans if steps were timed, and applies them if all residuals have been sent."""
-        if self._end:
+        if self._timed:
             self._decide()
         if not self._is_changing:
             return
@@ -255,32 +236,33 @@ class ChoosePlan(keras.callbacks.Callback):
                 states.flush()
 
     def _decide(self) -> None:
-        undecided = [one for one in self._undecided if one.planner.is_watching]
-        if not undecided:
-            # A schedule has changed the policy since timing began.
-            self._end = 0
-            return
-        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in undecided]
-        mine = [own if self._steps >= self._end else None, self._trace_s, *self._updates_left()]
+        timed = self._timed
+        own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in timed]
+        # Assume that an epoch of unknown length is as long as the previous one.
+        steps = self.params.get("steps") or self._batches_before
+        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
+        mine = [own if self._steps >= self._end else None, self._trace_s, left / self._calls]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         # Ranks may have executed different numbers of steps, and must make the same decision.
-        ranks, traces_s, lefts, lefts_later = zip(*everybody, strict=True)
+        ranks, traces_s, lefts = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
-        self._end, saved_s, least_s = 0, 0.0, LEAST_GAIN * max(traces_s)
+        saved_s, least_s, updates = 0.0, LEAST_GAIN * max(traces_s), min(lefts)
         # Time close plans only if their difference may save more time than a trace takes.
-        shortest_s = least_s / CLOSE_WITHIN / max(1.0, min(lefts))
-        for plans, *found in zip(undecided, *ranks, strict=True):
+        shortest_s = least_s / CLOSE_WITHIN / max(1.0, updates)
+        for plans, *found in zip(timed, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
-        waits = self._session.watches_absence and self._unsent
-        self._is_changing = (saved_s + CLOCKS_S) * min(lefts_later if waits else lefts) > least_s
+        if self._session.watches_absence and self._unsent:
+            # The plan changes only after another epoch.
+            updates -= self._batches_before / self._calls
+        self._is_changing = (saved_s + CLOCKS_S) * updates > least_s
         if not self._is_changing:
             for plans in self._plans:
                 plans.planner.proposed.clear()
             self._apply()
-        elif any(plans.planner.changing(plans) for plans in self._plans):
+        elif any(plans.planner.proposed for plans in self._plans):
             runtime.log_once(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
@@ -297,10 +279,3 @@ class ChoosePlan(keras.callbacks.Callback):
         """Scheme states of changing plans that contain unsent residuals."""
         changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
         return [one.states for one in changing if not one.states.has_flushed]
-
-    def _updates_left(self) -> list[float]:
-        """Returns how many updates remain now, and after an epoch as long as the previous one."""
-        # Assume that an epoch of unknown length is as long as the previous one.
-        steps = self.params.get("steps") or self._batches_before
-        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
-        return [max(0, left - later) / self._calls for later in (0, self._batches_before)]

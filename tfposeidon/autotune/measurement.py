@@ -1,8 +1,7 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
-Rounds of collectives and of local work run until a time budget is spent. The times of short probes
-determine latencies by least squares. The times of long probes, minus these latencies, determine
-bandwidths and the speed of float16 sums.
+Rounds of collectives and of local work run until a time budget is spent. Short probes determine
+latencies by least squares. Long probes, minus latencies, determine bandwidths and float16 sums.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +26,7 @@ from tfposeidon.autotune.simulation import EXPOSED, float16_sums, load_of
 from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
+from tfposeidon.exchange.observer import time_after
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
@@ -51,7 +52,7 @@ LEAST_S = 1e-7
 FLOW_MARGIN = 0.8
 """Share of the network's bandwidth above which a single connection counts as equally fast."""
 
-Work = Callable[[tf.Tensor], tf.Tensor]
+Work = Callable[[tf.Tensor], Any]
 Samples = dict[str, list[float]]
 
 
@@ -87,44 +88,37 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns the number of bytes at the busiest node, and whether no byte leaves its node.
-
-        If no byte leaves its node, it returns the number of bytes at the busiest rank instead.
-        """
+        """Returns the bytes of the busiest node, else rank, and whether all stay in their nodes."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
-def small_probes(topology: Topology) -> list[Probe]:
-    """Returns probes for latencies; there are more probes than unknown latencies."""
+def probes_of(topology: Topology) -> list[Probe]:
+    """Returns probes for latencies, for bandwidths of nodes and a connection, and float16 sums."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
+    has_nodes, has_levels = len(topology.nodes) > 1, max(map(len, topology.nodes)) > 1
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
-    if len(topology.nodes) > 1 and max(map(len, topology.nodes)) > 1:
+    if has_nodes and has_levels:
         found.append(_probe("all_gather.node", "all_gather", "node", topology, FEW_ELEMENTS))
-    return found
-
-
-def large_probes(topology: Topology) -> list[Probe]:
-    """Returns probes for the bandwidths of nodes and of a connection, and for float16 sums."""
     sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
-    found = [replace(sums, dtype="float16")]
-    if max(map(len, topology.nodes)) > 1:
+    found.append(replace(sums, dtype="float16"))
+    if has_levels:
         found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
-    if len(topology.nodes) > 1:
+    if has_nodes:
         # An all-to-all uses all connections between nodes; a ring of one rank per node uses one.
         found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
-        if topology.size > 2:
-            ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
-            alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
-            found.append(replace(ring, groups=alone))
+    if has_nodes and topology.size > 2:
+        ring = _probe("rate.flow", "all_gather", "across", topology, MANY_ELEMENTS)
+        alone = {rank: group for rank, group in ring.groups.items() if 0 in group.ranks}
+        found.append(replace(ring, groups=alone))
     return found
 
 
 def _probe(name: str, operation: Operation, kind: str, topology: Topology, length: int) -> Probe:
     """Returns a probe in which each rank uses its own group of the given kind, if any."""
     groups = {rank: getattr(topology.seen_from(rank), kind) for rank in range(topology.size)}
-    present = {rank: group for rank, group in groups.items() if group is not None}
-    return Probe(name=name, operation=operation, groups=present, length=length)
+    groups = {rank: group for rank, group in groups.items() if group is not None}
+    return Probe(name=name, operation=operation, groups=groups, length=length)
 
 
 @contextlib.contextmanager
@@ -151,41 +145,36 @@ def measure(wire: Wire) -> NetworkProfile:
     The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
     topology = wire.topology
-    short = _Round(wire, small_probes(topology), {}, "short")
-    long = _Round(wire, large_probes(topology), WORK, "long")
+    run = _Round(wire)
     samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
         # The first round traces graphs and connects ranks. Its times only serve to enlarge vectors.
         if number < 2:
             begin_s = time.perf_counter()
-        often = [short() for _ in range(SHORT_ROUNDS if number else 1)]
-        once = long()
-        mine = [time.perf_counter() - begin_s, often, once]
+        mine = [run(), time.perf_counter() - begin_s]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
-        quick, slowest = (np.max([one[part] for one in everybody], axis=0) for part in (1, 2))
+        slowest = np.max([own for own, _ in everybody], axis=0).tolist()
         if number:
-            for times in quick:
-                short.note(times, samples)
-            long.note(slowest, samples)
+            for name, seconds in zip(run.names, slowest, strict=True):
+                samples[name].append(seconds)
             # The variation of a probe is unknown after one round with its current length.
             is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
             # Use rank 0's clock, so that all ranks stop at the same round.
-            if everybody[0][0] > (BUDGET_S if is_known else LATEST_S):
+            if everybody[0][1] > (BUDGET_S if is_known else LATEST_S):
                 break
         if number < GROWING_ROUNDS:
-            # The first short probe of each operation determines its latency.
-            operations = [probe.operation for probe in reversed(short.probes)]
-            latencies = dict(zip(operations, reversed(quick.min(axis=0)), strict=True))
-            long.enlarge(slowest, latencies, samples)
+            run.enlarge(slowest, samples)
     work = {kind: quantile(samples[kind]) for kind in WORK}
     rates = rates_of(work, ELEMENTS, PAIRS, (ROWS, SIDE))
-    links = estimate_links([*short.probes, *long.probes], samples, topology, rates)
+    links = estimate_links(run.probes, samples, topology, rates)
     share = rounded(topology.node.size / len(os.sched_getaffinity(0)))
-    ranks_per_core = max(exchange_objects(share, wire, "tp.links.ranks_per_core"))
-    links = replace(links, hosts=hosts_of(wire), ranks_per_core=ranks_per_core)
+    own = replace(links, ranks_per_core=share, hosts=hosts_of(wire)).to_json()
     # All ranks need bit-equal profiles to make equal plans, even if their processors differ.
-    agreed = exchange_objects(links.to_json(), wire, "tp.links.agreed")[0]
-    return NetworkProfile.from_json(agreed, "rank 0")
+    profiles = [
+        NetworkProfile.from_json(text, f"rank {rank}")
+        for rank, text in enumerate(exchange_objects(own, wire, "tp.links.agreed"))
+    ]
+    return replace(profiles[0], ranks_per_core=max(one.ranks_per_core for one in profiles))
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
@@ -197,11 +186,11 @@ def hosts_of(wire: Wire) -> tuple[str, ...]:
 class _Round:
     """Runs a round as one graph, because eager calls would take longer than the messages."""
 
-    def __init__(
-        self, wire: Wire, probes: list[Probe], work: Mapping[str, Work], name: str
-    ) -> None:
-        self.probes = probes
-        self._wire, self._work, self._name = wire, work, f"tp.links.{name}"
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        probes = [(one, 1 if one.tells_rate else SHORT_ROUNDS) for one in probes_of(wire.topology)]
+        self.probes = [one for one, times in probes for _ in range(times)]
+        self.names = [*(probe.name for probe in self.probes), *WORK]
         # Disable AutoGraph, because its conversion would take longer than the rest of the round.
         self._function = tf.function(self._traced, autograph=False)
         self._vector = tf.random.stateless_normal([ELEMENTS], [1, 2])
@@ -209,22 +198,16 @@ class _Round:
     def __call__(self) -> list[float]:
         """Returns this rank's seconds for each probe and kind of work; ranks start together."""
         lengths = tf.constant([probe.length for probe in self.probes], tf.int32)
-        times, _ = self._function(lengths, self._vector)
-        return [float(seconds) for seconds in times.numpy()]
+        return self._function(lengths, self._vector)[0].numpy().tolist()
 
-    def note(self, times: Iterable[float], samples: Samples) -> None:
-        """Adds the slowest rank's times of one round to the samples."""
-        names = [*(probe.name for probe in self.probes), *self._work]
-        for name, seconds in zip(names, times, strict=True):
-            samples[name].append(float(seconds))
-
-    def enlarge(
-        self, times: Sequence[float], latencies: Mapping[Operation, float], samples: Samples
-    ) -> None:
+    def enlarge(self, times: Sequence[float], samples: Samples) -> None:
         """Enlarges the vectors of probes that are too fast, and discards their earlier samples."""
+        least_s: dict[str, float] = {}
+        for name, seconds in zip(self.names, times, strict=True):
+            least_s[name] = min(seconds, least_s.get(name, seconds))
         for index, probe in enumerate(self.probes):
-            bytes_s = max(LEAST_S, times[index] - latencies[probe.operation])
-            if bytes_s < LONG_ENOUGH_S and probe.length < MOST_ELEMENTS:
+            bytes_s = max(LEAST_S, times[index] - least_s[f"{probe.operation}.world"])
+            if probe.tells_rate and bytes_s < LONG_ENOUGH_S and probe.length < MOST_ELEMENTS:
                 # Limit the factor, because a burst may have made short messages too fast.
                 factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
                 length = min(MOST_ELEMENTS, round(factor * probe.length))
@@ -237,38 +220,32 @@ class _Round:
         used: list[tf.Tensor] = []
         runs = [
             *(functools.partial(self._collective, *one, lengths) for one in enumerate(self.probes)),
-            *(functools.partial(work, vector) for work in self._work.values()),
+            *(functools.partial(work, vector) for work in WORK.values()),
         ]
         end_s = tf.timestamp()
         for number, run in enumerate(runs):
             # All ranks start together after an all-reduce, whose input must not be a constant.
             here, world = tf.reshape(tf.cast(end_s, tf.float32), [1]), self._wire.topology.world
-            used.append(self._wire.all_reduce(here, world, f"{self._name}.begin_{number}"))
-            begin_s = _time_after(used[-1])
+            used.append(self._wire.all_reduce(here, world, f"tp.links.begin_{number}"))
+            begin_s = time_after(used[-1:])
             with tf.control_dependencies([begin_s]):
-                used.append(run())
-            end_s = _time_after(used[-1])
+                result = tf.nest.flatten(run())[0]
+            end_s = time_after([result])
             times.append(end_s - begin_s)
-        return tf.stack(times), [tf.reshape(tensor, [-1])[:1] for tensor in used]
+            used.append(tf.reshape(result, [-1])[:1])
+        return tf.stack(times), used
 
     def _collective(self, number: int, probe: Probe, lengths: tf.Tensor) -> tf.Tensor:
-        name, group = f"{self._name}.{number}", probe.groups.get(self._wire.topology.rank)
-        length = lengths[number]
+        length, group = lengths[number], probe.groups.get(self._wire.topology.rank)
         values = tf.ones(tf.reshape(length, [1]), probe.dtype)
         if group is None:
             return values[:1]
-        if probe.operation == "all_reduce":
-            return self._wire.all_reduce(values, group, name)
-        if probe.operation == "all_gather":
-            return self._wire.all_gather(values, group, name)
-        share = length // group.size
-        splits = [share] * (group.size - 1) + [length - share * (group.size - 1)]
-        return self._wire.all_to_all(values, splits, group, name)
-
-
-def _time_after(tensor: tf.Tensor) -> tf.Tensor:
-    with tf.control_dependencies([tensor]):
-        return tf.timestamp()
+        splits: list[Any] = []
+        if probe.operation == "all_to_all":
+            share = length // group.size
+            splits = [[share] * (group.size - 1) + [length - share * (group.size - 1)]]
+        collective = getattr(self._wire, probe.operation)
+        return collective(values, *splits, group, f"tp.links.{number}")
 
 
 def _product(vector: tf.Tensor) -> tf.Tensor:
@@ -276,16 +253,12 @@ def _product(vector: tf.Tensor) -> tf.Tensor:
     return tf.matmul(matrix, matrix, transpose_a=True)
 
 
-def _selected(pairs: int, vector: tf.Tensor) -> tf.Tensor:
-    return ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, pairs)[0]
-
-
 WORK: dict[str, Work] = {
     # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
-    "select": functools.partial(_selected, PAIRS[0]),
-    "select_many": functools.partial(_selected, PAIRS[1]),
+    "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[0]),
+    "select_many": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[1]),
     "multiply": _product,
 }
 """Local work to time, by kind."""
@@ -302,14 +275,12 @@ def estimate_links(
     large = {probe.name: probe for probe in probes if probe.tells_rate}
     small = [probe for probe in probes if not probe.tells_rate]
     collective_s, latency_s = _latencies(small, times, topology)
-    bytes_s: dict[str, float] = {}
     found: dict[str, float] = {}
     for name, probe in large.items():
         sent_bytes, stays = probe.bytes_on(topology)
-        without_latency_s = times[name] - collective_s - probe.steps * latency_s[stays]
         # If latency dominates, attribute at least a tenth of the time to the bytes.
-        bytes_s[name] = max(without_latency_s, times[name] / 10)
-        found[name] = rounded(sent_bytes / bytes_s[name])
+        bytes_s = max(times[name] - collective_s - probe.steps * latency_s[stays], times[name] / 10)
+        found[name] = rounded(sent_bytes / bytes_s)
     across = node = None
     # Prefer probes across nodes: times within nodes vary more, but are short in comparison.
     uncertain = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
@@ -324,8 +295,8 @@ def estimate_links(
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     if half := large.get("rate.half"):
         rate = found["rate.node"] if across is None else across.bytes_per_s
-        half_s = half_seconds(half, bytes_s["rate.half"], rate, topology)
-        rates = replace(rates, half_s=half_s)
+        bytes_s = half.bytes_on(topology)[0] / found["rate.half"]
+        rates = replace(rates, half_s=half_seconds(half, bytes_s, rate, topology))
     return NetworkProfile(
         rates=rates,
         collective_s=collective_s,

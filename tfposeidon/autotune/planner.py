@@ -1,15 +1,14 @@
-"""Implements the policy `auto`, and its planner, which predicts and measures training steps.
+"""Implements the policy `auto`, and its planner, which predicts steps of any policy.
 
-The planner predicts steps of any policy if its costs and the network profile are known. The profile
-is measured, passed by the user or read from a snapshot. The first plan of `auto` depends only on
-the profile. Once steps have been timed, plans also depend on their computation times.
+The network profile is measured, passed by the user or read from a snapshot. The first plan of
+`auto` depends only on the profile, and the second also on computation times of measured steps.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -42,9 +41,6 @@ percentile of the errors of predicted exchanges is 24 % (docs/results/planning.m
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
-Paths = frozenset[str]
-"""Paths of a list of variables; they identify the list in snapshots."""
-
 
 @dataclass(frozen=True)
 class Decision(Policy):
@@ -63,8 +59,8 @@ class Decision(Policy):
             for description, choice in zip(bucket.descriptions, bucket.choices, strict=True)
         }
         forecasts = tuple(forecasts_of(plan))
-        sizes = [*(one.chosen.bucket_bytes for one in forecasts), bucket_bytes]
-        return cls(choices, sizes[0], forecasts)
+        size = forecasts[0].chosen.bucket_bytes if forecasts else bucket_bytes
+        return cls(choices, size, forecasts)
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
@@ -75,27 +71,12 @@ class Decision(Policy):
     def keeps_state(self) -> bool:
         return any(Uniform(one.scheme).keeps_state for one in self.choices.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dictionary for JSON."""
-        serialize = keras.saving.serialize_keras_object
-        choices = {path: (serialize(one.scheme), one.reason) for path, one in self.choices.items()}
-        forecasts = [asdict(one) | {"links": one.links.to_json()} for one in self.forecasts]
-        return {"choices": choices, "bucket_bytes": self.bucket_bytes, "forecasts": forecasts}
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Decision:
-        deserialize = keras.saving.deserialize_keras_object
-        choices = {p: Choice(deserialize(one), why) for p, (one, why) in saved["choices"].items()}
-        forecasts = tuple(map(Forecast.from_fields, saved["forecasts"]))
-        return cls(choices, saved["bucket_bytes"], forecasts)
-
 
 class AutoPlanner(Planner):
     """Chooses the plans of one optimizer by predicted steps.
 
-    While `is_watching` is true, newly traced steps record their times. `has_decided` is true once
-    the planner has chosen plans by these times. `proposed` has decisions that apply once the
-    schemes in use have sent their residuals.
+    `has_decided` is true once plans are chosen by the times that steps record while `is_watching`.
+    `proposed` has decisions that apply once the schemes in use have sent their residuals.
     """
 
     callback = ChoosePlan
@@ -104,8 +85,9 @@ class AutoPlanner(Planner):
         self, policy: Policy, bucket_bytes: int | None, wire: Callable[[], Wire] = runtime.wire
     ) -> None:
         super().__init__(policy, bucket_bytes, wire)
-        self._decisions: dict[Paths, Decision] = {}
-        self.proposed: dict[Paths, Decision] = {}
+        # The paths of a list of variables identify the list in snapshots.
+        self._decisions: dict[frozenset[str], Decision] = {}
+        self.proposed: dict[frozenset[str], Decision] = {}
         self.is_watching = self.has_decided = False
 
     @property
@@ -113,7 +95,7 @@ class AutoPlanner(Planner):
         """True if predictions choose plans, and measured times may change them."""
         # With deterministic ops, plans must not depend on measured times, which vary between runs.
         knows_links = runtime.network_profile() is not None or runtime.measures_network()
-        return not self.policy.is_fixed and knows_links and not is_deterministic()
+        return not self.policy.is_fixed and knows_links and not _pywrap_determinism.is_enabled()
 
     @property
     @override
@@ -121,10 +103,10 @@ class AutoPlanner(Planner):
         return super().plans_steps or self.is_tunable
 
     @override
-    def plan(self, descriptions: Sequence[Description]) -> Plan:
-        decision = self._decisions.get(paths_of(descriptions))
+    def plan(self, descriptions: Sequence[Description], timed: bool = False) -> Plan:
+        decision = self._decisions.get(frozenset(one.path for one in descriptions))
         if decision is None:
-            return self._choose(descriptions)
+            return self._choose(descriptions, timed=timed)
         notes = [*self._notes(), *self.policy.notes(descriptions)]
         topology, size = self._wire().topology, decision.bucket_bytes
         plan = make_plan(descriptions, decision, topology, size, notes)
@@ -134,16 +116,15 @@ class AutoPlanner(Planner):
         """Measures the network profile if it is needed and unknown; all ranks call it together."""
         if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
-                runtime.store_network_profile(measurement.measure(runtime.wire()))
-            runtime.log_once("tfposeidon: network: %s.", runtime.network_profile())
+                links = measurement.measure(runtime.wire())
+            runtime.set_network_profile(links, measures=True)
+            runtime.log_once("tfposeidon: network: %s.", links)
 
     @override
     def plan_step(self, descriptions: Sequence[Description]) -> Plan:
         self.measure_network()
-        if paths_of(descriptions) in self._decisions:
-            return self.plan(descriptions)
         # While steps are timed, `propose` decides later whether exchanges are timed, too.
-        return self._choose(descriptions, timed=self.is_tunable and not self.is_watching)
+        return self.plan(descriptions, timed=self.is_tunable and not self.is_watching)
 
     def _choose(
         self,
@@ -165,9 +146,10 @@ class AutoPlanner(Planner):
 
     @override
     def _notes(self) -> list[str]:
-        if self._wire().topology.size > 1 and not self.policy.is_fixed and is_deterministic():
-            return ["deterministic ops: the plan does not depend on measured times"]
-        return super()._notes()
+        one_rank = super()._notes()
+        if one_rank or self.policy.is_fixed or not _pywrap_determinism.is_enabled():
+            return one_rank
+        return ["deterministic ops: the plan does not depend on measured times"]
 
     @override
     def observer(self, descriptions: Sequence[Description]) -> StepTimes:
@@ -183,16 +165,17 @@ class AutoPlanner(Planner):
     def propose(
         self, plans: AgreedPlans, found: Sequence[Measured | None], shortest_s: float
     ) -> float:
-        """Proposes plans by measured steps; returns the seconds that the plans save per step.
+        """Proposes plans by measured steps; returns the seconds that they save per step.
 
-        All ranks call it together with equal arguments. If steps take longer than `shortest_s`
-        seconds, the exchanges of close plans are timed.
+        All ranks call it together. Exchanges are timed if steps take longer than `shortest_s`.
         """
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
         for exchanger, one in ((e, measured) for e, measured in pairs if measured):
             plan, timed = exchanger.plan, one.step_s > shortest_s
-            best = self._choose(one.sized(plan.descriptions), one.timeline, timed)
+            sizes = zip(plan.descriptions, one.sizes, strict=True)
+            descriptions = [d.sized(size) if size else d for d, size in sizes]
+            best = self._choose(descriptions, one.timeline, timed)
             for forecast in forecasts_of(best):
                 before = forecast.of_plan(plan)
                 if abs(one.step_s - before.step_s) > WRONG_BY * before.step_s:
@@ -202,7 +185,7 @@ class AutoPlanner(Planner):
                     exchanger.plan = best
                     continue
                 # The plan remains in use until the proposal is applied or discarded.
-                exchanger.plan = replace(plan, forecasts=(forecast.kept(before),))
+                exchanger.plan = replace(plan, forecasts=(replace(forecast, chosen=before),))
                 # Within the margin the default is chosen, although the plan in use may be faster.
                 if forecast.chosen.step_s <= before.step_s:
                     self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
@@ -230,15 +213,15 @@ class AutoPlanner(Planner):
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
         if self.policy.is_fixed:
             return {}
-        links = runtime.network_profile()
+        links, serialize = runtime.network_profile(), keras.saving.serialize_keras_object
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
             "nodes": self._wire().topology.nodes,
             "links": links and links.to_json(),
             "has_decided": self.has_decided,
-            "plans": [Decision.of(plan, self.bucket_bytes).to_dict() for plan in plans],
-            "proposed": [decision.to_dict() for decision in self.proposed.values()],
+            "plans": serialize([Decision.of(plan, self.bucket_bytes) for plan in plans]),
+            "proposed": serialize([*self.proposed.values()]),
         }
 
     @override
@@ -247,42 +230,32 @@ class AutoPlanner(Planner):
         # compute plans again if nodes, profile or policy differ.
         if not self.is_tunable or saved["links"] is None:
             return False
-        wire = self._wire()
-        is_same = (saved["policy"], saved["bucket_bytes"]) == (repr(self.policy), self.bucket_bytes)
-        differs = "`scheme` or `bucket_bytes` differs"
-        if is_same and saved["nodes"] != [list(node) for node in wire.topology.nodes]:
-            differs = "the layout of ranks differs"
-        elif is_same:
-            links = NetworkProfile.from_json(saved["links"], "the snapshot")
-            if runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
-                runtime.store_network_profile(links)
-            differs = "the network profile differs" if runtime.network_profile() != links else ""
-        decisions, proposed = (
-            {frozenset(one.choices): one for one in map(Decision.from_dict, saved[key])}
+        wire, links = self._wire(), NetworkProfile.from_json(saved["links"], "the snapshot")
+        settings = [repr(self.policy), self.bucket_bytes]
+        is_same = settings == [saved["policy"], saved["bucket_bytes"]]
+        has_nodes = saved["nodes"] == [list(node) for node in wire.topology.nodes]
+        if has_nodes and runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
+            runtime.set_network_profile(links, measures=True)
+        differs = {
+            "`scheme` or `bucket_bytes` differs": not is_same,
+            "the layout of ranks differs": not has_nodes,
+            "the network profile differs": runtime.network_profile() != links,
+        }
+        deserialize = keras.saving.deserialize_keras_object
+        decisions, self.proposed = (
+            {frozenset(one.choices): one for one in deserialize(saved[key])}
             for key in ("plans", "proposed")
         )
-        if differs:
+        if why := next((reason for reason, holds in differs.items() if holds), ""):
             # Retain schemes with saved residuals, which only these schemes can send.
             decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
-            proposed = {}
-            what = (
-                "with residuals are retained until steps are timed"
-                if decisions
-                else "are computed again"
-            )
-            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", differs, what)
-        self._decisions, self.proposed = decisions, proposed
-        self.has_decided = not differs and saved["has_decided"]
+            self.proposed = {}
+            what = "are computed again"
+            if decisions:
+                what = "with residuals are retained until steps are timed"
+            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", why, what)
+        self._decisions, self.has_decided = decisions, not why and saved["has_decided"]
         return bool(decisions)
-
-
-def is_deterministic() -> bool:
-    """Returns whether `tf.config.experimental.enable_op_determinism` was called."""
-    return bool(_pywrap_determinism.is_enabled())
-
-
-def paths_of(descriptions: Sequence[Description]) -> Paths:
-    return frozenset(description.path for description in descriptions)
 
 
 # ------------------------------------------------------------------ policy
@@ -360,19 +333,14 @@ class Auto(Tunable):
         if "topk" in self.compression:
             sparse = (HiTopK, TopK)
             schemes += [kind(density=self.density, wire_dtype=wire_dtype) for kind in sparse]
-        by_rows = _by_rows()
-        found = [
-            Considered(scheme, structured)
-            for structured in ([None, by_rows] if by_rows else [None])
-            for scheme in schemes
-        ]
+        by_rows = [None, *([POLICIES["hybcomm"]()] if "hybcomm" in POLICIES else [])]
+        found = [Considered(scheme, structured) for structured in by_rows for scheme in schemes]
         return {str(one): one for one in found}
 
     @property
     @override
     def reader(self) -> GradientReader | None:
-        by_rows = _by_rows()
-        return by_rows.reader if by_rows else None
+        return POLICIES["hybcomm"]().reader if "hybcomm" in POLICIES else None
 
     @property
     @override
@@ -380,17 +348,9 @@ class Auto(Tunable):
         return AutoPlanner
 
 
-def _by_rows() -> Policy | None:
-    """Returns the policy that sends factors where they are smaller; `None` if unavailable."""
-    return POLICIES["hybcomm"]() if "hybcomm" in POLICIES else None
-
-
 @dataclass(frozen=True)
 class Considered(Policy):
-    """Candidate of `Auto`: one scheme, or sufficient factors for gradients of few batch rows.
-
-    `structured` chooses between factors and the scheme by the batch rows of each step.
-    """
+    """Candidate of `Auto`: one scheme, or by batch rows sufficient factors or this scheme."""
 
     scheme: Scheme
     structured: Policy | None = None

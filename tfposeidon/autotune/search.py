@@ -7,12 +7,12 @@ timed trial runs the exchanges of the best candidates on artificial gradients, w
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 import tensorflow as tf
@@ -48,7 +48,10 @@ ROUNDS, BUDGET_S = 7, 2.0
 Trial = Callable[[Sequence[Plan]], Sequence[float]]
 """Function that times the exchanges of plans. It returns the same seconds on every rank."""
 
-_numbers = itertools.count()
+_Plans = dict[tuple[str, int], Plan]
+"""Different plans by the name of the candidate and the bucket size, beginning with the default."""
+
+_step_s = operator.attrgetter("step_s")
 
 
 class Tunable(Policy):
@@ -84,9 +87,9 @@ def candidates_of(policy: Policy, topology: Topology) -> dict[str, Policy]:
 
 
 def _tunable_parts(policy: Policy) -> list[Tunable]:
-    if isinstance(policy, Rules):
-        return [one for _, part in policy.rules for one in _tunable_parts(part)]
-    return [policy] if isinstance(policy, Tunable) else []
+    if isinstance(policy, Tunable):
+        return [policy]
+    return [one for part in policy.parts for one in _tunable_parts(part)]
 
 
 def choose_plan(
@@ -102,16 +105,14 @@ def choose_plan(
 ) -> Plan:
     """Returns the plan with the shortest predicted step among the candidates of a policy.
 
-    Several bucket sizes are tried if `bucket_bytes` is `None` and `timeline` is known. Without a
-    timeline, exchanges are compared without computation. The result is the same on every rank
-    except for `topology.rank`.
+    Without a timeline, exchanges are compared without computation, and bucket sizes are not tried.
+    The result is the same on every rank except for `topology.rank`.
     """
     if links is None or topology.size == 1:
         return make_plan(descriptions, policy, topology, bucket_bytes, notes)
     tunable = candidates_of(policy, topology)
     candidates = tunable or {"as configured": policy}
-    search = _Search(descriptions, topology, links, timeline)
-    known = search.known(candidates)
+    known = _known(candidates, descriptions, topology)
     if not known:
         # The cost of structures without a size is unknown.
         first = next(iter(candidates.values()))
@@ -119,109 +120,94 @@ def choose_plan(
     sizes = [DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes]
     if tunable and timeline is not None and bucket_bytes is None:
         sizes = [round(factor * DEFAULT_BUCKET_BYTES) for factor in BUCKET_FACTORS]
-    attempts = search.attempts(known, sizes)
-    parts = _tunable_parts(policy)
-    if trial is not None and any(part.timed_trials for part in parts):
-        attempts = search.corrected(attempts, trial)
-    forecast, chosen = search.decided(attempts, max((part.margin for part in parts), default=0.0))
+    plans: _Plans = {}
+    for size, (name, candidate) in itertools.product(sizes, known.items()):
+        plan = make_plan(descriptions, candidate, topology, size)
+        if all(plan.buckets != other.buckets for other in plans.values()):
+            plans[name, size] = plan
+    forecast = _forecast(plans, _tunable_parts(policy), links, timeline, trial)
+    chosen = forecast.chosen
     # Remove sizes from the plan, because each step chooses by its actual sizes.
     unsized = [d.sized(None) for d in descriptions]
-    plan = make_plan(unsized, chosen, topology, forecast.chosen.bucket_bytes, notes)
+    plan = make_plan(unsized, known[chosen.name], topology, chosen.bucket_bytes, notes)
     return replace(plan, forecasts=(forecast,))
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    policy: Policy
-    plan: Plan
-    prediction: Prediction
+def _known(
+    candidates: Mapping[str, Policy], descriptions: Sequence[Description], topology: Topology
+) -> dict[str, Policy]:
+    """Returns the candidates with known costs; the cost of a structure depends on its size."""
+    unsized = [d for d in descriptions if d.structure and not d.structure.is_sized]
+    schemes = {d: {one.choose(d, topology).scheme for one in candidates.values()} for d in unsized}
+    # Ignore structures of unknown size that all candidates send with the same scheme.
+    differing = [d for d, found in schemes.items() if len(candidates) == 1 or len(found) > 1]
+    return {
+        name: policy
+        for name, policy in candidates.items()
+        if not any(policy.choose(d, topology).scheme.reader for d in differing)
+    }
 
 
-def _step_s(attempt: _Attempt) -> float:
-    return attempt.prediction.step_s
+def _forecast(
+    plans: _Plans,
+    parts: Sequence[Tunable],
+    links: NetworkProfile,
+    timeline: Timeline | None,
+    trial: Trial | None,
+) -> Forecast:
+    """Predicts all plans, corrects the predictions by a timed trial, and chooses one of them."""
+    predictions = _predicted(plans, links, timeline, {})
+    if trial is not None and any(part.timed_trials for part in parts):
+        slowdowns = _slowdowns(plans, predictions, links, trial)
+        predictions = _predicted(plans, links, timeline, slowdowns)
+    # Use the first candidate, with its best bucket size, unless another wins by the margin.
+    default = min((one for one in predictions if one.name == predictions[0].name), key=_step_s)
+    best = min(predictions, key=_step_s)
+    margin = max((part.margin for part in parts), default=0.0)
+    return Forecast(
+        chosen=best if best.step_s <= (1 - margin) * default.step_s else default,
+        predictions=tuple(predictions),
+        links=links,
+        ranks=next(iter(plans.values())).topology.size,
+        knows_computation=timeline is not None,
+    )
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Predicts and compares plans for the same variables, ranks, network and computation times."""
+def _predicted(
+    plans: _Plans,
+    links: NetworkProfile,
+    timeline: Timeline | None,
+    slowdowns: Mapping[str, float],
+) -> list[Prediction]:
+    # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must not
+    # win by a more optimistic prediction.
+    of_others = max([1.0, *slowdowns.values()])
+    predictions = []
+    for (name, size), plan in plans.items():
+        times = predict(plan, links, timeline, slowdowns.get(name, of_others))
+        slowdown = slowdowns.get(name, 1.0)
+        found = Prediction(name=name, bucket_bytes=size, slowdown=slowdown, **asdict(times))
+        predictions.append(found)
+    return predictions
 
-    descriptions: Sequence[Description]
-    topology: Topology
-    links: NetworkProfile
-    timeline: Timeline | None
 
-    def known(self, candidates: Mapping[str, Policy]) -> dict[str, Policy]:
-        """Returns the candidates with known costs; the cost of a structure depends on its size."""
-        unsized = [d for d in self.descriptions if d.structure and not d.structure.is_sized]
-        rows = {
-            name: [policy.choose(d, self.topology).scheme for d in unsized]
-            for name, policy in candidates.items()
-        }
-        # Ignore structures of unknown size that all candidates send with the same scheme.
-        differ = [
-            len(rows) == 1 or len({*column}) > 1 for column in zip(*rows.values(), strict=True)
-        ]
-        return {
-            name: policy
-            for name, policy in candidates.items()
-            if not any(scheme.reader for scheme in itertools.compress(rows[name], differ))
-        }
-
-    def attempts(self, candidates: Mapping[str, Policy], sizes: Iterable[int]) -> list[_Attempt]:
-        """Returns one attempt for each distinct plan."""
-        found: dict[Any, _Attempt] = {}
-        for size, (name, policy) in itertools.product(sizes, candidates.items()):
-            plan = make_plan(self.descriptions, policy, self.topology, size)
-            key = tuple((bucket.scheme, bucket.members) for bucket in plan.buckets)
-            if key not in found:
-                simulated = predict(plan, self.links, self.timeline)
-                prediction = Prediction(name=name, bucket_bytes=size, simulated=simulated)
-                found[key] = _Attempt(policy, plan, prediction)
-        return list(found.values())
-
-    def corrected(self, attempts: list[_Attempt], trial: Trial) -> list[_Attempt]:
-        """Returns the attempts, corrected by a timed trial if the best predictions are close."""
-        best: dict[str, _Attempt] = {}
-        for attempt in sorted(attempts, key=_step_s):
-            best.setdefault(attempt.prediction.name, attempt)
-        limit_s = (1 + max(CLOSE_WITHIN, self.links.uncertainty)) * min(map(_step_s, attempts))
-        close = [name for name, one in best.items() if _step_s(one) <= limit_s][:MOST_CLOSE]
-        timed = {name: best[name].plan for name in (*close, attempts[0].prediction.name)}
-        alone = [predict(plan, self.links).step_s for plan in timed.values()]
-        # Skip trials of long exchanges, which are bandwidth-bound and accurately predicted.
-        if len(close) == 1 or 3 * sum(alone) > LONGEST_TRIAL_S:
-            return attempts
-        pairs = zip(trial([*timed.values()]), alone, strict=True)
-        ratios = [took_s / alone_s if alone_s else 1.0 for took_s, alone_s in pairs]
-        # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must
-        # not win by a more optimistic prediction.
-        slowdowns, of_others = dict(zip(timed, ratios, strict=True)), max(1.0, *ratios)
-        corrected = []
-        for one in attempts:
-            old = one.prediction
-            factor = slowdowns.get(old.name, of_others)
-            simulated = predict(one.plan, self.links, self.timeline, factor)
-            new = replace(old, simulated=simulated, slowdown=slowdowns.get(old.name, 1.0))
-            corrected.append(replace(one, prediction=new))
-        return corrected
-
-    def decided(self, attempts: list[_Attempt], margin: float) -> tuple[Forecast, Policy]:
-        """Returns the forecast of all attempts, and the policy of the chosen attempt."""
-        # Use the first candidate, with its best bucket size, unless another wins by the margin.
-        name = attempts[0].prediction.name
-        default = min((one for one in attempts if one.prediction.name == name), key=_step_s)
-        best = min(attempts, key=_step_s)
-        chosen = best if _step_s(best) <= (1 - margin) * _step_s(default) else default
-        ordered = sorted(attempts, key=lambda one: (one is not chosen, _step_s(one)))
-        first, *others = (replace(one.prediction, is_default=one is default) for one in ordered)
-        forecast = Forecast(
-            chosen=first,
-            others=tuple(others),
-            links=self.links,
-            ranks=self.topology.size,
-            knows_computation=self.timeline is not None,
-        )
-        return forecast, chosen.policy
+def _slowdowns(
+    plans: _Plans, predictions: Sequence[Prediction], links: NetworkProfile, trial: Trial
+) -> dict[str, float]:
+    """Times exchanges if the best predictions are close; returns timed by predicted seconds."""
+    best: dict[str, Prediction] = {}
+    for one in sorted(predictions, key=_step_s):
+        best.setdefault(one.name, one)
+    limit_s = (1 + max(CLOSE_WITHIN, links.uncertainty)) * min(map(_step_s, predictions))
+    close = [name for name, one in best.items() if one.step_s <= limit_s][:MOST_CLOSE]
+    names = dict.fromkeys((*close, predictions[0].name))
+    timed = [plans[name, best[name].bucket_bytes] for name in names]
+    alone_s = [predict(plan, links).step_s for plan in timed]
+    # Skip trials of long exchanges, which are bandwidth-bound and accurately predicted.
+    if len(close) == 1 or 3 * sum(alone_s) > LONGEST_TRIAL_S:
+        return {}
+    times = zip(names, trial(timed), alone_s, strict=True)
+    return {name: took_s / only_s if only_s else 1.0 for name, took_s, only_s in times}
 
 
 def predict(
@@ -234,8 +220,12 @@ def predict(
     chains, ready_s = [], []
     for bucket in plan.buckets:
         sizes = bucket.length, bucket.descriptions[0].itemsize, bucket.structures
-        times = stage_times(bucket.scheme, *sizes, plan.topology, links)
-        chains.append([time.slowed(slowdown) for time in times])
+        chains.append(
+            [
+                replace(one, latency_s=slowdown * one.latency_s, load_s=slowdown * one.load_s)
+                for one in stage_times(bucket.scheme, *sizes, plan.topology, links)
+            ]
+        )
         ready_s.append(max(timeline.ready_s[member] for member in bucket.members))
     collective_s = slowdown * links.collective_s
     return simulate(chains, ready_s, timeline.compute_s, collective_s, fusion_bytes_of())
@@ -243,14 +233,13 @@ def predict(
 
 @without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times the exchanges of plans for the same variables, without computation.
+    """Times exchanges of the same variables without computation; all ranks call it together.
 
-    All ranks call it together. It returns for each plan the median over rounds of the slowest
-    rank's seconds, the same on every rank.
+    Returns for each plan the median over rounds of the slowest rank's seconds.
     """
     with tf.init_scope():
-        prefix, zeros = f"tp.trial_{next(_numbers)}", Zeros()
-        runs = [_exchange_of(plan, wire, zeros, f"{prefix}.{i}") for i, plan in enumerate(plans)]
+        zeros = Zeros()
+        runs = [_exchange_of(plan, wire, zeros, f"tp.trial_{i}") for i, plan in enumerate(plans)]
         values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
         rounds = []
         for turn in range(1 + ROUNDS):
@@ -260,13 +249,13 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
             mine = []
             for index, run in enumerate(runs):
                 # All ranks must start together, because waiting times must not be measured.
-                exchange_objects(turn, wire, f"{prefix}.{index}.{turn}")
+                exchange_objects(turn, wire, f"tp.trial.{index}.{turn}")
                 run_begin_s = time.perf_counter()
                 for tensor in run(values):
                     tensor.numpy()
                 mine.append(time.perf_counter() - run_begin_s)
             took = [time.perf_counter() - begin_s, mine]
-            everybody = exchange_objects(took, wire, f"{prefix}.{turn}")
+            everybody = exchange_objects(took, wire, f"tp.trial.{turn}")
             rounds.append(np.max([own for _, own in everybody], axis=0).tolist())
             # Use rank 0's clock, so that all ranks stop at the same round.
             if turn and everybody[0][0] > BUDGET_S:

@@ -3,8 +3,7 @@
 Think of a step as a discrete-event simulation with two resources, Horovod's thread and the rank's
 processor. Each bucket passes through its stages, which are collectives or local work. The thread
 negotiates once per cycle for all ready collectives, fuses compatible all-reduces, and executes
-collectives sequentially. Local work of all buckets shares the processor. Nothing overlaps with the
-next step.
+collectives sequentially. Local work of all buckets shares the processor.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
+from tfposeidon.config import Configured
 from tfposeidon.gradients import Structure
 from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
@@ -41,8 +41,7 @@ class StageTime:
     """Time of one stage of an exchange, on the slowest rank or connection.
 
     `operation` is `None` for local work. `size_bytes` is the payload on one rank. Horovod fuses
-    collectives with equal `fuses_with`, unless it is `None`, up to a total size. Fused collectives
-    take the latency of one collective and the sum of the loads.
+    collectives with equal `fuses_with`, unless it is `None`, which adds their loads.
     """
 
     operation: Operation | None
@@ -52,16 +51,9 @@ class StageTime:
     load_s: float = 0.0
     crosses_nodes: bool = False
 
-    def slowed(self, factor: float) -> StageTime:
-        return replace(self, latency_s=factor * self.latency_s, load_s=factor * self.load_s)
-
 
 class Load(NamedTuple):
-    """Payload bytes of a collective where they are largest, in one direction.
-
-    `cross_bytes` enter or leave a node, `flow_bytes` use a connection across nodes, and
-    `node_bytes` enter or leave a rank within its node.
-    """
+    """Maximum bytes in one direction: of a node, of a connection across nodes, within a node."""
 
     cross_bytes: float
     flow_bytes: float
@@ -81,37 +73,30 @@ def stage_times(
 
     Source: Hockney 1994 (latency and bandwidth). Differs: adds the CPU work of concurrent ranks.
     """
+    first, size = topology.nodes[0], topology.size
+    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
+    # If all nodes have the same load, the ranks of one represent all ranks.
+    is_even = scheme.loads_evenly and is_regular and size % len(first) == 0
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
-        for rank in _representative_ranks(scheme, topology)
+        for rank in (first if is_even else range(size))
     }
     times = []
     # Some ranks skip stages, but all ranks have the same order, so the longest list is complete.
     for name in (stage.name for stage in max(by_rank.values(), key=len)):
-        found = {
-            rank: stage for rank, own in by_rank.items() for stage in own if stage.name == name
-        }
-        transfers = {rank: s for rank, s in found.items() if isinstance(s, Transfer)}
+        found = [(rank, one) for rank, own in by_rank.items() for one in own if one.name == name]
+        transfers = {rank: one for rank, one in found if isinstance(one, Transfer)}
         if any(transfer.group.size > 1 for transfer in transfers.values()):
             times.append(_transfer_time(transfers, topology, links))
         elif not transfers:
-            works = [stage for stage in found.values() if isinstance(stage, Work)]
-            slowest_s = max(work_seconds(work, links.rates) for work in works)
-            times.append(StageTime(operation=None, load_s=slowest_s))
+            works_s = [work_seconds(one, links.rates) for _, one in found if isinstance(one, Work)]
+            times.append(StageTime(operation=None, load_s=max(works_s)))
     return tuple(times)
-
-
-def _representative_ranks(scheme: Scheme, topology: Topology) -> Sequence[int]:
-    """Returns the ranks of the first node if all nodes have the same load, else all ranks."""
-    first, size = topology.nodes[0], topology.size
-    is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
-    is_even = is_regular and size % len(first) == 0 and scheme.loads_evenly
-    return first if is_even else range(size)
 
 
 def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
     """Returns the load of a collective whose groups share the network of their nodes."""
-    node_of = _node_by_rank(topology.nodes)
+    node_of = {rank: index for index, node in enumerate(topology.nodes) for rank in node}
     across: dict[Any, float] = defaultdict(float)
     within: dict[Any, float] = defaultdict(float)
     flow_bytes = 0.0
@@ -126,20 +111,14 @@ def load_of(transfers: Mapping[int, Transfer], topology: Topology) -> Load:
     return Load(max(across.values(), default=0.0), flow_bytes, max(within.values(), default=0.0))
 
 
-@functools.lru_cache(maxsize=64)
-def _node_by_rank(nodes: tuple[tuple[int, ...], ...]) -> dict[int, int]:
-    return {rank: index for index, node in enumerate(nodes) for rank in node}
-
-
 def _transfer_time(
     transfers: Mapping[int, Transfer], topology: Topology, links: NetworkProfile
 ) -> StageTime:
     load = load_of(transfers, topology)
     one = max(transfers.values(), key=lambda transfer: transfer.group.size)
     # Compare ranks instead of bytes, because structures of unknown size have 0 bytes.
-    node_of = _node_by_rank(topology.nodes)
-    groups = [transfer.group.ranks for transfer in transfers.values()]
-    crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
+    groups = {transfer.group.ranks for transfer in transfers.values()}
+    crosses = any(not topology.same_node(group[0], rank) for group in groups for rank in group)
     link = links.across if crosses else links.node
     assert link is not None, "NetworkProfile.check_fits ensures it"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
@@ -194,18 +173,16 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
+class Simulated(Configured):
     """Predicted times of one training step.
 
     Attributes:
       step_s: Seconds of the step.
       compute_s: Seconds of the forward and backward pass.
-      busy_s: Seconds during which Horovod's thread executes collectives.
     """
 
     step_s: float
     compute_s: float
-    busy_s: float
 
     @property
     def exposed_s(self) -> float:
@@ -246,7 +223,7 @@ def simulate(
     # A sorted list is a valid heap.
     events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))
     waiting: list[_Event] = []
-    finish_s = busy_s = thread_s = processor_s = 0.0
+    finish_s, thread_s, processor_s = compute_s, 0.0, 0.0
     while events or waiting:
         begin_s = max(thread_s, waiting[0][0]) if waiting else math.inf
         if events and events[0][0] <= begin_s:
@@ -261,10 +238,10 @@ def simulate(
             continue
         thread_s, ready, waiting = begin_s + collective_s, waiting, []
         for took_s, fused in _executions(ready, fusion_bytes):
-            thread_s, busy_s = thread_s + took_s, busy_s + took_s
+            thread_s += took_s
             for _, _, stages in fused:
                 heapq.heappush(events, (thread_s, next(numbers), stages[1:]))
-    return Simulated(step_s=max(finish_s, compute_s), compute_s=compute_s, busy_s=busy_s)
+    return Simulated(step_s=finish_s, compute_s=compute_s)
 
 
 def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:

@@ -1,17 +1,16 @@
 """Reports in the last lines of a failed job which rank failed first, and why.
 
-One rank's failure makes the collectives of all others fail, and launchers often name the wrong
-rank. A rank that fails writes the cause to the launcher's store, and ranks with a broken collective
-read the cause there before they exit. Without a store (under MPI), each rank can only report its
-own error.
+One rank's failure makes the collectives of all others fail. A rank that fails writes the cause to
+the launcher's store, and ranks with a broken collective read it there before they exit. Without a
+store (under MPI), each rank can only report its own error.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import sys
-import time
 import traceback
 from types import TracebackType
 
@@ -66,10 +65,8 @@ class Reporter:
     """
 
     def __init__(self, rank: int, size: int, store: Store | None) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.failed = rank, size, False
         self.store = store if size > 1 else None
-        self.failed = False
 
     def report(self, error: BaseException) -> None:
         """Prints which rank failed first and why, and stores the cause if it was this rank."""
@@ -90,11 +87,12 @@ class Reporter:
         self.failed = True
         if self.size == 1:
             return
-        self._put_cause(
+        cause = (
             f"rank {self.rank} received {name}. Launchers send it after another rank has ended; "
             "batch systems send it when the job's time limit expires."
         )
-        _print(str(self._get(FIRST_FAILURE) or f"rank {self.rank} received {name}."))
+        self._put_cause(cause)
+        _print(str(self._get(FIRST_FAILURE) or cause))
 
     def _put_cause(self, cause: str) -> None:
         # Reading and writing is not atomic: if two ranks fail at once, either may be reported.
@@ -109,11 +107,8 @@ class Reporter:
 
     def _first_cause(self) -> str | None:
         # Wait, because the failed rank may not have written the cause yet.
-        deadline = time.monotonic() + PATIENCE_S
-        while self.store is not None and time.monotonic() < deadline:
-            if cause := self._get(FIRST_FAILURE):
-                return str(cause)
-            time.sleep(0.2)
+        with contextlib.suppress(TimeoutError):
+            return self.store.wait_for(FIRST_FAILURE, PATIENCE_S) if self.store else None
         return None
 
     def _known_state(self, text: str) -> str:
@@ -123,13 +118,12 @@ class Reporter:
         if self.store is None:
             return known
         statuses = [self._get(EXIT_STATUS.format(rank)) for rank in range(self.size)]
-        ended = [rank for rank, status in enumerate(statuses) if status == "ended"]
         if silent := [rank for rank, status in enumerate(statuses) if status is None]:
             known += (
                 f" Rank(s) {silent} reported no status: they may be late, stopped, killed (out of "
                 "memory?) or disconnected."
             )
-        if ended:
+        if ended := [rank for rank, status in enumerate(statuses) if status == "ended"]:
             known += (
                 f" Rank(s) {ended} had already finished their script, or called sys.exit: see "
                 "their own messages, and check whether they have fewer batches or epochs."

@@ -11,6 +11,7 @@ from typing import Any
 
 from tfposeidon import checks
 from tfposeidon.communication.topology import Topology
+from tfposeidon.config import Configured
 from tfposeidon.text import NUMBER_AND_UNIT, parse_rate, readable_rate
 
 FORMAT = 1
@@ -19,7 +20,7 @@ HEADERS = 1514 / 1448
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Configured):
     """Latency and bandwidth between a node and the others, or between the ranks of one node.
 
     Args:
@@ -68,7 +69,7 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class Rates(Configured):
     """Compute times of a rank's CPU or GPU, while all ranks of the node are busy.
 
     Args:
@@ -114,7 +115,7 @@ and the seconds that a collective waits for Horovod's thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkProfile:
+class NetworkProfile(Configured):
     """Bandwidth and latency of a job's network, and compute times of its ranks.
 
     `NetworkProfile.of` creates a profile from a bandwidth and a preset, `from_json` from the output
@@ -227,12 +228,9 @@ class NetworkProfile:
             found = json.loads(text)
             if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
                 raise ValueError(f"`format` is not {FORMAT}")
-            links = {
-                name: None if found.get(name) is None else Link(**found.pop(name))
-                for name in ("node", "across")
-            }
-            found["hosts"] = tuple(found.get("hosts", ()))
-            return cls(**found | links | {"rates": Rates(**found["rates"])})
+            links = {name: Link(**found[name]) for name in ("node", "across") if found.get(name)}
+            rates, hosts = Rates(**found["rates"]), tuple(found.get("hosts", ()))
+            return cls(**found | links | {"rates": rates, "hosts": hosts})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "A network profile file must hold the output of `NetworkProfile.to_json`. "
@@ -242,17 +240,14 @@ class NetworkProfile:
     def check_fits(self, topology: Topology) -> None:
         """Refuses a profile of another kind of cluster; the number of nodes may differ."""
         per_node = max(len(node) for node in topology.nodes)
-        if len(topology.nodes) > 1 and self.across is None:
-            raise ValueError(
-                "A job on several nodes requires a network profile that was measured across "
-                f"nodes. Received: a profile of one node, for {topology}. Measure it on two or "
-                "more nodes."
-            )
-        if per_node > 1 and self.node is None:
-            raise ValueError(
-                "A job with several ranks per node requires a network profile with `node`. "
-                f"Received: node=None, for {topology}. Pass `node`, or measure the network."
-            )
+        needed = ("across", "nodes", len(topology.nodes)), ("node", "ranks per node", per_node)
+        for name, kind, number in needed:
+            if number > 1 and getattr(self, name) is None:
+                raise ValueError(
+                    f"A job with several {kind} requires a network profile with `{name}`. "
+                    f"Received: {name}=None, for {topology}. Pass `{name}`, or measure the "
+                    f"network with several {kind}."
+                )
         if per_node != self.ranks_per_node:
             raise ValueError(
                 "A network profile must match the job's number of ranks per node, which share "
@@ -261,13 +256,11 @@ class NetworkProfile:
             )
 
     def __str__(self) -> str:
-        if self.across is not None:
-            rate = f"{readable_rate_of_payload(self.across.bytes_per_s)} across nodes"
-            if flow := self.across.flow_bytes_per_s:
-                rate += f" ({readable_rate_of_payload(flow)} per connection)"
-        else:
-            assert self.node is not None
-            rate = f"{readable_rate_of_payload(self.node.bytes_per_s)} within the node"
+        link, where = self.across or self.node, "across nodes" if self.across else "within the node"
+        assert link is not None, "`__post_init__` ensures it"
+        rate = f"{readable_rate_of_payload(link.bytes_per_s)} {where}"
+        if flow := link.flow_bytes_per_s:
+            rate += f" ({readable_rate_of_payload(flow)} per connection)"
         when = f"measured {self.measured_at}" if self.measured_at else "specified"
         known = [f"rates uncertain by {self.uncertainty:.0%}"] if self.uncertainty else []
         return ", ".join([rate, self.device, when, *known])
@@ -279,18 +272,6 @@ FORMS = (
 )
 
 
-def read_profile(path: str | os.PathLike[str]) -> NetworkProfile:
-    """Reads a profile from a file; raises `ValueError` if it is missing or invalid."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{FORMS}. A profile file must be readable. Received: {os.fspath(path)!r}: {error}. "
-            "Write the file with `python -m tfposeidon check --network`."
-        ) from error
-    return NetworkProfile.from_json(text, os.fspath(path))
-
-
 def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile:
     """Returns the profile for the argument `network` of `init`; `device` is the job's device."""
     if isinstance(given, NetworkProfile):
@@ -299,7 +280,7 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
         ranks_per_node = max(len(node) for node in topology.nodes)
         profile = NetworkProfile.of(given, ranks_per_node=ranks_per_node, device=device)
     elif isinstance(given, str | os.PathLike):
-        profile = read_profile(given)
+        profile = NetworkProfile.from_json(_text_of(given), os.fspath(given))
     else:
         raise ValueError(f"{FORMS}. Received: network={given!r}")
     profile.check_fits(topology)
@@ -315,6 +296,16 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
     return profile
 
 
+def _text_of(path: str | os.PathLike[str]) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{FORMS}. A profile file must be readable. Received: {os.fspath(path)!r}: {error}. "
+            "Write the file with `python -m tfposeidon check --network`."
+        ) from error
+
+
 def _payload_rate(text: Any) -> float:
     """Returns the payload bytes per second of a bandwidth with a unit."""
     if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
@@ -325,6 +316,6 @@ def _payload_rate(text: Any) -> float:
     return parse_rate(text) / 8 / HEADERS
 
 
-def readable_rate_of_payload(bytes_per_s: float, digits: int = 3) -> str:
+def readable_rate_of_payload(bytes_per_s: float) -> str:
     """Formats a payload rate as the bandwidth that it requires, including headers."""
-    return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.{digits}g}"))
+    return readable_rate(float(f"{8 * bytes_per_s * HEADERS:.3g}"))

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,10 +23,8 @@ from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire, Wire
 from tfposeidon.peers import rendezvous
 
-MEASURE: Literal["measure"] = "measure"
-"""Value of `network` to measure the profile when the first step that needs it is traced."""
-UNKNOWN = "unknown"
-"""Value of `network` for a job without a network profile."""
+MEASURE, UNKNOWN = "measure", "unknown"
+"""Values of `network`: measure the profile when the first step needs it, or use none."""
 
 _OF_FUNCTIONS = 50
 """Priority of variable creators of `tf.function`; creators in scopes of users have another."""
@@ -100,7 +98,6 @@ def init(
         if network is not None:
             _set_network(network, _wire.topology)
         return _wire.topology
-    start.check_horovod()
     # Set them before Horovod starts, because it then reads its environment.
     start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     nodes = start.find_peers(start_timeout_s)
@@ -178,16 +175,10 @@ def measures_network() -> bool:
     return _measures_network
 
 
-def set_network_profile(given: NetworkProfile | Literal["measure"] | None) -> None:
-    """Sets the network profile for later plans; all ranks must set the same profile."""
+def set_network_profile(profile: NetworkProfile | None, *, measures: bool = False) -> None:
+    """Sets the profile for later plans, and whether it is measured; the same on all ranks."""
     global _network_profile, _measures_network
-    _network_profile, _measures_network = (None, True) if given == MEASURE else (given, False)
-
-
-def store_network_profile(measured: NetworkProfile) -> None:
-    """Stores a profile that this job or the resumed job measured; the same on all ranks."""
-    global _network_profile
-    _network_profile = measured
+    _network_profile, _measures_network = profile, measures
 
 
 def _set_network(given: Any, topology: Topology) -> None:
@@ -198,7 +189,7 @@ def _set_network(given: Any, topology: Topology) -> None:
     if given is None:
         given = UNKNOWN if on_gpu else MEASURE
     if given in (MEASURE, UNKNOWN):
-        set_network_profile(MEASURE if given == MEASURE else None)
+        set_network_profile(None, measures=given == MEASURE)
         return
     found = parse_network(given, topology, "v100" if on_gpu else "cpu")
     here = socket.gethostname()
@@ -282,16 +273,11 @@ def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: 
     asked = topology
     if ranks_per_node is not None:
         asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
-    if asked.nodes != topology.nodes:
+    if asked.nodes != topology.nodes or server_rank not in (None, _server_rank):
         raise RuntimeError(
-            "Process sets are created once per process. Received: "
-            f"ranks_per_node={ranks_per_node}, but the job already runs as {topology}. Pass "
-            "`ranks_per_node` to the first tfposeidon.init()."
-        )
-    if server_rank not in (None, _server_rank):
-        raise RuntimeError(
-            f"Process sets are created once per process. Received: server_rank={server_rank}, but "
-            f"the job started with server_rank={_server_rank}. Pass `server_rank` to the first "
+            f"Process sets are created once per process. Received: ranks_per_node={ranks_per_node},"
+            f" server_rank={server_rank}, but the job already runs as {topology} with "
+            f"server_rank={_server_rank}. Pass `ranks_per_node` and `server_rank` to the first "
             "tfposeidon.init()."
         )
 

@@ -14,18 +14,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfposeidon import checks
-from tfposeidon.checks import require_equal
+from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import launcher
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import HorovodWire, exchange_objects
 from tfposeidon.peers import rendezvous, sources
 
 SERVED_TRANSPORT_TIMEOUT_S = 300.0
-"""Default seconds that Gloo waits in jobs with a server.
-
-During a transfer to one worker, which takes minutes for large weights over slow networks, Horovod's
-thread on the server does not communicate with other workers.
-"""
+"""Default seconds that Gloo waits in jobs with a server, whose Horovod thread communicates with one
+worker at a time; a transfer of large weights over a slow network takes minutes."""
 DEFAULT_STALL_TIMEOUT_S = 300.0
 """Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
 LONGEST_STALL_WARNING_S = 60
@@ -38,8 +35,13 @@ log = logging.getLogger("tfposeidon")
 
 def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
     """Returns the ranks of each node on a platform without a launcher, else `None`."""
-    import horovod.tensorflow as hvd
-
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ImportError(
+            "tfposeidon requires Horovod, which cannot be imported with this TensorFlow "
+            f"({error}). Run: python -m tfposeidon install --horovod-only"
+        ) from error
     checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
     return None if hvd.is_initialized() else rendezvous.join(timeout_s, has_mpi=launcher.has_mpi())
 
@@ -54,10 +56,16 @@ def start_horovod(
         return adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
-    if ranks_per_node is None and own.size > 1 and launcher.Store.of_launcher() is None:
+    store = launcher.Store.of_launcher() if own.size > 1 else None
+    if ranks_per_node is None and own.size > 1 and store is None:
         return start_over_mpi(hvd, own, server_rank)
-    topology = _find_topology(own, ranks_per_node, nodes)
-    _check_layout_in_store(topology, server_rank)
+    topology = _find_topology(own, ranks_per_node, nodes, store)
+    mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
+    # Compare layouts now: Horovod would abort without naming the reason if process sets differed.
+    if store is not None and own.rank == 0:
+        store.put("layout", mine)
+    elif store is not None:
+        _require_equal({0: store.wait_for("layout", LAYOUT_PATIENCE_S), own.rank: mine})
     # Pass process sets at the start: process sets that are added later make each cycle of Horovod's
     # thread wait for all ranks.
     process_sets = {g: hvd.ProcessSet(list(g.ranks)) for g in topology.groups(server_rank)}
@@ -75,53 +83,37 @@ def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None)
     _check_layout(hvd, own)
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
-    own_host = [socket.gethostname(), server_rank]
+    own_host = [socket.gethostname(), {"server_rank": server_rank}]
     hosts, servers = zip(*exchange_objects(own_host, world, "tp.hosts"), strict=True)
-    _require_same_servers(servers)
+    _require_equal(servers)
     topology = Topology(hvd.rank(), rendezvous.nodes_of(hosts))
     groups = topology.groups(server_rank)
     return HorovodWire(topology, {g: hvd.add_process_set(list(g.ranks)) for g in groups})
 
 
 def _find_topology(
-    own: launcher.ProcessRank, ranks_per_node: int | None, nodes: rendezvous.Nodes | None
+    own: launcher.ProcessRank,
+    ranks_per_node: int | None,
+    nodes: rendezvous.Nodes | None,
+    store: launcher.Store | None,
 ) -> Topology:
     if ranks_per_node is not None:
         return Topology.regular(own.rank, own.size, ranks_per_node)
     if nodes is not None:
         return Topology(own.rank, nodes)
-    store = launcher.Store.of_launcher()
-    if store is None or own.size == 1:
+    if store is None:
         return Topology(0, ((0,),))
     ranks = itertools.count()
     sizes = launcher.node_sizes(store, own)
     return Topology(own.rank, tuple(tuple(itertools.islice(ranks, size)) for size in sizes))
 
 
-def _check_layout_in_store(topology: Topology, server_rank: int | None) -> None:
-    """Compares this rank's layout with rank 0's layout before Horovod starts."""
-    # Horovod would abort without naming the reason if process sets differed between ranks.
-    store = launcher.Store.of_launcher()
-    if store is None or topology.size == 1:
-        return
-    mine = [list(node) for node in topology.nodes]
-    if topology.rank == 0:
-        store.put("layout", [mine, server_rank])
-    else:
-        nodes, server = store.wait_for("layout", LAYOUT_PATIENCE_S)
-        require_equal(
-            {0: nodes, topology.rank: mine},
-            "All ranks must see the same nodes",
-            "Pass the same `ranks_per_node` to tfposeidon.init() on every rank.",
-        )
-        _require_same_servers({0: server, topology.rank: server_rank})
-
-
-def _require_same_servers(servers: Any) -> None:
+def _require_equal(layouts: Any) -> None:
     require_equal(
-        servers,
-        "All ranks must use the same `server_rank`",
-        "Pass the same `server_rank` to tfposeidon.init() on every rank.",
+        layouts,
+        "All ranks must see the same nodes and use the same `server_rank`",
+        "Pass the same `ranks_per_node` and `server_rank` to tfposeidon.init() on every rank.",
+        at_first_entry(),
     )
 
 
@@ -130,16 +122,11 @@ def check_server_rank(server_rank: int | None, size: int) -> None:
     if server_rank is None:
         return
     checks.check_integer("server_rank", server_rank, 0)
-    if size == 1:
+    if size == 1 or server_rank >= size:
         raise ValueError(
-            "`server_rank` requires a job of two or more ranks. Received: "
-            f"server_rank={server_rank} in a job of one rank. Start the job with horovodrun -np 2 "
-            "or more, or leave `server_rank` out."
-        )
-    if server_rank >= size:
-        raise ValueError(
-            f"`server_rank` must be one of the {size} ranks. Received: server_rank={server_rank}. "
-            "Use 0."
+            "`server_rank` must be one of two or more ranks. Received: "
+            f"server_rank={server_rank} in a job of {size} rank(s). Use 0 in a job of horovodrun "
+            "-np 2 or more, or leave `server_rank` out."
         )
 
 
@@ -159,19 +146,6 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
             "tfposeidon.init()."
         )
     return HorovodWire(topology, {})
-
-
-def check_horovod() -> None:
-    """Raises `ImportError` with the remedy if Horovod is missing or cannot be imported."""
-    remedy = "Run: python -m tfposeidon install --horovod-only"
-    try:
-        import horovod.tensorflow  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError(f"tfposeidon requires Horovod ({error}). {remedy}") from error
-    except ImportError as error:
-        raise ImportError(
-            f"Horovod is installed, but cannot be imported with this TensorFlow ({error}). {remedy}"
-        ) from error
 
 
 def set_limits(

@@ -27,8 +27,6 @@ from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
 """Length of a vector that `tf.function` captures as an input; TensorFlow's limit is 128."""
-_LENGTH_BYTES = 8
-"""Size in bytes of the length that precedes each object."""
 _SAME_BITS = {
     "bfloat16": tf.uint16,
     "uint32": tf.int32,
@@ -77,7 +75,6 @@ class Wire(Protocol):
           name: Name of the collective.
           scale: Factor of the sum (default 1).
         """
-        ...
 
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         """Returns the tensors of all ranks, concatenated along the first axis in the group's order.
@@ -87,7 +84,6 @@ class Wire(Protocol):
           group: Ranks that take part.
           name: Name of the collective.
         """
-        ...
 
     def all_to_all(
         self, tensor: tf.Tensor, splits: Sequence[int | tf.Tensor], group: Group, name: str
@@ -105,7 +101,6 @@ class Wire(Protocol):
           Concatenated parts that the ranks of the group sent to this one, `[sum of lengths, ...]`
           in the same dtype.
         """
-        ...
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         """Returns the tensor of one rank on all ranks of the job.
@@ -115,7 +110,6 @@ class Wire(Protocol):
           root_rank: Rank whose tensor all ranks receive.
           name: Name of the collective.
         """
-        ...
 
 
 class HorovodWire(Wire):
@@ -126,7 +120,10 @@ class HorovodWire(Wire):
 
     def __init__(self, topology: Topology, process_sets: dict[Group, Any]) -> None:
         self.topology = topology
-        self._process_sets = process_sets
+        # `None` stands for Horovod's global process set.
+        self._process_sets = {topology.world: None} | process_sets
+        # Ranks of the job, by their number in `topology`.
+        self._ranks = topology.world.ranks
 
     @override
     def all_reduce(
@@ -134,10 +131,8 @@ class HorovodWire(Wire):
     ) -> tf.Tensor:
         if group.size == 1:
             return tensor if scale == 1.0 else tensor * tf.cast(scale, tensor.dtype)
-        ops = _horovod_ops()
-        return ops._allreduce(
-            tensor, op=ops.Sum, postscale_factor=scale, **self._options(name, group)
-        )
+        ops, options = _horovod_ops(), self._options(name, group)
+        return ops._allreduce(tensor, op=ops.Sum, postscale_factor=scale, **options)
 
     @override
     def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
@@ -152,23 +147,22 @@ class HorovodWire(Wire):
         if group.size == 1:
             return tensor
         options = self._options(name, group)
-        received, _ = _horovod_ops().alltoall(tensor, splits=list(splits), **options)
-        return received
+        return _horovod_ops().alltoall(tensor, splits=list(splits), **options)[0]
 
     @override
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         if self.topology.size == 1:
             return tensor
         options = self._options(name, self.topology.world)
-        return _horovod_ops().broadcast(tensor, root_rank, **options)
+        return _horovod_ops().broadcast(tensor, self._ranks[root_rank], **options)
 
     def _options(self, name: str, group: Group) -> dict[str, Any]:
-        is_world = group == self.topology.world
-        process_set = _horovod_ops().global_process_set if is_world else self._process_sets[group]
+        in_job = Group(tuple(self._ranks[rank] for rank in group.ranks))
+        process_set = self._process_sets[in_job] or _horovod_ops().global_process_set
         # Ignore name scopes: Horovod matches collectives by name, and scopes may differ between
         # ranks, as in branches.
-        own_name = name + _suffix.get()
-        return {"name": own_name, "ignore_name_scope": True, "process_set": process_set}
+        name += _suffix.get()
+        return {"name": name, "ignore_name_scope": True, "process_set": process_set}
 
 
 def unknown_zero(dtype: str = "int32") -> tf.Tensor:
@@ -215,14 +209,9 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
         return [value]
     # In eager mode Horovod matches collectives by their order and not by name, so the message
     # includes the name, which reveals ranks that call from different places.
-    text = json.dumps([name, value]).encode()
-    own = np.frombuffer(len(text).to_bytes(_LENGTH_BYTES, "big") + text, np.uint8)
-    received = wire.all_gather(tf.constant(own), wire.topology.world, name).numpy().tobytes()
-    pairs = []
-    while received:
-        end = _LENGTH_BYTES + int.from_bytes(received[:_LENGTH_BYTES], "big")
-        pairs.append(json.loads(received[_LENGTH_BYTES:end]))
-        received = received[end:]
+    line = np.frombuffer(json.dumps([name, value]).encode() + b"\n", np.uint8)
+    received = wire.all_gather(tf.constant(line), wire.topology.world, name).numpy().tobytes()
+    pairs = [json.loads(text) for text in received.splitlines()]
     require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",
@@ -256,23 +245,10 @@ class GroupWire(HorovodWire):
     """
 
     def __init__(self, wire: HorovodWire, ranks: Iterable[int]) -> None:
-        self._wire, self._ranks = wire, tuple(sorted(ranks))
-        nodes = [[r for r in node if r in self._ranks] for node in wire.topology.nodes]
-        numbered = [tuple(self._ranks.index(r) for r in node) for node in nodes if node]
-        super().__init__(Topology(self._ranks.index(wire.topology.rank), tuple(numbered)), {})
-
-    @override
-    def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        # Horovod's broadcast would number the root among all ranks of the job.
-        return self.all_gather(tensor[tf.newaxis], self.topology.world, name)[root_rank]
-
-    @override
-    def _options(self, name: str, group: Group) -> dict[str, Any]:
-        in_job = Group(tuple(self._ranks[rank] for rank in group.ranks))
-        return self._wire._options(name, in_job)
-
-
-# ------------------------------------------------------------------ packing of tensors
+        own = self._ranks = tuple(sorted(ranks))
+        nodes = [tuple(own.index(r) for r in node if r in own) for node in wire.topology.nodes]
+        self.topology = Topology(own.index(wire.topology.rank), tuple(filter(None, nodes)))
+        self._process_sets = wire._process_sets
 
 
 def to_horovod_dtype(tensor: tf.Tensor) -> tf.Tensor:

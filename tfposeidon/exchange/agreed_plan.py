@@ -32,7 +32,7 @@ from tfposeidon.exchange.plan import (
 )
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients import Description, describe, distinct_paths, of_tensorflow
-from tfposeidon.policies.base import Policy
+from tfposeidon.policies import Policy
 from tfposeidon.schemes import names
 from tfposeidon.state.placement import StateDescription
 

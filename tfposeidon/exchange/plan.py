@@ -22,7 +22,7 @@ from tfposeidon import native
 from tfposeidon.communication.topology import Topology
 from tfposeidon.gradients import Description, GradientReader, Structure
 from tfposeidon.optimizers.wrapper import leaves
-from tfposeidon.policies.base import Choice, Policy
+from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes.base import Scheme, Slot
 from tfposeidon.schemes.dense import AllReduce, Largest
 from tfposeidon.schemes.stages import Cost, total_cost

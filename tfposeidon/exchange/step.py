@@ -24,7 +24,7 @@ from tfposeidon.exchange.means import JoinHook, Means, Share
 from tfposeidon.exchange.observer import ExposedTime
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
-from tfposeidon.policies.base import Policy
+from tfposeidon.policies import Policy
 from tfposeidon.schemes.base import State
 
 

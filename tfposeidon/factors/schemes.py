@@ -19,7 +19,7 @@ from tfposeidon.factors.base import FactorScheme, SchemeOfFactors
 from tfposeidon.factors.pairs import FactorPair, FactorShape, shape_of
 from tfposeidon.factors.reader import FactorReader
 from tfposeidon.gradients import Description, Structure
-from tfposeidon.policies.base import Choice, Policy
+from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.dense import PAIR_BYTES, ParameterServer

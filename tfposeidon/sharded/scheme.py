@@ -20,7 +20,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.gradients import Description
 from tfposeidon.optimizers.layer_wise import Norms, local_norms
 from tfposeidon.optimizers.wrapper import innermost
-from tfposeidon.policies.base import Choice, Policy
+from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import ParameterServer, stages
 from tfposeidon.schemes.base import State
 

@@ -38,7 +38,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 log = logging.getLogger("tfposeidon")
 
 # Increment this number with every change of a snapshot's contents.
-_FORMAT = 9
+_FORMAT = 10
 
 Arrays = dict[str, np.ndarray]
 
