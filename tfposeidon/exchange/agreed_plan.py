@@ -246,8 +246,7 @@ class AgreedPlans:
                 # Identify this state by its variables, not by an index: another run may use the
                 # lists of variables in another order.
                 members = states.members(paths)
-                rate = StateDescription(name="effective_rate", members=members)
-                yield exchanger.effective_rate.variable, rate
+                yield states.rate, StateDescription(name="effective_rate", members=members)
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def of_last_step(self, exchanger: Exchanger) -> Plan:

@@ -21,7 +21,7 @@ from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.replicas import SAME_MODEL, check_same_variables, variables_as_json
-from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients import as_vector, tensors_of
 from tfposeidon.schemes.base import Scheme, State
 
@@ -64,7 +64,6 @@ class Exchanger:
         # else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
-        self.effective_rate = EffectiveRate()
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Checks before the first exchange that variables and settings are equal on all ranks."""

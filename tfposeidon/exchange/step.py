@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanged, Exchanger
 from tfposeidon.exchange.means import JoinHook, Means, Share
 from tfposeidon.exchange.observer import ExposedTime
+from tfposeidon.exchange.scheme_states import effective_rate
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
 from tfposeidon.policies.base import Policy
@@ -132,46 +132,34 @@ class Step:
         if not self._exchanges(variables):
             return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
-        before, rate = exchanger.states, exchanger.effective_rate
-        replicated = [*variables, *updater.variables]
+        states, replicated = exchanger.states, [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
         observers = [self._exposed, exchanger.observer] if self._is_observed else []
-        # Observers return callbacks, which receive the averaged gradients after the exchange.
         observed = [
             one.ready(plan.descriptions, gradients, sent, replicated)
             for one in observers
             if one is not None
         ]
         # Read the learning rate only for the state of schemes, because nothing else depends on it.
-        now = rate.current(updater) if before.exist else None
-        rescale = None if now is None else rate.rescale(now)
-        share = self._share(exchanger, sent, count)
-        presence = share.presence
+        rate = effective_rate(updater) if states.exist else None
+        rescale = None if rate is None else states.rescale(rate)
+        presence, weight, expectation = self._share(exchanger, sent, count)
 
-        def averaged(values: list[Any], states: list[State]) -> Means:
+        def averaged(values: list[Any], new: list[State]) -> Means:
             for done in observed:
                 done(values)
-            everybody = self.absence.record(presence.absent)
-            state = [
-                *zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True)
-            ]
-            if now is not None:
-                had_gradient = before.had_gradient, before.updated_had_gradient(presence)
-                state += [(rate.variable, now), had_gradient]
             return Means(
                 values,
                 missing=exchanger.missing(gradients),
                 present=presence.any_gradient,
-                expected=before.expected(presence),
-                everybody=everybody,
-                moves=True if now is None else now > 0.0,
-                state=tuple(state),
+                expected=states.expected(presence),
+                everybody=self.absence.record(presence.absent),
+                moves=True if rate is None else rate > 0.0,
+                state=() if rate is None else states.updates(new, presence, rate),
             )
 
-        exchange = functools.partial(
-            exchanger.exchange, sent, share.weight, share.expectation, rescale
-        )
+        exchange = functools.partial(exchanger.exchange, sent, weight, expectation, rescale)
         return exchange, averaged
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
@@ -331,13 +319,13 @@ class Absence:
 
     def __init__(self) -> None:
         self.is_watched = False
-        self._ranks: tf.Variable | None = None
-        self._complete: tf.Variable | None = None
+        self._counts: tf.Variable | None = None
 
     def build(self) -> None:
-        """Creates the counters' variables; must be called before a step is traced."""
-        self._ranks = tf.Variable(0.0, trainable=False, name="absent")
-        self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
+        """Creates the counters' variable; must be called before a step is traced."""
+        # Place the counters on the CPU, because Python reads them after each execution.
+        with tf.device("/CPU:0"):
+            self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="absence")
 
     def watch(self, wanted: bool) -> None:
         """Sets whether later traced steps skip updates if a rank's input is exhausted."""
@@ -346,35 +334,31 @@ class Absence:
         self.forget()
 
     @property
-    def ranks(self) -> int:
-        """Maximum number of ranks without a batch in a step of this epoch."""
-        return 0 if self._ranks is None else int(self._ranks.numpy())
-
-    @property
-    def complete(self) -> int:
-        """Number of watched exchanges so far in which every rank had a batch."""
-        return 0 if self._complete is None else int(self._complete.numpy())
+    def counts(self) -> tuple[int, int]:
+        """Maximum number of absent ranks in a step of this epoch; complete exchanges so far."""
+        absent, complete = (0, 0) if self._counts is None else self._counts.numpy()
+        return int(absent), int(complete)
 
     def forget(self) -> None:
-        """Resets `ranks` to 0 for another epoch, in which no rank's input is exhausted yet."""
-        if self._ranks is not None:
-            self._ranks.assign(0.0)
+        """Resets the number of ranks for another epoch, in which no rank's input is exhausted."""
+        if self._counts is not None:
+            self._counts.assign([0, self.counts[1]])
 
     def note(self, ranks: int) -> None:
         """Records a number of ranks without a batch that was found between two steps."""
-        if self._ranks is not None:
-            self._ranks.assign(max(self.ranks, ranks))
+        if self._counts is not None:
+            absent, complete = self.counts
+            self._counts.assign([max(absent, ranks), complete])
 
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
         """Records a step's number of ranks; returns whether it is 0, or `None` if not watched."""
-        assert self._ranks is not None
+        assert self._counts is not None
+        is_complete = ranks == 0.0
         # Assign the number in every step, because TensorFlow prunes a collective whose result is
         # unused. Retain the maximum, because a later exchange of the same execution, such as one
         # within the node, may only include ranks with data.
-        self._ranks.assign(tf.maximum(self._ranks, ranks))
-        if not self.is_watched:
-            return None
-        assert self._complete is not None
-        is_complete = ranks == 0.0
-        self._complete.assign_add(tf.cast(is_complete, tf.int64))
-        return is_complete
+        with tf.device("/CPU:0"):
+            absent, complete = tf.unstack(self._counts.read_value())
+            absent = tf.maximum(absent, tf.cast(ranks, tf.int64))
+            self._counts.assign([absent, complete + tf.cast(is_complete, tf.int64)])
+        return is_complete if self.is_watched else None

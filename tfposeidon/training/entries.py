@@ -37,7 +37,7 @@ from tfposeidon.state.placement import (
     placement_outside_variables,
     seeds_of_layers,
 )
-from tfposeidon.training import hooks, session
+from tfposeidon.training import session
 
 LayerState = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
@@ -228,7 +228,7 @@ def difference(
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)
     layers = read_layers(model, Placement.REPLICATED) if with_layers else {}
-    sums = replicas.checksum(variables, on_device=True)
+    sums = replicas.checksum(variables)
     own = [sums, replicas.checksum(list(layers.values()))]
     received = exchange_objects(own, wire, "tp.equal")
     # All ranks join the search below, because they have received the same checksums.
@@ -236,7 +236,7 @@ def difference(
         return None
     described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))
-    found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
+    found = replicas.differences(variables, layers, wire)
     if not found:
         # The checksum of a rank without a GPU may differ although its values are equal.
         return None
@@ -294,7 +294,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
     if not _equal(read_layers(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
-            hooks.retrace(model)
+            session.of(model).retrace()
 
 
 def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:

@@ -89,7 +89,7 @@ class EqualSteps(keras.callbacks.Callback):
     def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
         super().__init__()
         self._may_stop, self._rows, self._synchronizes = may_stop, rows, synchronizes
-        self._is_open = self.is_over = False
+        self._is_finished, self.is_over = True, False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -117,10 +117,9 @@ class EqualSteps(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _agree_on_limit(self, steps: list[Any]) -> None:
-        self._fewest = fewest = None if None in steps else min(steps)
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if the number of steps is equal.
-        self.params["steps"] = fewest
+        self.params["steps"] = fewest = None if None in steps else min(steps)
         equal = fewest is not None and len(set(steps)) == 1
         # An execution of several steps cannot end after some of them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
@@ -134,16 +133,17 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = self._steps = 0
-        self._is_open, self._has_trained, self._is_finished = True, False, False
+        self._has_trained = self._is_finished = False
+        self._before = self._session.steps_done[:2]
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._fewest is not None and batch >= self._fewest:
+        fewest = self.params["steps"]
+        if fewest is not None and batch >= fewest:
             # Keras's loop over batches catches this error, and ends the epoch as if the data were
             # exhausted.
             raise StopIteration
         self.is_over = False
-        self._before = self._session.steps_done if self._watches else (0, 0)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -152,9 +152,10 @@ class EqualSteps(keras.callbacks.Callback):
         self._has_trained = self._has_trained or not was_skipped
         if not self._watches or was_skipped:
             return
-        steps, complete = np.subtract(self._session.steps_done, self._before)
+        *done, absent = self._session.steps_done
+        (steps, complete), self._before = np.subtract(done, self._before), done
+        are_absent = absent > 0
         self._steps += int(steps)
-        are_absent = bool(self._session.absent_ranks)
         # If fewer steps than `steps_per_execution` ran, this rank's input ended within them.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
         # Callbacks do not count an update that was dropped on all ranks as a batch.
@@ -191,10 +192,10 @@ class EqualSteps(keras.callbacks.Callback):
                 "without batches. Provide data on every rank."
             )
         others_went_on = join_until_all_have_ended(hooks, self.model.run_eagerly)
-        were_absent = others_went_on or self._session.absent_ranks
+        *_, absent = self._session.steps_done
         for optimizer, one in zip(watched, of_each, strict=True):
             optimizer.exchange.absence.forget()
-            if were_absent and one.abandon_update is not None:
+            if (others_went_on or absent) and one.abandon_update is not None:
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
@@ -220,13 +221,12 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _end_steps(self) -> None:
         # Epochs with validation call this twice.
-        if not self._is_open:
+        if self._is_finished:
             return
-        self._is_open = False
+        self._is_finished = True
         if self._watches:
             # A resumed epoch may already be complete; then it is complete on all ranks.
-            has_begun = self._has_trained or not self._done or self._limit is None
-            if has_begun and not self._is_finished:
+            if self._has_trained or not self._done or self._limit is None:
                 self._finish(False)
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
@@ -328,7 +328,7 @@ class PlannerCallbacks(keras.callbacks.Callback):
     """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
     At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
-    planner, or a traced step may have revealed another optimizer.
+    planner.
     """
 
     def __init__(self) -> None:

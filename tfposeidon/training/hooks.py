@@ -102,11 +102,3 @@ class OutsideOfFit:
         """Trains on the batches of one execution, of any number of rows; returns their logs."""
         self.model.make_train_function(force=True)
         return self.model.train_function(iterator)
-
-
-def retrace(model: keras.Model) -> None:
-    """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-    skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
-    model.make_train_function(force=True)
-    if skipping is not None:
-        skipping.train, model.train_function = model.train_function, skipping

@@ -42,9 +42,8 @@ from tfposeidon.training.hooks import OutsideOfFit, SkipBatches
 log = logging.getLogger("tfposeidon")
 
 
-def patch_keras(optimizer_class: type) -> None:
+def patch_keras() -> None:
     """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
-    session.register_optimizer_class(optimizer_class)
     for name, replacement in (("make_train_function", _make_train_function), ("fit", _fit)):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):

@@ -1,7 +1,7 @@
 """Provides the session of a model: its communicating optimizers and its training loop's state.
 
 Think of a session as a record attached to the model, which `fit`, callbacks and optimizers share.
-Communicating optimizers are found through the model's attributes, or in its first train step.
+Communicating optimizers are found through the model's attributes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,21 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches, retrace
+from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches
 
-_distributed: tuple[type, ...] = ()
-"""Holds `CommunicatingOptimizer` once it is registered, because its module imports this one."""
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """All communicating optimizers of this process. If there are none, models are not searched."""
 _MOST_ITEMS = 100
 """Maximum number of items that are searched for optimizers in a model's list or dictionary."""
-_Weak = weakref.WeakValueDictionary[int, Any]
-_Join = Callable[[Any, list[Any]], None]
-_joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
-"""Function that receives each optimizer in the train step being traced, and its variables."""
-
-
-def register_optimizer_class(optimizer_class: type) -> None:
-    """Registers the base class of communicating optimizers, `CommunicatingOptimizer`."""
-    global _distributed
-    _distributed = (optimizer_class,)
+_Check = Callable[[Any, list[Any]], None]
+_checked_by: contextvars.ContextVar[_Check | None] = contextvars.ContextVar("check", default=None)
+"""Function that checks each optimizer that takes a step, and its variables."""
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Returns whether an optimizer communicates, as `DistributedOptimizer` does."""
-    return isinstance(optimizer, _distributed)
+    # Check the type first, because other objects may not be hashable.
+    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer in _alive
 
 
 def without_loss_scale(optimizer: Any) -> Any:
@@ -56,10 +48,10 @@ def register_optimizer(optimizer: Any) -> None:
     _alive.add(optimizer)
 
 
-def register_in_step(optimizer: Any, variables: list[Any]) -> None:
-    """Registers an optimizer, or its loss scale, with the model whose step is being traced."""
-    if join := _joined_by.get():
-        join(optimizer, variables)
+def check_is_known(optimizer: Any, variables: list[Any]) -> None:
+    """Raises an error if a model that trains now does not hold this optimizer."""
+    if check := _checked_by.get():
+        check(optimizer, variables)
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -75,17 +67,15 @@ def held_by(model: Any) -> list[Any]:
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but no nested ones. Other optimizers are found in a train step. Optimizers of an
+    # dictionaries, but no nested ones. Other optimizers are refused in a step. Optimizers of an
     # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
     if not _alive:
         return []
-    own = getattr(model, "_tfposeidon_session", None)
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
     found = [
         getattr(model, "optimizer", None),
         *(value for holder in holders for value in _attributes(holder)),
-        *(own.applied.values() if own else ()),
     ]
     held: dict[int, Any] = {}
     for value in found:
@@ -101,7 +91,7 @@ def _attributes(holder: Any) -> list[Any]:
     # Iterate over a copy, because other threads may assign attributes meanwhile. Layers have dozens
     # of attributes and `fit` calls this often, so the loop allocates nothing per attribute.
     for value in list(vars(holder).values()):
-        if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
+        if isinstance(value, keras.optimizers.Optimizer):
             found.append(value)
         elif isinstance(value, dict):
             found += itertools.islice(value.values(), _MOST_ITEMS)
@@ -111,31 +101,25 @@ def _attributes(holder: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
-    """Refuses optimizers that only a train step of Keras's `fit` reveals: they need hooks."""
+def refusing_hidden_optimizers(model: Any, known: Sequence[Any] = ()) -> Iterator[None]:
+    """Refuses optimizers that only a train step reveals, because `fit` needs their hooks."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
-        # A callback may train another model meanwhile.
-        if not {id(v) for v in variables} & {id(v) for v in model.trainable_variables}:
+        # Within a `fit` of a model without such optimizers, a callback may train another model.
+        own = known or {id(v) for v in variables} & {id(v) for v in model.trainable_variables}
+        if not own or any(one is optimizer for one in known):
             return
-        name = without_loss_scale(optimizer).name
         raise ValueError(
-            "A communicating optimizer must be an attribute of its model, or an item of a list "
-            f"or dictionary attribute. Received: {name!r}, which trains {model.name!r} and was "
-            "found only in its first step. Assign it to an attribute of the model before fit."
+            "A communicating optimizer must be an attribute of its model, or an item of a list or "
+            f"dictionary attribute. Received: {optimizer.name!r}, which trains {model.name!r} and "
+            "was found only in its first step. Assign it to an attribute of the model before fit."
         )
 
-    with _joined(refuse) if _alive else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def _joined(join: _Join) -> Iterator[None]:
-    token = _joined_by.set(join)
+    token = _checked_by.set(refuse)
     try:
         yield
     finally:
-        _joined_by.reset(token)
+        _checked_by.reset(token)
 
 
 class Session:
@@ -143,8 +127,6 @@ class Session:
 
     Attributes:
       watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
-      watches_absence: True if steps detect ranks with exhausted input.
-      applied: Optimizers that were found in a train step, or the loss scales around them, by `id`.
       callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
       has_begun: True once a `fit` has started all ranks from equal values.
@@ -165,8 +147,7 @@ class Session:
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
         self.watched: list[Any] = []
-        self.watches_absence = False
-        self.applied, self.callbacks_with_state = _Weak(), _Weak()
+        self.callbacks_with_state = weakref.WeakValueDictionary[int, Any]()
         self._has_logged_xla = False
         self.has_scheme_changes = False
         self.has_begun = False
@@ -234,7 +215,7 @@ class Session:
         self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
-        self.callbacks_with_state = _Weak(found)
+        self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
     def _stop_skipping(self) -> None:
         left = self._model.train_function
@@ -301,7 +282,10 @@ class Session:
 
     def retrace(self) -> None:
         """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-        retrace(self._model)
+        skipping = self._model.train_function
+        self._model.make_train_function(force=True)
+        if isinstance(skipping, SkipBatches):
+            skipping.train, self._model.train_function = self._model.train_function, skipping
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -329,23 +313,9 @@ class Session:
             if self.watches_absence or self.counts_steps:
                 # This op is part of the traced step, so that it counts each step of an execution.
                 self._step_counter.assign_add(1)
-
-            def join(held: Any, variables: list[Any]) -> None:
-                optimizer = without_loss_scale(held)
-                if any(one is optimizer for one in optimizers):
-                    return
-                _check_is_in_step(optimizer, self._model)
-                optimizers.append(optimizer)
-                self.applied[id(held)] = held
-                optimizer.exchange.absence.watch(self.watches_absence)
-                optimizer.exchange.batch.are_equal = self._weights_equally
-                if self.watches_absence:
-                    self.watched.append(optimizer)
-                stack.enter_context(optimizer.exchange.batch.counting(data))
-
             for optimizer in optimizers:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
-            stack.enter_context(_joined(join))
+            stack.enter_context(refusing_hidden_optimizers(self._model, optimizers))
             yield
         # The step has built the optimizers by now.
         _check_variables_are_apart(self._model, optimizers)
@@ -355,12 +325,17 @@ class Session:
         # All ranks must pass the same value, because all drop the updates of a step in which a rank
         # is absent. Cache the list, because searching for optimizers takes longer than a small
         # step.
-        self.watched = self.optimizers if wanted else []
+        before, optimizers = self.watches_absence, self.optimizers
+        self.watched = optimizers if wanted else []
         # Set all optimizers, because one may have trained another model since this one was traced.
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             optimizer.exchange.absence.watch(wanted)
-        before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
+
+    @property
+    def watches_absence(self) -> bool:
+        """True if steps detect ranks with exhausted input."""
+        return bool(self.watched)
 
     def weight_equally(self, wanted: bool) -> bool:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
@@ -392,30 +367,15 @@ class Session:
         return int(self._step_counter.numpy())
 
     @property
-    def steps_done(self) -> tuple[int, int]:
-        """Numbers of train steps, and of exchanges in which every rank had a batch.
+    def steps_done(self) -> tuple[int, int, int]:
+        """Numbers of train steps, of complete exchanges, and of absent ranks in this epoch.
 
-        Both are counted while `watches_absence` is true.
+        Every rank has a batch in a complete exchange. All numbers are counted while
+        `watches_absence` is true.
         """
-        return self.steps_executed, sum(
-            optimizer.exchange.absence.complete for optimizer in self.watched
-        )
-
-    @property
-    def absent_ranks(self) -> int:
-        """Maximum number of ranks without a batch in a step of this epoch."""
-        return max(optimizer.exchange.absence.ranks for optimizer in self.watched)
-
-
-def _check_is_in_step(optimizer: Any, model: Any) -> None:
-    """Refuses an optimizer of local weights that is found only in its first step."""
-    if not optimizer.fit_hooks(model).is_in_step:
-        raise ValueError(
-            "An optimizer that trains local weights must be an attribute of its model, or an "
-            f"item of a list or dictionary attribute. Received: {optimizer.name!r}, which was "
-            f"found only in its first step of {model.name!r}. Assign it to an attribute of the "
-            "model before fit."
-        )
+        counts = [optimizer.exchange.absence.counts for optimizer in self.watched]
+        complete = sum(complete for _, complete in counts)
+        return self.steps_executed, complete, max((absent for absent, _ in counts), default=0)
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
