@@ -152,19 +152,13 @@ class AgreedPlans:
 
     @property
     def lists(self) -> list[list[tf.Variable]]:
-        """Variables of each of `used_exchangers`, in the same order."""
-        used = self.used_exchangers
-        return [[one.deref() for one in key] for key, e in self._exchangers.items() if e in used]
+        """Variables of each used exchanger, in the order of creation."""
+        return [[one.deref() for one in key] for key, e in self._exchangers.items() if e.is_used]
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
         """Exchangers whose plans ranks have agreed on in a step, in the order of creation."""
         return [exchanger for exchanger in self.exchangers if exchanger.prefix]
-
-    @property
-    def used_exchangers(self) -> list[Exchanger]:
-        """Exchangers whose plans ranks have agreed on, or whose state is from an earlier run."""
-        return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
         """Returns all plans as one, as of the last step; at first, the plan of `variables`."""

@@ -65,6 +65,11 @@ class Exchanger:
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
 
+    @property
+    def is_used(self) -> bool:
+        """True if ranks have agreed on the plan, or the state of schemes is from an earlier run."""
+        return bool(self.prefix or tf.reduce_any(self.states.had_gradient > 0.0))
+
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Checks before the first exchange that variables and settings are equal on all ranks."""
         schemes = {m: repr(bucket.scheme) for bucket in self.plan.buckets for m in bucket.members}

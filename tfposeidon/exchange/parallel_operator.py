@@ -25,18 +25,8 @@ from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapper import innermost
 
-CARRIED = (
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "bool",
-)
+_SIZED = {"uint": (8, 16), "int": (8, 16, 32, 64), "float": (16, 32, 64)}
+CARRIED = [*(f"{kind}{bits}" for kind, sizes in _SIZED.items() for bits in sizes), "bool"]
 """Dtypes that Horovod supports."""
 
 ROUNDS = 7
@@ -158,11 +148,8 @@ def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
 
 def _result(result: Any) -> tf.Tensor:
     result = tf.convert_to_tensor(result)
-    if (
-        not result.shape.rank
-        or not result.shape[1:].is_fully_defined()
-        or result.dtype.name not in CARRIED
-    ):
+    is_known = bool(result.shape.rank) and result.shape[1:].is_fully_defined()
+    if not is_known or result.dtype.name not in CARRIED:
         raise ValueError(
             "The function of a parallel tensor operator must return a tensor [m, ...] whose "
             "shape is known except for m, and whose dtype Horovod supports: "
@@ -192,9 +179,7 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
         "Build the same list, in the same order, on every rank.",
         at_first_item("item"),
     )
-    results = {
-        rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None
-    }
+    results = {rank: other["result"] for rank, other in enumerate(everybody) if other["result"]}
     require_equal(
         results,
         "The results of a parallel tensor operator must have one dtype, and one shape except for "
@@ -202,7 +187,7 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
         "Return one or more rows for each item.",
         lambda first, other: (_readable(first), _readable(other)),
     )
-    dtype, shape = results[min(results)]
+    dtype, shape = next(iter(results.values()))
     return dtype, shape
 
 

@@ -47,11 +47,6 @@ class SchemeStates:
         """True if any scheme has state."""
         return any(self.variables)
 
-    @property
-    def had_any_gradient(self) -> bool:
-        """True if a variable whose scheme has state has had a gradient."""
-        return bool(tf.reduce_any(self.had_gradient > 0.0))
-
     def take_over(self, other: SchemeStates) -> None:
         """Continues with the state of buckets that have the same members and scheme in `other`."""
         self.had_gradient, self.rate = other.had_gradient, other.rate

@@ -255,8 +255,9 @@ class Step:
 
     def flush(self) -> None:
         """Makes all later steps send all residuals, so that a change of schemes loses none."""
-        for exchanger in self.plans.used_exchangers:
-            exchanger.states.flush()
+        for exchanger in self.plans.exchangers:
+            if exchanger.is_used:
+                exchanger.states.flush()
 
     @property
     def has_flushed(self) -> bool:
@@ -264,7 +265,7 @@ class Step:
 
         The value is the same on all ranks.
         """
-        return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
+        return all(one.states.has_flushed for one in self.plans.exchangers if one.is_used)
 
 
 class BatchCount:
