@@ -104,11 +104,10 @@ class Exchanger:
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
         """Groups variables without a gradient by whether any rank had one in the first step."""
-        groups: dict[bool, list[int]] = {True: [], False: []}
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                groups[self._present_at_first_step[index]].append(index)
-        return tuple(group for group in groups.values() if group)
+        own = [index for index, gradient in enumerate(gradients) if gradient is None]
+        were_present = self._present_at_first_step
+        groups = [i for i in own if were_present[i]], [i for i in own if not were_present[i]]
+        return tuple(filter(None, groups))
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

@@ -83,15 +83,6 @@ class Bucket:
         found = [d.structure for d in self.descriptions if d.structure is not None]
         return tuple(found) if self.scheme.reader else ()
 
-    def joined(self, other: Bucket) -> Bucket:
-        """Returns one bucket with the variables of both; scheme and dtype must be equal."""
-        return replace(
-            self,
-            members=self.members + other.members,
-            descriptions=self.descriptions + other.descriptions,
-            choices=self.choices + other.choices,
-        )
-
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
         """Describes the scheme's float32 state tensors for the bucket on `topology.rank`."""
         return self.scheme.slots(self.length, topology)
@@ -331,7 +322,12 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
             filling[key] = single
             full += [open_bucket] if open_bucket else []
         else:
-            filling[key] = open_bucket.joined(single)
+            filling[key] = replace(
+                single,
+                members=open_bucket.members + single.members,
+                descriptions=open_bucket.descriptions + single.descriptions,
+                choices=open_bucket.choices + single.choices,
+            )
     # A bucket can be sent once the gradient of its last member exists.
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
 

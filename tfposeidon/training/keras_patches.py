@@ -93,8 +93,13 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
     if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
-        own.log_xla_is_off()
         model.jit_compile = False
+        if not own.has_logged_xla:
+            own.has_logged_xla = True
+            runtime.log_once(
+                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
+                "nor selection."
+            )
     try:
         made = original(*call.args, **call.kwargs)
     finally:

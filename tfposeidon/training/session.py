@@ -129,6 +129,7 @@ class Session:
       watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
       callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
+      has_logged_xla: True once a log line has announced that XLA is off.
       has_begun: True once a `fit` has started all ranks from equal values.
       counts_steps: True if the steps of an execution are counted.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
@@ -148,14 +149,9 @@ class Session:
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
         self.watched: list[Any] = []
         self.callbacks_with_state = weakref.WeakValueDictionary[int, Any]()
-        self._has_logged_xla = False
-        self.has_scheme_changes = False
-        self.has_begun = False
-        self.counts_steps = False
+        self.has_logged_xla = self.has_scheme_changes = self.has_begun = self.counts_steps = False
+        self.knows_position = self.only_reports = self.shuffles = False
         self.knows_lengths = True
-        self.knows_position = False
-        self.only_reports = False
-        self.shuffles = False
 
     @property
     def _model(self) -> Any:
@@ -196,15 +192,6 @@ class Session:
         # for each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
         return max([*accumulated, self._model.steps_per_execution])
-
-    def log_xla_is_off(self) -> None:
-        """Logs once that XLA is off for the model's steps."""
-        if not self._has_logged_xla:
-            self._has_logged_xla = True
-            runtime.log_once(
-                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
-                "nor selection."
-            )
 
     # ------------------------------------------------------------------ schemes and resuming
 
@@ -341,11 +328,10 @@ class Session:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
         # Optimizers that exchange gradients in each step need not count samples then.
         in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
-        batches = [optimizer.exchange.batch for optimizer in in_step]
-        for batch in batches:
-            batch.are_equal = wanted
+        for optimizer in in_step:
+            optimizer.exchange.batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
-        return before != wanted and any(one.was_known or not one.is_nested for one in batches)
+        return bool(in_step) and before != wanted
 
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
