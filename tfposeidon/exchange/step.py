@@ -255,17 +255,14 @@ class Step:
 
     def flush(self) -> None:
         """Makes all later steps send all residuals, so that a change of schemes loses none."""
-        for exchanger in self.plans.exchangers:
+        for exchanger in self.plans.exchangers.values():
             if exchanger.is_used:
                 exchanger.states.flush()
 
     @property
     def has_flushed(self) -> bool:
-        """True if, since `flush`, steps that were not skipped have sent all residuals.
-
-        The value is the same on all ranks.
-        """
-        return all(one.states.has_flushed for one in self.plans.exchangers if one.is_used)
+        """True if all residuals have been sent since `flush`; the same on all ranks."""
+        return all(one.states.has_flushed for one in self.plans.exchangers.values() if one.is_used)
 
 
 class BatchCount:

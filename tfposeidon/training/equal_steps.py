@@ -45,8 +45,7 @@ def with_equal_epochs(
 
     `EqualSteps` precedes the user's callbacks, which may communicate at the end of an epoch, and
     `AgreedStop` follows them, because they may request a stop. `rows` is this rank's batch size, or
-    `None` if it is unknown or varies. `synchronizes` is true if `FitHooks.synchronizes_model` is
-    true for all optimizers.
+    `None` if it is unknown or varies.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows, synchronizes)
     first = [callback for one in hooks for callback in one.first]
@@ -255,7 +254,8 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._has_begun = self._wants_to_stop = self._has_stepped = False
+        self._wants_to_stop = self._has_stepped = False
+        self._was_built: bool | None = None
         self._session = session.of(self.model)
         # Defer a stop unless the other ranks detect absent ranks: they would wait for this rank.
         waits = self._session.is_in_step and self._session.watches_absence
@@ -286,7 +286,7 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        begins, self._has_begun = not self._has_begun, True
+        begins = self._was_built is None
         if begins:
             # A callback that restores only one rank, such as `BackupAndRestore`, changes that
             # rank's first epoch.

@@ -70,7 +70,6 @@ class SkipBatches:
         self.train: Callable[[Any], Any] = model.train_function
 
     def __call__(self, iterator: Any) -> Any:
-        """Drops the batches of one execution, or trains on them if no more must be dropped."""
         if self.remaining <= 0:
             self.model.train_function = self.train
             return self.train(iterator)
@@ -99,6 +98,5 @@ class OutsideOfFit:
         self.train: Callable[[Any], Any] = model.train_function
 
     def __call__(self, iterator: Any) -> Any:
-        """Trains on the batches of one execution, of any number of rows; returns their logs."""
         self.model.make_train_function(force=True)
         return self.model.train_function(iterator)

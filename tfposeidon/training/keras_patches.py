@@ -73,12 +73,10 @@ def _wrapped(original: Any, replacement: Any) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.optimizers_of(self):
-            if replacement is not _fit:
-                return original(self, *args, **kwargs)
-            with session.refusing_hidden_optimizers(self):
-                return original(self, *args, **kwargs)
-        return replacement(original, signature.bind(self, *args, **kwargs))
+        if session.optimizers_of(self):
+            return replacement(original, signature.bind(self, *args, **kwargs))
+        with session.refusing_hidden_optimizers(self):
+            return original(self, *args, **kwargs)
 
     method._tfposeidon = True  # type: ignore[attr-defined]
     return method
@@ -115,7 +113,6 @@ def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable
 
 
 def _call_step_hooks(model: keras.Model) -> None:
-    """Makes the train function call the hooks of the model's optimizers around each execution."""
     own, train = session.of(model), model.train_function
     # This list is complete, because an optimizer with step hooks is refused if it is found only in
     # its first step.
@@ -179,12 +176,8 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if synchronizes:
         _synchronize_start(model, callbacks)
     fit_arguments.compare_data(model, call.arguments)
-    call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        fit_arguments.with_one_writer(callbacks),
-        hooks,
-        _rows_of_batches(call.arguments),
-        synchronizes,
-    )
+    writing, rows = fit_arguments.with_one_writer(callbacks), _rows_of_batches(call.arguments)
+    call.arguments["callbacks"] = equal_steps.with_equal_epochs(writing, hooks, rows, synchronizes)
     with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))

@@ -44,7 +44,6 @@ def without_loss_scale(optimizer: Any) -> Any:
 
 
 def register_optimizer(optimizer: Any) -> None:
-    """Records that a communicating optimizer exists."""
     _alive.add(optimizer)
 
 
@@ -55,7 +54,7 @@ def check_is_known(optimizer: Any, variables: list[Any]) -> None:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Returns every communicating optimizer of a model, without loss scales around them."""
+    """Returns `held_by`, with loss scales around communicating optimizers removed."""
     return [without_loss_scale(one) for one in held_by(model)]
 
 
@@ -159,12 +158,10 @@ class Session:
 
     @property
     def optimizers(self) -> list[Any]:
-        """Communicating optimizers of the model; see `optimizers_of`."""
         return optimizers_of(self._model)
 
     @property
     def hooks(self) -> list[FitHooks]:
-        """Hooks of each of the model's optimizers."""
         return [optimizer.fit_hooks(self._model) for optimizer in self.optimizers]
 
     @property
@@ -218,7 +215,6 @@ class Session:
             self._model.train_function = SkipBatches(self._model, batches)
 
     def reset_initial_epoch(self) -> None:
-        """Makes `fit` start at its own `initial_epoch`."""
         self._model._initial_epoch = None
 
     @property
@@ -228,7 +224,6 @@ class Session:
 
     @property
     def is_resumed(self) -> bool:
-        """True if this `fit` resumes an earlier one."""
         return self.resumed_epoch is not None
 
     @property
@@ -250,10 +245,7 @@ class Session:
 
     @property
     def has_flushed(self) -> bool:
-        """True if, since `flush`, steps that were not skipped have sent all residuals.
-
-        The value is the same on all ranks.
-        """
+        """True if all residuals have been sent since `flush`; the same on all ranks."""
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
     def forget_steps(self) -> None:
