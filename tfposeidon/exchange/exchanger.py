@@ -140,12 +140,10 @@ class Exchanger:
             has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
             flags = tf.constant([float(has_batch), *has_gradient]) + unknown
             mine = tf.concat([(tf.cast(count, tf.float32) + unknown)[tf.newaxis], flags], 0)
-            if with_means:
-                # Use the scale of `AllReduce`, because Horovod only fuses all-reduces of equal
-                # scale.
-                found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
-            else:
-                found = self.wire.all_reduce(mine, world, name)
+            # The scale of `AllReduce`, because Horovod only fuses all-reduces of equal scale.
+            scale = 1.0 / ranks if with_means else 1.0
+            found = self.wire.all_reduce(mine, world, name, scale=scale)
+            found = tf.round(ranks * found) if with_means else found
             if self.plan.reader is not None:
                 self.plan.reader.check_presence(self.plan.structured, found[2:], found[1])
             return Presence(found[0], ranks - found[1], found[2:])

@@ -100,17 +100,16 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     texts = [variable for variable in variables if variable.dtype == tf.string]
     numbers = [variable for variable in variables if variable.dtype != tf.string]
 
-    def received() -> list[tf.Tensor]:
-        values = [tf.convert_to_tensor(variable) for variable in numbers]
-        carried = enumerate(map(to_horovod_dtype, values))
-        sent = [wire.broadcast(value, root_rank, f"tp.broadcast_{i}") for i, value in carried]
-        return [
-            from_horovod_dtype(one, value.dtype) for one, value in zip(sent, values, strict=True)
-        ]
+    def received(index: int, value: tf.Tensor) -> tf.Tensor:
+        sent = wire.broadcast(to_horovod_dtype(value), root_rank, f"tp.broadcast_{index}")
+        return from_horovod_dtype(sent, value.dtype)
+
+    def all_received() -> list[tf.Tensor]:
+        return [received(*pair) for pair in enumerate(map(tf.convert_to_tensor, numbers))]
 
     # Run the broadcasts in a graph, in which they need not wait for one another. Use a concrete
     # function, because TensorFlow warns about functions that are traced in each of many fits.
-    graph = tf.function(received, autograph=False).get_concrete_function()
+    graph = tf.function(all_received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
     for variable, value in zip(numbers, graph(), strict=True):
         variable.assign(another_seed(value, distance) if is_seed(variable) else value)
@@ -149,11 +148,8 @@ def clear(variables: Sequence[Any]) -> None:
 
 def checksums(variables: Sequence[Any]) -> list[int]:
     """Returns a 64-bit checksum (FarmHash) of each variable's bytes, in one pass on the CPU."""
-    if not variables:
-        return []
     flat = [tf.reshape(tf.convert_to_tensor(v), [1, -1]) for v in variables]
-    rows = tf.concat([tf.fingerprint(one) for one in flat], axis=0).numpy()
-    return [int.from_bytes(row.tobytes(), "big") for row in rows]
+    return [int.from_bytes(tf.fingerprint(one).numpy().tobytes(), "big") for one in flat]
 
 
 def checksum(variables: Sequence[Any]) -> str:
@@ -212,8 +208,7 @@ def differences(
     """Finds values that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
     # Identify variables by index, because their paths may differ between ranks.
     paths = {str(index): path_of(variable) for index, variable in enumerate(variables)}
-    mine = dict(zip(paths, checksums(variables), strict=True))
-    mine |= {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
+    mine = dict(zip([*paths, *arrays], checksums([*variables, *arrays.values()]), strict=True))
     everybody = exchange_objects(mine, wire, "tp.checksums")
     keys = dict.fromkeys(key for sums in everybody for key in sums)
     found = [(key, different_ranks([sums.get(key) for sums in everybody])) for key in keys]
