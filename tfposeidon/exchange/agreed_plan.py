@@ -222,8 +222,7 @@ class AgreedPlans:
 
     def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables of schemes' state on this rank, each with its description."""
-        # Number equal paths over all of the optimizer's variables, because two lists may contain
-        # different variables of equal paths.
+        # Number equal paths over all variables, because two lists may contain equal paths.
         distinct = distinct_paths([describe(variable) for variable in variables])
         of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
         for key, exchanger in self.exchangers.items():
@@ -233,8 +232,7 @@ class AgreedPlans:
                 paths = [of_variables.get(reference, own.path) for reference, own in pairs]
                 described = states.describe(paths)
                 yield from zip(itertools.chain(*states.variables), described, strict=True)
-                # Identify this state by its variables, not by an index: another run may use the
-                # lists of variables in another order.
+                # Do not identify it by an index: another run may use the lists in another order.
                 members = states.members(paths)
                 yield states.rate, StateDescription(name="effective_rate", members=members)
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
@@ -296,8 +294,7 @@ def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
 
 
 def _key(variables: list[Any]) -> Any:
-    # Use references: TensorFlow's variables are not hashable, because they compare element by
-    # element.
+    # Use references, because TensorFlow's variables are not hashable.
     return tuple(of_tensorflow(v).ref() for v in variables)
 
 

@@ -33,8 +33,7 @@ ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Horovod matches collectives by name. Numbers match, because all ranks call the operator equally
-# often.
+# Horovod matches collectives by name; all ranks call the operator equally often.
 _numbers = itertools.count()
 
 
@@ -113,8 +112,7 @@ def gather_results(
     """Gathers results `[m, *shape]` by rank; `own` is `None` on a rank without items."""
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
-    # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part of the
-    # tensors.
+    # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part.
     return tf.raw_ops.PreventGradient(
         input=whole, message="a parallel tensor operator has no gradient"
     )
@@ -208,8 +206,7 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced_parts(sizes, wire.topology.size)[wire.topology.rank]
-        # Choose the dtype from all rows, because it must be the same on all ranks, and the rows of
-        # one rank might yield another one.
+        # Choose the dtype from all rows, because it must be the same on all ranks.
         dtype, width, own = norm_dtype(rows), len(rows[0]), None
         if begin < end:
             own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)

@@ -287,8 +287,7 @@ def make_plan(
         for i, d in enumerate(descriptions)
     ]
     most_bytes = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    # The backward pass starts with the last layers, so their gradients can be sent while others are
-    # computed (Poseidon, section 3.1, wait-free backpropagation).
+    # The backward pass starts with the last layers (wait-free backpropagation).
     buckets = [bucket.fitted(topology) for bucket in _fused(reversed(singles), most_bytes)]
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]

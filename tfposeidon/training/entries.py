@@ -43,8 +43,7 @@ LayerState = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# `finalize_state` of these layers would compute values from this rank's `adapt`, and overwrite the
-# assigned values.
+# `finalize_state` of these layers would overwrite assigned values by those of `adapt`.
 _FINALIZED_FROM_COUNTS = (
     *_LOOKUPS,
     keras.layers.TextVectorization,
@@ -121,8 +120,7 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
     """Returns the averaged state that an optimizer synchronizes together with its weights."""
-    # Only the first optimizer of local weights synchronizes this state; otherwise each of them
-    # would average it.
+    # Otherwise, each of several optimizers of local weights would average this state.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
@@ -199,8 +197,7 @@ def broadcast_state(
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """Makes all ranks start with one rank's values, but with different seeds; collective."""
-    # Do not compare the statistics of layers after resuming, because a snapshot within an epoch
-    # contains each rank's own statistics.
+    # A snapshot within an epoch contains each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
@@ -258,8 +255,7 @@ def _outside_variables(model: keras.Model) -> list[StateEntry]:
         # Include the index in names, because several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
-        # The state of a `TextVectorization` belongs to the lookup layer inside it, which is also a
-        # layer of the model.
+        # The state belongs to the lookup layer inside it, which is also a layer of the model.
         if not isinstance(layer, keras.layers.TextVectorization)
         and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
     ]
@@ -278,8 +274,7 @@ def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
 def assign_layers(model: keras.Model, state: LayerState) -> None:
     """Assigns state from `read_layers`, possibly of another process, to the layers."""
     before = read_layers(model, *Placement)
-    # Call `finalize_state` before the assignment, because it overwrites values that a layer derives
-    # from its variables.
+    # `finalize_state` overwrites values that a layer derives from its variables.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()

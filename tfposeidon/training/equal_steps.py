@@ -139,8 +139,7 @@ class EqualSteps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         fewest = self.params["steps"]
         if fewest is not None and batch >= fewest:
-            # Keras's loop over batches catches this error, and ends the epoch as if the data were
-            # exhausted.
+            # Keras's loop over batches catches this error, and ends the epoch.
             raise StopIteration
         self.is_over = False
 
@@ -164,8 +163,7 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _finish(self, has_trained: bool) -> bool:
         """Ends the epoch on all ranks; returns whether callbacks count its last execution."""
-        # Callbacks may communicate at the end of a batch, so all ranks must agree first whether the
-        # execution counts.
+        # All ranks must agree first, because callbacks may communicate at the end of a batch.
         self._is_finished = True
         self._join_others()
         own = [has_trained, self._steps]
@@ -202,8 +200,7 @@ class EqualSteps(keras.callbacks.Callback):
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # Exclude the variables of optimizers, which dropped their updates: a difference there is an
-        # error, which `AgreedStop` raises.
+        # A difference in variables of optimizers is an error, which `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:
@@ -288,8 +285,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         begins = self._was_built is None
         if begins:
-            # A callback that restores only one rank, such as `BackupAndRestore`, changes that
-            # rank's first epoch.
+            # A callback that restores only one rank changes that rank's first epoch.
             settings = _settings(self.model, epoch)
             # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
@@ -361,16 +357,14 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Use names, because Keras numbers the objects of each process in paths of variables, so
-        # paths may differ between ranks.
+        # Paths contain numbers of Keras's objects, which may differ between ranks.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
         for place, leaf in enumerate(leaves(optimizer.inner_optimizer)):
             which = f" of optimizer {number}" if number else ""
             which += f", part {place}" if place else ""
-            # With a loss scale, ranks that train local weights skip different steps, which also
-            # changes learning rates that depend on the step.
+            # With a loss scale, ranks that train local weights skip different steps.
             if optimizer.fit_hooks(model).is_in_step:
                 settings[f"learning rate{which}"] = float(leaf.learning_rate)
             others = {

@@ -114,8 +114,7 @@ def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable
 
 def _call_step_hooks(model: keras.Model) -> None:
     own, train = session.of(model), model.train_function
-    # This list is complete, because an optimizer with step hooks is refused if it is found only in
-    # its first step.
+    # This list is complete, because optimizers that are found only in a step are refused.
     hooks = _step_hooks(own)
     is_other = isinstance(train, SkipBatches | OutsideOfFit)
     if not hooks or is_other or getattr(train, "_tfposeidon", False):
@@ -138,8 +137,7 @@ def _call_step_hooks(model: keras.Model) -> None:
 
 def _count_samples(model: Any) -> None:
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # Clone a `tf.function`, because it caches its traces. The clone is traced again together with
-    # Keras's function around it.
+    # A `tf.function` caches its traces; a clone is traced with Keras's function around it.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
@@ -181,8 +179,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))
-        # Keras's warning about epochs that end early is wrong if another rank has fewer batches;
-        # `EqualSteps` logs the correct message.
+        # Keras's warning is wrong if another rank has fewer batches; see `EqualSteps`.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
 
@@ -229,8 +226,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         first = _first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Create the exchange's variables before the first trace: if it created them, TensorFlow
-            # would trace the step a second time.
+            # Create variables now: if a trace creates any, TensorFlow traces the step again.
             optimizer.fit_hooks(model).prepare(model.trainable_weights)
 
 

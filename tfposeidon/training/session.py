@@ -139,8 +139,7 @@ class Session:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        # Use a weak reference, because the model holds its session: a cycle would keep both until
-        # garbage collection.
+        # Use a weak reference, because the model holds its session.
         self._reference = weakref.ref(model)
         self._weights_equally = False
         # Place the counter on the CPU, because Python reads it after each execution.
@@ -208,8 +207,7 @@ class Session:
 
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
-        # Keras's `fit` reads this attribute after `on_train_begin`, because `BackupAndRestore` may
-        # have set it.
+        # Keras's `fit` reads this attribute after `on_train_begin`, for `BackupAndRestore`.
         self._model._initial_epoch = epoch
         if batches:
             self._model.train_function = SkipBatches(self._model, batches)
@@ -301,9 +299,7 @@ class Session:
 
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace."""
-        # All ranks must pass the same value, because all drop the updates of a step in which a rank
-        # is absent. Cache the list, because searching for optimizers takes longer than a small
-        # step.
+        # All ranks must pass the same value. Searching for optimizers takes longer than a step.
         before, optimizers = self.watches_absence, self.optimizers
         self.watched = optimizers if wanted else []
         # Set all optimizers, because one may have trained another model since this one was traced.
