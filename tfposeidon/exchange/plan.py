@@ -102,13 +102,13 @@ class Bucket:
 
     def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
         """Returns the bucket of a step in which its structures on all ranks have a total `size`."""
+        if not self.structures or not size:
+            return self
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
         # Choose again only without a planner, whose choices do not depend on the size.
-        choices = self.choices
-        if policy.is_fixed:
-            choices = tuple(_choose(policy, d, topology) for d in known)
-        return replace(self, descriptions=known, choices=choices).fitted(topology)
+        again = tuple(_choose(policy, d, topology) for d in known) if policy.is_fixed else ()
+        return replace(self, descriptions=known, choices=again or self.choices).fitted(topology)
 
     def fitted(self, topology: Topology) -> Bucket:
         """Returns the bucket with its scheme replaced by the one that fits its structures."""
@@ -299,10 +299,7 @@ def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
     """Returns the plan of a step; `sizes` has the size of each bucket's structures, or 0."""
     # `sizes` may be longer than the list of buckets, because exchangers allocate one per variable.
     pairs = zip(plan.buckets, sizes, strict=False)
-    buckets = [
-        bucket.sized(float(size), policy, plan.topology) if bucket.structures and size else bucket
-        for bucket, size in pairs
-    ]
+    buckets = [bucket.sized(float(size), policy, plan.topology) for bucket, size in pairs]
     return replace(plan, buckets=tuple(buckets))
 
 

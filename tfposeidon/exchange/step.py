@@ -80,14 +80,14 @@ class Step:
         self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
-        self._exposed = ExposedTime()
+        self._exposed: ExposedTime | None = None
         self.is_timed = False
 
     def build(self) -> None:
         """Creates the variables, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
             self.absence.build()
-            self._exposed.build()
+            self._exposed = ExposedTime()
 
     # ------------------------------------------------------------------ one step
 
@@ -178,8 +178,8 @@ class Step:
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
         """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
 
-        `fit` calls it before a step is traced: if the first trace created the exchanger's
-        variables, TensorFlow would trace the step twice.
+        `fit` calls it before a step is traced, because TensorFlow would trace the step twice if the
+        first trace created the exchanger's variables.
         """
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
@@ -241,13 +241,14 @@ class Step:
         Raises:
           RuntimeError: If no steps are timed.
         """
-        if not (self._is_observed or self._exposed.has_observed):
+        exposed = self._exposed
+        if not (self._is_observed or (exposed and exposed.has_observed)):
             raise RuntimeError(
                 "Steps are timed only on request. Received: an optimizer whose steps are not "
                 "timed. Pass keras_callbacks.Throughput() to fit, or set "
                 "optimizer.exchange.is_timed = True before the first step."
             )
-        return self._exposed.seconds
+        return exposed.seconds if exposed else 0.0
 
     @property
     def _is_observed(self) -> bool:

@@ -236,13 +236,11 @@ class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
     In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank in their next collective. A stop is not deferred if ranks exchange in each
-    step and detect absent ranks, as they do if a callback may stop within an epoch.
+    wait for this rank, unless ranks exchange in each step and detect absent ranks.
 
-    Before the first epoch and after each epoch, ranks compare settings: learning rates, momentum,
-    weight decay, trainable variables and the epoch. Before each epoch, after the first step and at
-    the end of `fit` they compare values. A model's first `fit` instead starts with the values of
-    one rank.
+    Ranks compare settings before the first epoch and after each epoch, and values before each
+    epoch, after the first step and at the end of `fit`. A model's first `fit` instead starts with
+    the values of one rank.
     """
 
     def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
@@ -254,7 +252,6 @@ class AgreedStop(keras.callbacks.Callback):
         self._wants_to_stop = self._has_stepped = False
         self._was_built: bool | None = None
         self._session = session.of(self.model)
-        # Defer a stop unless the other ranks detect absent ranks: they would wait for this rank.
         waits = self._session.is_in_step and self._session.watches_absence
         self._defers_stop = self._session.knows_lengths and not waits
 
