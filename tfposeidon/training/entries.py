@@ -44,11 +44,7 @@ LayerState = dict[str, np.ndarray]
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
 # `finalize_state` of these layers would overwrite assigned values by those of `adapt`.
-_FINALIZED_FROM_COUNTS = (
-    *_LOOKUPS,
-    keras.layers.TextVectorization,
-    keras.layers.Discretization,
-)
+_FINALIZED_FROM_COUNTS = (*_LOOKUPS, keras.layers.TextVectorization, keras.layers.Discretization)
 _TABLES = (
     tf.lookup.StaticHashTable
     | tf.lookup.experimental.MutableHashTable
@@ -87,15 +83,21 @@ def _has_own_inner(optimizer: Any) -> bool:
     return getattr(optimizer, "has_own_inner", False)
 
 
+def _own_scale(held: Any) -> list[Any]:
+    """Returns variables of a loss scale that may differ between ranks."""
+    optimizer = session.without_loss_scale(held)
+    if held is optimizer or not _has_own_inner(optimizer):
+        return []
+    equal = set(map(id, optimizer.variables))
+    return [variable for variable in held.variables if id(variable) not in equal]
+
+
 def _own_inner(held: Any) -> list[Any]:
     """Returns variables of an inner optimizer and a loss scale that may differ between ranks."""
     optimizer = session.without_loss_scale(held)
     if not (_has_own_inner(optimizer) and optimizer.built):
         return []
-    around = [] if held is optimizer else held.variables
-    found = {id(variable): variable for variable in [*optimizer.inner_optimizer.variables, *around]}
-    equal = set(map(id, optimizer.variables))
-    return [variable for key, variable in found.items() if key not in equal]
+    return [*optimizer.inner_optimizer.variables, *_own_scale(held)]
 
 
 def of_train_step(model: Any) -> list[Any]:
@@ -131,13 +133,10 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
         optimizer = session.without_loss_scale(held)
         # Keras's own optimizers have no such state.
         found = list(getattr(optimizer, "rank_state", ()))
-        if held is not optimizer and _has_own_inner(optimizer):
-            known = set(map(id, optimizer.variables))
-            of_scale = [variable for variable in held.variables if id(variable) not in known]
-            found += [
-                (v, StateDescription(name=f"loss scale {index}", placement=by_dtype(v)))
-                for index, v in enumerate(of_scale)
-            ]
+        found += [
+            (v, StateDescription(name=f"loss scale {index}", placement=by_dtype(v)))
+            for index, v in enumerate(_own_scale(held))
+        ]
         for variable, part in found:
             name = f"{part.name} of optimizer {number}" if number else part.name
             yield variable, dataclasses.replace(part, name=name)
@@ -190,9 +189,8 @@ def broadcast_state(
     broadcast_layers(model, wire, root_rank)
     for optimizer in optimizers(model):
         # Only optimizers with sharded state have this method.
-        scatter = getattr(optimizer, "scatter_state", None)
-        if scatter is not None:
-            scatter(root_rank)
+        if hasattr(optimizer, "scatter_state"):
+            optimizer.scatter_state(root_rank)
 
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
@@ -225,8 +223,7 @@ def difference(
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)
     layers = read_layers(model, Placement.REPLICATED) if with_layers else {}
-    sums = replicas.checksum(variables)
-    own = [sums, replicas.checksum(list(layers.values()))]
+    own = replicas.checksum([*variables, *layers.values()])
     received = exchange_objects(own, wire, "tp.equal")
     # All ranks join the search below, because they have received the same checksums.
     if all(other == received[0] for other in received):
