@@ -86,10 +86,7 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the data that `to_dict` returned in an earlier run; true if later plans change.
-
-        All ranks call it together.
-        """
+        """Uses the data that `to_dict` returned earlier; true if later plans change; collective."""
         return False
 
 

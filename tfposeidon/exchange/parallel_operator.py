@@ -255,11 +255,7 @@ def norm_settings(optimizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
-    """Makes a layer-wise optimizer use another norm function within this context.
-
-    Outside of the context, the optimizer computes all norms itself, for example if a script calls
-    it directly.
-    """
+    """Makes a layer-wise optimizer use another norm function within this context."""
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
         yield

@@ -186,10 +186,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of schemes, buckets, shapes and structures.
-
-        It excludes paths, because the path of a variable depends on earlier layers of the process.
-        """
+        """Digest of schemes, buckets, shapes and structures; not of paths, which may differ."""
         content = [
             (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
             for b in self.buckets
@@ -329,11 +326,7 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or another scheme if the variable is unsuitable for it.
-
-    A variable is unsuitable if its gradient replaces it, if the scheme refuses the gradient, or if
-    it has too few elements.
-    """
+    """Returns the policy's choice, or another scheme if the variable is unsuitable for it."""
     if description.is_value:
         return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)

@@ -124,11 +124,7 @@ class Step:
     def prepare(
         self, gradients: list[Any], variables: list[Any], count: Any
     ) -> tuple[Callable[[], Exchanged], Callable[[list[Any], list[State]], Means]]:
-        """Prepares one exchange of gradients.
-
-        Returns a function that executes the exchange, and a function from its results to averages
-        over all samples of all ranks.
-        """
+        """Returns a function that exchanges gradients, and one from its results to averages."""
         if not self._exchanges(variables):
             return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
@@ -176,11 +172,7 @@ class Step:
         return exchanger.share(sent, count)
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
-        """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
-
-        `fit` calls it before a step is traced, because TensorFlow would trace the step twice if the
-        first trace created the exchanger's variables.
-        """
+        """Returns the exchanger of `variables`, the trainable variables in the order of `apply`."""
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:

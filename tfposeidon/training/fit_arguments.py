@@ -140,8 +140,8 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` that run on this rank; collective.
 
-    If callbacks of one class on several ranks share a path, only the lowest of these ranks retains
-    its callback. A shared `BackupAndRestore` resumes all ranks from the files of the lowest rank.
+    Callbacks of one class with one path run on the lowest rank only. A shared `BackupAndRestore`
+    resumes all ranks.
     """
     mine = [_written(callback) for callback in callbacks]
     ranks: dict[str | None, list[int]] = {}

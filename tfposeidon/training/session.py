@@ -342,11 +342,7 @@ class Session:
 
     @property
     def steps_done(self) -> tuple[int, int, int]:
-        """Numbers of train steps, of complete exchanges, and of absent ranks in this epoch.
-
-        Every rank has a batch in a complete exchange. All numbers are counted while
-        `watches_absence` is true.
-        """
+        """Numbers of train steps, of complete exchanges, and of absent ranks in this epoch."""
         counts = [optimizer.exchange.absence.counts for optimizer in self.watched]
         complete = sum(complete for _, complete in counts)
         return self.steps_executed, complete, max((absent for absent, _ in counts), default=0)
