@@ -362,13 +362,13 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
             which = f" of optimizer {number}" if number else ""
             which += f", part {place}" if place else ""
             # With a loss scale, ranks that train local weights skip different steps.
-            if optimizer.fit_hooks(model).is_in_step:
-                settings[f"learning rate{which}"] = float(leaf.learning_rate)
-            others = {
+            is_in_step = optimizer.fit_hooks(model).is_in_step
+            values = {
+                "learning rate": leaf.learning_rate if is_in_step else None,
                 "momentum": getattr(leaf, "momentum", None),
                 "weight decay": leaf.weight_decay,
             }
-            for name, value in others.items():
+            for name, value in values.items():
                 settings[f"{name}{which}"] = None if value is None else float(value)
     return settings
 

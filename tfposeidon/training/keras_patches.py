@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -37,7 +37,6 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.training import entries, equal_steps, fit_arguments, global_metrics, session
-from tfposeidon.training.hooks import OutsideOfFit, SkipBatches
 
 log = logging.getLogger("tfposeidon")
 
@@ -86,7 +85,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     _count_samples(model)
     own = session.of(model)
-    own.counts_steps = bool(_step_hooks(own)) and model.steps_per_execution != 1
+    own.counts_steps = bool(own.step_hooks) and model.steps_per_execution != 1
     # Restore the setting afterwards, because evaluation can use XLA. Override a user's setting as
     # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
@@ -102,37 +101,8 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
         made = original(*call.args, **call.kwargs)
     finally:
         model.jit_compile = wanted
-    _call_step_hooks(model)
+    own.wrap_train_function()
     return made
-
-
-def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable[[int], None]]]:
-    """Returns `begin_step` and `end_step` of each optimizer that has them."""
-    hooks = [(one.begin_step, one.end_step) for one in own.hooks]
-    return [(begin, end) for begin, end in hooks if begin and end]
-
-
-def _call_step_hooks(model: keras.Model) -> None:
-    own, train = session.of(model), model.train_function
-    # This list is complete, because optimizers that are found only in a step are refused.
-    hooks = _step_hooks(own)
-    is_other = isinstance(train, SkipBatches | OutsideOfFit)
-    if not hooks or is_other or getattr(train, "_tfposeidon", False):
-        return
-
-    @functools.wraps(train)
-    def train_function(iterator: Any) -> Any:
-        before = own.steps_executed if own.counts_steps else 0
-        for begin, _ in hooks:
-            begin()
-        logs = train(iterator)
-        steps = own.steps_executed - before if own.counts_steps else 1
-        for _, end in hooks:
-            end(steps)
-        return logs
-
-    train_function._tfposeidon = True  # type: ignore[attr-defined]
-    model.train_function = train_function
 
 
 def _count_samples(model: Any) -> None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches
+from tfposeidon.training.hooks import FitHooks
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """All communicating optimizers of this process. If there are none, models are not searched."""
@@ -135,6 +135,10 @@ class Session:
         steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
       only_reports: True in a `fit` that logs differences between ranks instead of raising an error.
+      batches_to_skip: Number of batches of a resumed epoch to drop, a multiple of
+        `steps_per_execution`.
+      was_skipped: True at the end of a batch that was dropped.
+      is_outside_of_fit: True if the step was traced for the equal batches of the last `fit`.
       shuffles: True in a `fit` that shuffles samples itself.
     """
 
@@ -149,19 +153,27 @@ class Session:
         self.callbacks_with_state = weakref.WeakValueDictionary[int, Any]()
         self.has_logged_xla = self.has_scheme_changes = self.has_begun = self.counts_steps = False
         self.knows_position = self.only_reports = self.shuffles = False
+        self.was_skipped = self.is_outside_of_fit = False
         self.knows_lengths = True
+        self.batches_to_skip = 0
 
     @property
-    def _model(self) -> Any:
+    def model(self) -> Any:
         return self._reference()
 
     @property
     def optimizers(self) -> list[Any]:
-        return optimizers_of(self._model)
+        return optimizers_of(self.model)
 
     @property
     def hooks(self) -> list[FitHooks]:
-        return [optimizer.fit_hooks(self._model) for optimizer in self.optimizers]
+        return [optimizer.fit_hooks(self.model) for optimizer in self.optimizers]
+
+    @property
+    def step_hooks(self) -> list[tuple[Callable[[], None], Callable[[int], None]]]:
+        """`begin_step` and `end_step` of each optimizer that has them."""
+        hooks = [(one.begin_step, one.end_step) for one in self.hooks]
+        return [(begin, end) for begin, end in hooks if begin and end]
 
     @property
     def is_in_step(self) -> bool:
@@ -187,7 +199,7 @@ class Session:
         # per execution. The optimizers are arguments, because searching all layers takes too long
         # for each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
-        return max([*accumulated, self._model.steps_per_execution])
+        return max([*accumulated, self.model.steps_per_execution])
 
     # ------------------------------------------------------------------ schemes and resuming
 
@@ -195,30 +207,26 @@ class Session:
         """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
         self.reset_initial_epoch()
         self.only_reports = False
-        self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
         self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
-    def _stop_skipping(self) -> None:
-        left = self._model.train_function
-        if isinstance(left, SkipBatches):
-            self._model.train_function = left.train
-
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
         # Keras's `fit` reads this attribute after `on_train_begin`, for `BackupAndRestore`.
-        self._model._initial_epoch = epoch
+        self.model._initial_epoch = epoch
+        self.batches_to_skip = batches
         if batches:
-            self._model.train_function = SkipBatches(self._model, batches)
+            self.wrap_train_function()
 
     def reset_initial_epoch(self) -> None:
-        self._model._initial_epoch = None
+        self.model._initial_epoch = None
+        self.batches_to_skip, self.was_skipped = 0, False
 
     @property
     def resumed_epoch(self) -> int | None:
         """Index of the epoch from which this `fit` resumes, or `None`."""
-        return getattr(self._model, "_initial_epoch", None)
+        return getattr(self.model, "_initial_epoch", None)
 
     @property
     def is_resumed(self) -> bool:
@@ -227,14 +235,22 @@ class Session:
     @property
     def is_skipping(self) -> bool:
         """True if the next batch is dropped, at the start of a resumed epoch."""
-        train_function = self._model.train_function
-        return isinstance(train_function, SkipBatches) and train_function.remaining > 0
+        return self.batches_to_skip > 0
 
-    @property
-    def was_skipped(self) -> bool:
-        """True at the end of a batch that was dropped."""
-        # The first batch that is not dropped restores the model's own function.
-        return isinstance(self._model.train_function, SkipBatches)
+    def skip(self, iterator: Any) -> Any:
+        """Drops the batches of one execution; returns the logs of the last one."""
+        steps = self.model.steps_per_execution
+        dropped = sum(1 for _ in itertools.islice(iterator, steps))
+        # The last execution of an epoch may be shorter.
+        self.batches_to_skip = self.batches_to_skip - steps if dropped == steps else 0
+        if not dropped:
+            raise StopIteration
+        if not self.is_skipping:
+            # Metrics that are not built have no result.
+            with contextlib.suppress(ValueError):
+                # Return the metrics of the snapshot, which are final if no batches are left.
+                return self.model.get_metrics_result()
+        return {}
 
     def flush(self) -> None:
         """Makes later steps send all residuals."""
@@ -259,10 +275,14 @@ class Session:
 
     def retrace(self) -> None:
         """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-        skipping = self._model.train_function
-        self._model.make_train_function(force=True)
-        if isinstance(skipping, SkipBatches):
-            skipping.train, self._model.train_function = self._model.train_function, skipping
+        self.model.make_train_function(force=True)
+        self.wrap_train_function()
+
+    def wrap_train_function(self) -> None:
+        """Makes the model's train function a `TrainFunction`, if it is not yet."""
+        if not isinstance(self.model.train_function, TrainFunction):
+            self.is_outside_of_fit = False
+            self.model.train_function = TrainFunction(self)
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -292,10 +312,10 @@ class Session:
                 self._step_counter.assign_add(1)
             for optimizer in optimizers:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
-            stack.enter_context(refusing_hidden_optimizers(self._model, optimizers))
+            stack.enter_context(refusing_hidden_optimizers(self.model, optimizers))
             yield
         # The step has built the optimizers by now.
-        _check_variables_are_apart(self._model, optimizers)
+        _check_variables_are_apart(self.model, optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace."""
@@ -315,7 +335,7 @@ class Session:
     def weight_equally(self, wanted: bool) -> bool:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
         # Optimizers that exchange gradients in each step need not count samples then.
-        in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
+        in_step = [one for one in self.optimizers if one.fit_hooks(self.model).is_in_step]
         for optimizer in in_step:
             optimizer.exchange.batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
@@ -324,16 +344,14 @@ class Session:
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
         """Applies the agreed weighting during `fit`; batches outside of it may have other sizes."""
-        left = self._model.train_function
-        if isinstance(left, OutsideOfFit):
-            self._model.train_function = left.train
+        if self.is_outside_of_fit:
+            self.is_outside_of_fit = False
             self.weight_equally(True)
         try:
             yield
         finally:
-            self._stop_skipping()
-            if self.weight_equally(False):
-                self._model.train_function = OutsideOfFit(self._model)
+            self.batches_to_skip = 0
+            self.is_outside_of_fit = self.weight_equally(False)
 
     @property
     def steps_executed(self) -> int:
@@ -346,6 +364,37 @@ class Session:
         counts = [optimizer.exchange.absence.counts for optimizer in self.watched]
         complete = sum(complete for _, complete in counts)
         return self.steps_executed, complete, max((absent for absent, _ in counts), default=0)
+
+
+class TrainFunction:
+    """Train function that calls the hooks of a model's optimizers around each execution.
+
+    Keras has no hook between reading a batch and training on it, so this function also drops the
+    batches that precede a resumed step, and retraces the step for batches outside of a `fit` with
+    equal batches. The next such `fit` need not retrace it if no batch was between them.
+    """
+
+    def __init__(self, own: Session) -> None:
+        # This list is complete, because optimizers that are found only in a step are refused.
+        self._session, self._hooks = own, own.step_hooks
+        self._train: Callable[[Any], Any] = own.model.train_function
+
+    def __call__(self, iterator: Any) -> Any:
+        own = self._session
+        if own.is_outside_of_fit:
+            own.model.make_train_function(force=True)
+            return own.model.train_function(iterator)
+        own.was_skipped = own.is_skipping
+        if own.was_skipped:
+            return own.skip(iterator)
+        before = own.steps_executed if own.counts_steps else 0
+        for begin, _ in self._hooks:
+            begin()
+        logs = self._train(iterator)
+        steps = own.steps_executed - before if own.counts_steps else 1
+        for _, end in self._hooks:
+            end(steps)
+        return logs
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
