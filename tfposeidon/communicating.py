@@ -90,7 +90,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Patch Keras here, because importing this module must not change Keras.
         keras_patches.patch_keras()
-        session.register_optimizer(self)
+        session.alive.add(self)
 
     # ------------------------------------------------------------------ state
 

@@ -88,7 +88,10 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     try:
         runtime.check_graph()
         items = _items(tensors)
-        description = _description(items)
+        nested = items if isinstance(items, list) else [items]
+        description = [
+            [[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested
+        ]
         begin, end = _cut(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
     except Exception as error:  # noqa: BLE001
@@ -155,12 +158,6 @@ def _result(result: Any) -> tf.Tensor:
             "scalars, and cast tensors of other dtypes."
         )
     return result
-
-
-def _description(items: Any) -> list[Any]:
-    """Returns dtypes and shapes, which must be equal on all ranks, for JSON."""
-    nested = items if isinstance(items, list) else [items]
-    return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 
 
 def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:

@@ -204,11 +204,6 @@ class Step:
     # ------------------------------------------------------------------ state for callers
 
     @property
-    def suits_xla(self) -> bool:
-        """True if XLA can compile the steps: on one rank, if schemes have no state."""
-        return runtime.size() == 1 and not self.plans.policy.keeps_state
-
-    @property
     def exchangers(self) -> list[Exchanger]:
         """Exchangers whose plans ranks have agreed on so far, one per list of variables."""
         return self.plans.agreed_exchangers

@@ -89,7 +89,9 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     # Restore the setting afterwards, because evaluation can use XLA. Override a user's setting as
     # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
-    if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
+    # XLA can compile the steps of a single rank if schemes have no state.
+    communicates = runtime.size() > 1 or any(one.policy.keeps_state for one in own.optimizers)
+    if wanted and communicates:
         model.jit_compile = False
         if not own.has_logged_xla:
             own.has_logged_xla = True

@@ -21,7 +21,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
 from tfposeidon.training.hooks import FitHooks
 
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """All communicating optimizers of this process. If there are none, models are not searched."""
 _MOST_ITEMS = 100
 """Maximum number of items that are searched for optimizers in a model's list or dictionary."""
@@ -33,7 +33,7 @@ _checked_by: contextvars.ContextVar[_Check | None] = contextvars.ContextVar("che
 def is_distributed(optimizer: Any) -> bool:
     """Returns whether an optimizer communicates, as `DistributedOptimizer` does."""
     # Check the type first, because other objects may not be hashable.
-    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer in _alive
+    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer in alive
 
 
 def without_loss_scale(optimizer: Any) -> Any:
@@ -41,10 +41,6 @@ def without_loss_scale(optimizer: Any) -> Any:
     is_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     inner = optimizer.inner_optimizer if is_scale else optimizer
     return inner if is_distributed(inner) else optimizer
-
-
-def register_optimizer(optimizer: Any) -> None:
-    _alive.add(optimizer)
 
 
 def check_is_known(optimizer: Any, variables: list[Any]) -> None:
@@ -68,7 +64,7 @@ def held_by(model: Any) -> list[Any]:
     # of the model, of its layers and of inner models are searched, and the items of their lists and
     # dictionaries, but no nested ones. Other optimizers are refused in a step. Optimizers of an
     # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
-    if not _alive:
+    if not alive:
         return []
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
