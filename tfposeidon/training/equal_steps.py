@@ -133,7 +133,7 @@ class EqualSteps(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = self._steps = 0
         self._has_trained = self._is_finished = False
-        self._before = self._session.steps_done[:2]
+        *self._before, _ = self._session.steps_done
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -91,8 +91,8 @@ def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
     rows = leaves[0].shape[0] if leaves else 0
     if not rows:
         return None, None
-    size = None if arguments["steps_per_epoch"] else 32
-    return arguments["batch_size"] or size, [rows] + [
+    default = None if arguments["steps_per_epoch"] else 32
+    return arguments["batch_size"] or default, [rows] + [
         _checksum(getattr(leaf, "iloc", leaf)[row])
         for leaf in leaves
         for row in (0, rows // 2, rows - 1)
