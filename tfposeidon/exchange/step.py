@@ -259,13 +259,15 @@ class BatchCount:
     Keras's train steps call `apply` without a count, so `fit` sets the count here around each step.
     `function` maps a batch to its count; `None` counts the batch's rows. `current` is the count of
     the batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed
-    that all batches of this `fit` have equally many rows.
+    that all batches of this `fit` have equally many rows. `is_nested` is true if the optimizer is
+    called in a function or branch inside of the train step, and `was_known` if a traced step relies
+    on equal batches.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
         self.function = function
         self.current: Any = None
-        self.are_equal = False
+        self.are_equal = self.is_nested = self.was_known = False
 
     def is_of_rows(self, count: Any) -> bool:
         """Returns whether a count is the current batch's number of rows, the default count."""
@@ -273,11 +275,15 @@ class BatchCount:
 
     def is_known(self, count: Any) -> bool:
         """Returns whether a count is the current number of rows, and equal on all ranks."""
-        is_traced = self.is_of_rows(count) and tf.is_symbolic_tensor(count)
+        if not self.is_of_rows(count) or not tf.is_symbolic_tensor(count):
+            return False
         # Do not rely on equal batches in a function inside of the train step: it may keep its trace
         # when the train step is traced again because ranks' batches are no longer equal.
-        is_in_step = is_traced and count.graph is tf.compat.v1.get_default_graph()
-        return self.are_equal and is_in_step
+        is_nested = count.graph is not tf.compat.v1.get_default_graph()
+        is_known = self.are_equal and not is_nested
+        self.is_nested |= is_nested
+        self.was_known |= is_known
+        return is_known
 
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:

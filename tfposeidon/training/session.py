@@ -332,10 +332,12 @@ class Session:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
         # Optimizers that exchange gradients in each step need not count samples then.
         in_step = [one for one in self.optimizers if one.fit_hooks(self.model).is_in_step]
-        for optimizer in in_step:
-            optimizer.exchange.batch.are_equal = wanted
+        batches = [optimizer.exchange.batch for optimizer in in_step]
+        for batch in batches:
+            batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
-        return bool(in_step) and before != wanted
+        # A nested function keeps its trace, which a later trace of the train step cannot call.
+        return before != wanted and any(one.was_known or not one.is_nested for one in batches)
 
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
