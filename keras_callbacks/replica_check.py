@@ -70,7 +70,7 @@ class ReplicaCheck(keras.callbacks.Callback):
         variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
         layers = entries.read_layers(self.model, Placement.REPLICATED)
-        found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
+        found = replicas.differences(variables, layers, wire)
         if not found:
             return
         path, ranks = next(iter(found.items()))

@@ -89,8 +89,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Patch Keras here, because importing this module must not change Keras.
-        keras_patches.patch_keras(CommunicatingOptimizer)
-        session.register_optimizer(self)
+        keras_patches.patch_keras()
+        session.alive.add(self)
 
     # ------------------------------------------------------------------ state
 
@@ -206,7 +206,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
             return None
         variables = list(self._trainable_variables if variables is None else variables)
         scale = self._around()
-        session.register_in_step(scale or self, variables)
+        session.check_is_known(self, variables)
         if not self.built:
             with runtime.variables_outside_trace():
                 self.build(variables)

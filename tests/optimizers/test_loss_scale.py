@@ -12,7 +12,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.callbacks import shared_folder
 from tests.helpers.checkpoints import BETWEEN_AND_WITHIN, check_resumes
-from tests.helpers.checks import LogLines
+from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.several_optimizers import Gan, gan_data
 from tests.helpers.training import BATCH, check_close, train_alone, train_together
@@ -351,15 +351,12 @@ def test_two_optimizers_of_a_model(wire):
 
 
 @pytest.mark.ranks("2")
-def test_it_is_found_where_it_took_a_step(wire):
-    """One that lies deep in a model is the model's from its first step on."""
+def test_one_that_lies_deep_in_a_model_is_refused(wire):
     gan = _ScaledGan()
     gan.compile(Scaled(ours(Adam(0.01))), None)
-    hidden = Scaled(ours(Adam(0.02)))
-    gan.optimizers = types.MappingProxyType({"generator": hidden})
-    _fit(gan, gan_data(16))
-    assert session.held_by(gan)[1] is hidden
-    same_on_all_ranks([v.numpy() for v in (*gan.variables, *hidden.variables)], wire)
+    gan.optimizers = types.MappingProxyType({"generator": Scaled(ours(Adam(0.02)))})
+    with Raises(ValueError, r"must be an attribute of its model.*Assign it"):
+        _fit(gan, gan_data(16))
 
 
 @pytest.mark.ranks("2")

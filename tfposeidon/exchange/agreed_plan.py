@@ -86,10 +86,7 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the data that `to_dict` returned in an earlier run; true if later plans change.
-
-        All ranks call it together.
-        """
+        """Uses the data that `to_dict` returned earlier; true if later plans change; collective."""
         return False
 
 
@@ -105,9 +102,10 @@ def next_prefix() -> str:
 
 
 class AgreedPlans:
-    """A plan and an `Exchanger` for each list of variables that an optimizer is called with.
+    """An `Exchanger`, with its plan, for each list of variables that an optimizer is called with.
 
-    `choose_norms` chooses how layer norms are computed; see `parallel_operator`.
+    `exchangers` is in the order of creation. `choose_norms` chooses how layer norms are computed;
+    see `parallel_operator`.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class AgreedPlans:
         self._wire, self._prefix, self._zeros = wire, prefix, Zeros()
         self._planner: Planner | None = None
         self.choose_norms = parallel_operator.choose_norms
-        self._exchangers: dict[Any, Exchanger] = {}
+        self.exchangers: dict[Any, Exchanger] = {}
 
     @property
     def planner(self) -> Planner:
@@ -136,42 +134,31 @@ class AgreedPlans:
     def exchanger(self, variables: list[Any], inner_optimizer: Any) -> Exchanger:
         """Returns the exchanger of a list of variables, after creating it if necessary."""
         key = _key(variables)
-        if key not in self._exchangers:
+        if key not in self.exchangers:
             plan = self.planner.plan([describe(v) for v in variables])
             check_optimizer(plan, inner_optimizer)
             with runtime.variables_outside_trace():
                 exchanger = Exchanger(plan, self._wire(), self._zeros)
                 exchanger.observer = self.planner.observer(plan.descriptions)
-                self._exchangers[key] = exchanger
-        return self._exchangers[key]
-
-    @property
-    def exchangers(self) -> list[Exchanger]:
-        """All exchangers, in the order of their creation."""
-        return list(self._exchangers.values())
+                self.exchangers[key] = exchanger
+        return self.exchangers[key]
 
     @property
     def lists(self) -> list[list[tf.Variable]]:
-        """Variables of each of `used_exchangers`, in the same order."""
-        used = self.used_exchangers
-        return [[one.deref() for one in key] for key, e in self._exchangers.items() if e in used]
+        """Variables of each used exchanger, in the order of creation."""
+        return [[one.deref() for one in key] for key, e in self.exchangers.items() if e.is_used]
 
     @property
     def agreed_exchangers(self) -> list[Exchanger]:
         """Exchangers whose plans ranks have agreed on in a step, in the order of creation."""
-        return [exchanger for exchanger in self.exchangers if exchanger.prefix]
-
-    @property
-    def used_exchangers(self) -> list[Exchanger]:
-        """Exchangers whose plans ranks have agreed on, or whose state is from an earlier run."""
-        return [one for one in self.exchangers if one.prefix or one.states.had_any_gradient]
+        return [exchanger for exchanger in self.exchangers.values() if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
         """Returns all plans as one, as of the last step; at first, the plan of `variables`."""
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
-        notes = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers)]
+        notes = [*(plan.notes for plan in plans), *(one.notes for one in self.exchangers.values())]
         return replace(
             plans[0],
             buckets=tuple(itertools.chain(*(plan.buckets for plan in plans))),
@@ -212,12 +199,12 @@ class AgreedPlans:
     def change_policy(self, policy: Policy) -> None:
         """Discards all plans; the next traced step makes new ones with `policy`."""
         self.policy, self._planner = policy, None
-        self._exchangers.clear()
+        self.exchangers.clear()
 
     def discard(self, exchangers: Collection[Exchanger]) -> None:
         """Discards some exchangers; the others retain their plans and the state of schemes."""
-        for key in [key for key, one in self._exchangers.items() if one in exchangers]:
-            del self._exchangers[key]
+        for key in [key for key, one in self.exchangers.items() if one in exchangers]:
+            del self.exchangers[key]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the data on which the plans are based, for JSON."""
@@ -227,27 +214,24 @@ class AgreedPlans:
         """Continues with an earlier run's plans; returns true if it discarded the current plans."""
         has_resumed = self.planner.resume(saved)
         if has_resumed:
-            self._exchangers.clear()
+            self.exchangers.clear()
         return has_resumed
 
     def rank_state(self, variables: Sequence[Any]) -> Iterator[tuple[Any, StateDescription]]:
         """Yields the variables of schemes' state on this rank, each with its description."""
-        # Number equal paths over all of the optimizer's variables, because two lists may contain
-        # different variables of equal paths.
+        # Number equal paths over all variables, because two lists may contain equal paths.
         distinct = distinct_paths([describe(variable) for variable in variables])
         of_variables = dict(zip(_key(list(variables)), distinct, strict=True))
-        for key, exchanger in self._exchangers.items():
+        for key, exchanger in self.exchangers.items():
             states = exchanger.states
             if states.exist:
                 pairs = zip(key, states.plan.descriptions, strict=True)
                 paths = [of_variables.get(reference, own.path) for reference, own in pairs]
                 described = states.describe(paths)
                 yield from zip(itertools.chain(*states.variables), described, strict=True)
-                # Identify this state by its variables, not by an index: another run may use the
-                # lists of variables in another order.
+                # Do not identify it by an index: another run may use the lists in another order.
                 members = states.members(paths)
-                rate = StateDescription(name="effective_rate", members=members)
-                yield exchanger.effective_rate.variable, rate
+                yield states.rate, StateDescription(name="effective_rate", members=members)
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def of_last_step(self, exchanger: Exchanger) -> Plan:
@@ -307,8 +291,7 @@ def _exchanged(value: Any, exchanger: Exchanger, name: str) -> list[Any]:
 
 
 def _key(variables: list[Any]) -> Any:
-    # Use references: TensorFlow's variables are not hashable, because they compare element by
-    # element.
+    # Use references, because TensorFlow's variables are not hashable.
     return tuple(of_tensorflow(v).ref() for v in variables)
 
 

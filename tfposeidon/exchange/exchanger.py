@@ -21,7 +21,7 @@ from tfposeidon.exchange.observer import Observer
 from tfposeidon.exchange.parallel_operator import NormMethod
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.replicas import SAME_MODEL, check_same_variables, variables_as_json
-from tfposeidon.exchange.scheme_states import EffectiveRate, SchemeStates
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients import as_vector, tensors_of
 from tfposeidon.schemes.base import Scheme, State
 
@@ -60,11 +60,14 @@ class Exchanger:
         # Allocate one element per variable, because the number of buckets is known only in a trace.
         # If a trace created variables, TensorFlow would trace the step again.
         self.sizes = _variable([len(plan.descriptions)], "sizes")
-        # `_expected` is the total number of samples in the last step if all ranks had equally many,
-        # else 0.
+        # Total number of samples in the last step if all ranks had equally many, else 0.
         self._expected = _variable([], "samples")
         self.states = SchemeStates(plan)
-        self.effective_rate = EffectiveRate()
+
+    @property
+    def is_used(self) -> bool:
+        """True if ranks have agreed on the plan, or the state of schemes is from an earlier run."""
+        return bool(self.prefix or tf.reduce_any(self.states.had_gradient > 0.0))
 
     def agree(self, prefix: str, gradients: Sequence[Any], settings: dict[str, Any]) -> None:
         """Checks before the first exchange that variables and settings are equal on all ranks."""
@@ -100,11 +103,10 @@ class Exchanger:
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
         """Groups variables without a gradient by whether any rank had one in the first step."""
-        groups: dict[bool, list[int]] = {True: [], False: []}
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                groups[self._present_at_first_step[index]].append(index)
-        return tuple(group for group in groups.values() if group)
+        own = [index for index, gradient in enumerate(gradients) if gradient is None]
+        were_present = self._present_at_first_step
+        groups = [i for i in own if were_present[i]], [i for i in own if not were_present[i]]
+        return tuple(filter(None, groups))
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -131,18 +133,15 @@ class Exchanger:
         ranks = float(world.size)
         # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
         with tf.device("/CPU:0"):
-            # Add a variable that holds 0, because a static batch size is a constant, and TensorFlow
-            # would fold a collective of constants.
+            # Add a variable 0: a static batch size is a constant, and would be folded.
             unknown = self._zeros["float32"].read_value()
             has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
             flags = tf.constant([float(has_batch), *has_gradient]) + unknown
             mine = tf.concat([(tf.cast(count, tf.float32) + unknown)[tf.newaxis], flags], 0)
-            if with_means:
-                # Use the scale of `AllReduce`, because Horovod only fuses all-reduces of equal
-                # scale.
-                found = tf.round(ranks * self.wire.all_reduce(mine, world, name, scale=1.0 / ranks))
-            else:
-                found = self.wire.all_reduce(mine, world, name)
+            # The scale of `AllReduce`, because Horovod only fuses all-reduces of equal scale.
+            scale = 1.0 / ranks if with_means else 1.0
+            found = self.wire.all_reduce(mine, world, name, scale=scale)
+            found = tf.round(ranks * found) if with_means else found
             if self.plan.reader is not None:
                 self.plan.reader.check_presence(self.plan.structured, found[2:], found[1])
             return Presence(found[0], ranks - found[1], found[2:])
@@ -167,8 +166,7 @@ class Exchanger:
         """
         size = self.wire.topology.size
         if self.plan.structured or size == 1:
-            # Compute exact weights: structures may need them before they are sent, and a single
-            # rank waits for no other.
+            # Structures may need exact weights before they are sent; one rank waits for no other.
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)
@@ -183,8 +181,7 @@ class Exchanger:
                 is_known, lambda: (before, tf.constant(True)), lambda: self._count_all(count)
             )
             weight = tf.where(is_known, 1.0, weight_of(count, total, size))
-            # A batch without samples never counts as expected: its mean is NaN and must not be
-            # sent.
+            # A batch without samples is never as expected: its mean is NaN and must not be sent.
             is_as_expected = (count * ranks == total) & (count > 0.0)
         # Wait for the first gradient. Horovod then usually runs this all-reduce in one cycle with
         # the first bucket, and a rank whose input is exhausted does not start it.
@@ -202,8 +199,7 @@ class Exchanger:
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)
             are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
-            # Use the product for equal counts, because steps compare their own product with it, and
-            # a sum may be rounded differently.
+            # Steps compare their own product with the total, and a sum may be rounded differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(
@@ -255,8 +251,7 @@ class Exchanger:
         if expectation is not None:
             found = self._corrected(found, packed, expectation, rescale)
         self._keep_sizes(sizes)
-        # Averaged gradients are zeros if no rank has a gradient, and `None` for variables of
-        # buckets that are not exchanged.
+        # A mean is zeros if no rank has the gradient, and `None` if its bucket is not exchanged.
         means: list[Any] = [None] * len(gradients)
         for index, (mean, _) in found.items():
             bucket = self.plan.buckets[index]
@@ -286,8 +281,7 @@ class Exchanger:
             with names_ending_in(".again"):
                 total, are_equal = self._count_all(expected.count)
                 weight = weight_of(expected.count, total, self.wire.topology.size)
-                # Reuse the result of the first exchange if ranks have equal batches: it is correct
-                # for any batch size.
+                # Reuse the first result for equal batches: it is correct for any batch size.
                 exact = tf.cond(are_equal, lambda: found, lambda: exchange(weight))
                 return exact, total, are_equal
 
@@ -307,8 +301,7 @@ class Exchanger:
             with tf.device("/CPU:0"):
                 count = self.sizes.shape[0]
                 new = tf.stack([sizes.get(index, tf.zeros([])) for index in range(count)])
-                # Retain the previous size of a bucket if the new one is 0, as at the end of an
-                # epoch, because such a step is not representative.
+                # A size of 0, as at the end of an epoch, is not representative.
                 self.sizes.assign(tf.where(new > 0.0, new, self.sizes))
 
     @tf.function(autograph=False)
@@ -336,8 +329,7 @@ class Exchanger:
             means, _ = self.exchange(nothing, share.weight, share.expectation)
             if afterwards is not None:
                 means = afterwards(means)
-        # The caller fetches the tensors: TensorFlow prunes collectives whose results are not used,
-        # even if they are control dependencies.
+        # The caller fetches the tensors, because TensorFlow prunes unused collectives.
         return share.presence.absent, [tf.reduce_sum(mean) for mean in means]
 
 

@@ -93,7 +93,7 @@ class Means:
     expected: tf.Tensor | None = None
     everybody: tf.Tensor | None = None
     moves: Any = True
-    state: tuple[tuple[tf.Variable, tf.Tensor], ...] = ()
+    state: Sequence[tuple[tf.Variable, tf.Tensor]] = ()
 
     def times(self, factor: Any, variables: Sequence[Any]) -> Means:
         """Returns the averaged gradients times a factor, except values that overwrite variables."""

@@ -35,18 +35,14 @@ class ExposedTime:
     """Sums the times from a step's last local gradient to its last averaged gradient."""
 
     def __init__(self) -> None:
-        self._sum: tf.Variable | None = None
         self.has_observed = False
-
-    def build(self) -> None:
-        """Creates the variable, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
             self._sum = clock_variable([], "exposed_s")
 
     @property
     def seconds(self) -> float:
         """Exposed communication of all steps so far."""
-        return 0.0 if self._sum is None else float(self._sum.numpy())
+        return float(self._sum.numpy())
 
     def ready(
         self,
@@ -55,12 +51,10 @@ class ExposedTime:
         sent: Sequence[Any],
         replicated: Collection[Any],
     ) -> Done:
-        """Reads the clock after the last gradient, and in the callback after the last average."""
         self.has_observed = True
         ready_s = time_after(sent)
 
         def done(means: Sequence[Any]) -> None:
-            assert self._sum is not None
             self._sum.assign_add(time_after(means) - ready_s)
 
         return done

@@ -25,26 +25,15 @@ from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapper import innermost
 
-CARRIED = (
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-    "bool",
-)
+_SIZED = {"uint": (8, 16), "int": (8, 16, 32, 64), "float": (16, 32, 64)}
+CARRIED = [*(f"{kind}{bits}" for kind, sizes in _SIZED.items() for bits in sizes), "bool"]
 """Dtypes that Horovod supports."""
 
 ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Horovod matches collectives by name. Numbers match, because all ranks call the operator equally
-# often.
+# Horovod matches collectives by name; all ranks call the operator equally often.
 _numbers = itertools.count()
 
 
@@ -99,7 +88,10 @@ def parallel_tensor_operator(function: Callable[[Any], Any], tensors: Any) -> tf
     try:
         runtime.check_graph()
         items = _items(tensors)
-        description = _description(items)
+        nested = items if isinstance(items, list) else [items]
+        description = [
+            [[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested
+        ]
         begin, end = _cut(items, wire.topology.size)[wire.topology.rank]
         result = _result(function(items[begin:end])) if begin < end else None
     except Exception as error:  # noqa: BLE001
@@ -123,8 +115,7 @@ def gather_results(
     """Gathers results `[m, *shape]` by rank; `own` is `None` on a rank without items."""
     rows = zeros([0, *shape], unknown_zero(dtype)) if own is None else opaque(own, unknown_zero())
     whole = tf.ensure_shape(wire.all_gather(rows, wire.topology.world, name), [None, *shape])
-    # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part of the
-    # tensors.
+    # Prevent the gradient of Horovod's all-gather, which would reach only this rank's part.
     return tf.raw_ops.PreventGradient(
         input=whole, message="a parallel tensor operator has no gradient"
     )
@@ -158,11 +149,8 @@ def _cut(items: Any, ranks: int) -> list[tuple[int, int]]:
 
 def _result(result: Any) -> tf.Tensor:
     result = tf.convert_to_tensor(result)
-    if (
-        not result.shape.rank
-        or not result.shape[1:].is_fully_defined()
-        or result.dtype.name not in CARRIED
-    ):
+    is_known = bool(result.shape.rank) and result.shape[1:].is_fully_defined()
+    if not is_known or result.dtype.name not in CARRIED:
         raise ValueError(
             "The function of a parallel tensor operator must return a tensor [m, ...] whose "
             "shape is known except for m, and whose dtype Horovod supports: "
@@ -170,12 +158,6 @@ def _result(result: Any) -> tf.Tensor:
             "scalars, and cast tensors of other dtypes."
         )
     return result
-
-
-def _description(items: Any) -> list[Any]:
-    """Returns dtypes and shapes, which must be equal on all ranks, for JSON."""
-    nested = items if isinstance(items, list) else [items]
-    return [[[t.dtype.name, t.shape.as_list()] for t in tf.nest.flatten(item)] for item in nested]
 
 
 def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
@@ -192,9 +174,7 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
         "Build the same list, in the same order, on every rank.",
         at_first_item("item"),
     )
-    results = {
-        rank: other["result"] for rank, other in enumerate(everybody) if other["result"] is not None
-    }
+    results = {rank: other["result"] for rank, other in enumerate(everybody) if other["result"]}
     require_equal(
         results,
         "The results of a parallel tensor operator must have one dtype, and one shape except for "
@@ -202,7 +182,7 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
         "Return one or more rows for each item.",
         lambda first, other: (_readable(first), _readable(other)),
     )
-    dtype, shape = results[min(results)]
+    dtype, shape = next(iter(results.values()))
     return dtype, shape
 
 
@@ -223,8 +203,7 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         sizes = [sum(tensor.shape.num_elements() for tensor in row) for row in rows]
         begin, end = balanced_parts(sizes, wire.topology.size)[wire.topology.rank]
-        # Choose the dtype from all rows, because it must be the same on all ranks, and the rows of
-        # one rank might yield another one.
+        # Choose the dtype from all rows, because it must be the same on all ranks.
         dtype, width, own = norm_dtype(rows), len(rows[0]), None
         if begin < end:
             own = tf.cast(local_norms(variables[begin:end], rows[begin:end]), dtype)
@@ -273,11 +252,7 @@ def norm_settings(optimizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
-    """Makes a layer-wise optimizer use another norm function within this context.
-
-    Outside of the context, the optimizer computes all norms itself, for example if a script calls
-    it directly.
-    """
+    """Makes a layer-wise optimizer use another norm function within this context."""
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
         yield

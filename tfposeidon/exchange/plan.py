@@ -83,15 +83,6 @@ class Bucket:
         found = [d.structure for d in self.descriptions if d.structure is not None]
         return tuple(found) if self.scheme.reader else ()
 
-    def joined(self, other: Bucket) -> Bucket:
-        """Returns one bucket with the variables of both; scheme and dtype must be equal."""
-        return replace(
-            self,
-            members=self.members + other.members,
-            descriptions=self.descriptions + other.descriptions,
-            choices=self.choices + other.choices,
-        )
-
     def slots(self, topology: Topology) -> tuple[Slot, ...]:
         """Describes the scheme's float32 state tensors for the bucket on `topology.rank`."""
         return self.scheme.slots(self.length, topology)
@@ -111,13 +102,13 @@ class Bucket:
 
     def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
         """Returns the bucket of a step in which its structures on all ranks have a total `size`."""
+        if not self.structures or not size:
+            return self
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
         # Choose again only without a planner, whose choices do not depend on the size.
-        choices = self.choices
-        if policy.is_fixed:
-            choices = tuple(_choose(policy, d, topology) for d in known)
-        return replace(self, descriptions=known, choices=choices).fitted(topology)
+        again = tuple(_choose(policy, d, topology) for d in known) if policy.is_fixed else ()
+        return replace(self, descriptions=known, choices=again or self.choices).fitted(topology)
 
     def fitted(self, topology: Topology) -> Bucket:
         """Returns the bucket with its scheme replaced by the one that fits its structures."""
@@ -195,10 +186,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of schemes, buckets, shapes and structures.
-
-        It excludes paths, because the path of a variable depends on earlier layers of the process.
-        """
+        """Digest of schemes, buckets, shapes and structures; not of paths, which may differ."""
         content = [
             (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
             for b in self.buckets
@@ -296,8 +284,7 @@ def make_plan(
         for i, d in enumerate(descriptions)
     ]
     most_bytes = DEFAULT_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    # The backward pass starts with the last layers, so their gradients can be sent while others are
-    # computed (Poseidon, section 3.1, wait-free backpropagation).
+    # The backward pass starts with the last layers (wait-free backpropagation).
     buckets = [bucket.fitted(topology) for bucket in _fused(reversed(singles), most_bytes)]
     remarks = [bucket.scheme.note(bucket.length, topology) for bucket in buckets]
     remarks = [f"bucket {i}: {remark}" for i, remark in enumerate(remarks) if remark]
@@ -309,10 +296,7 @@ def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
     """Returns the plan of a step; `sizes` has the size of each bucket's structures, or 0."""
     # `sizes` may be longer than the list of buckets, because exchangers allocate one per variable.
     pairs = zip(plan.buckets, sizes, strict=False)
-    buckets = [
-        bucket.sized(float(size), policy, plan.topology) if bucket.structures and size else bucket
-        for bucket, size in pairs
-    ]
+    buckets = [bucket.sized(float(size), policy, plan.topology) for bucket, size in pairs]
     return replace(plan, buckets=tuple(buckets))
 
 
@@ -331,17 +315,18 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
             filling[key] = single
             full += [open_bucket] if open_bucket else []
         else:
-            filling[key] = open_bucket.joined(single)
+            filling[key] = replace(
+                single,
+                members=open_bucket.members + single.members,
+                descriptions=open_bucket.descriptions + single.descriptions,
+                choices=open_bucket.choices + single.choices,
+            )
     # A bucket can be sent once the gradient of its last member exists.
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or another scheme if the variable is unsuitable for it.
-
-    A variable is unsuitable if its gradient replaces it, if the scheme refuses the gradient, or if
-    it has too few elements.
-    """
+    """Returns the policy's choice, or another scheme if the variable is unsuitable for it."""
     if description.is_value:
         return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)

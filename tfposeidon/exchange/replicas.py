@@ -36,7 +36,6 @@ def variables_as_json(descriptions: Sequence[Description]) -> list[list[Any]]:
 
 
 def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
-    """Raises on all ranks, with the first difference, if variables or their order differ."""
     require_equal(
         [_renamed(received[0], other) for other in received],
         "All ranks must train the same variables",
@@ -48,7 +47,7 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
 def first_different_variable(
     first: list[list[Any]], other: list[list[Any]]
 ) -> tuple[int, str, str] | None:
-    """Returns the first difference: index and both variables as text; `None` if all are equal."""
+    """Returns the first difference, index and both variables as text, if there is one."""
     other = _renamed(first, other)
     return None if first == other else first_difference(first, other, _readable)
 
@@ -84,7 +83,6 @@ def _readable(variable: list[Any]) -> str:
 
 
 def describe_any(variables: Sequence[Any]) -> list[Description]:
-    """Returns descriptions of variables of any dtype."""
     return [Description(path_of(v), tuple(v.shape), tf.as_dtype(v.dtype).name) for v in variables]
 
 
@@ -102,17 +100,16 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     texts = [variable for variable in variables if variable.dtype == tf.string]
     numbers = [variable for variable in variables if variable.dtype != tf.string]
 
-    def received() -> list[tf.Tensor]:
-        values = [tf.convert_to_tensor(variable) for variable in numbers]
-        carried = enumerate(map(to_horovod_dtype, values))
-        sent = [wire.broadcast(value, root_rank, f"tp.broadcast_{i}") for i, value in carried]
-        return [
-            from_horovod_dtype(one, value.dtype) for one, value in zip(sent, values, strict=True)
-        ]
+    def received(index: int, value: tf.Tensor) -> tf.Tensor:
+        sent = wire.broadcast(to_horovod_dtype(value), root_rank, f"tp.broadcast_{index}")
+        return from_horovod_dtype(sent, value.dtype)
+
+    def all_received() -> list[tf.Tensor]:
+        return [received(*pair) for pair in enumerate(map(tf.convert_to_tensor, numbers))]
 
     # Run the broadcasts in a graph, in which they need not wait for one another. Use a concrete
     # function, because TensorFlow warns about functions that are traced in each of many fits.
-    graph = tf.function(received, autograph=False).get_concrete_function()
+    graph = tf.function(all_received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
     for variable, value in zip(numbers, graph(), strict=True):
         variable.assign(another_seed(value, distance) if is_seed(variable) else value)
@@ -151,25 +148,22 @@ def clear(variables: Sequence[Any]) -> None:
 
 def checksums(variables: Sequence[Any]) -> list[int]:
     """Returns a 64-bit checksum (FarmHash) of each variable's bytes, in one pass on the CPU."""
-    if not variables:
-        return []
     flat = [tf.reshape(tf.convert_to_tensor(v), [1, -1]) for v in variables]
-    rows = tf.concat([tf.fingerprint(one) for one in flat], axis=0).numpy()
-    return [int.from_bytes(row.tobytes(), "big") for row in rows]
+    return [int.from_bytes(tf.fingerprint(one).numpy().tobytes(), "big") for one in flat]
 
 
-def checksum(variables: Sequence[Any], on_device: bool = False) -> str:
-    """Returns one checksum over all variables in order, as eight hexadecimal digits.
+def checksum(variables: Sequence[Any]) -> str:
+    """Returns one checksum over all variables, as eight hexadecimal digits.
 
-    `on_device` avoids copying GPU tensors to the host. Their checksum then differs from the
-    checksum of equal values on the CPU.
+    GPU tensors are not copied to the host, so their checksum differs from that of equal values on
+    the CPU.
 
     >>> checksum([tf.constant([1.0, 2.0])])
     '0a27a754'
     """
     tensors = [tf.convert_to_tensor(variable) for variable in variables]
-    on_gpus = [one for one in tensors if on_device and "GPU" in one.device]
-    others = [one for one in tensors if not (on_device and "GPU" in one.device)]
+    on_gpus = [one for one in tensors if "GPU" in one.device]
+    others = [one for one in tensors if "GPU" not in one.device]
     total = 0
     for part in (*checksums(others), *sums(on_gpus)):
         total = zlib.crc32(part.to_bytes(8, "big"), total)
@@ -208,21 +202,14 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     return total
 
 
-def differences(variables: Sequence[Any], wire: Wire) -> dict[str, list[int]]:
-    """Finds variables that are not bit-equal on all ranks, and ranks that differ from rank 0."""
-    everybody = exchange_objects(checksums(variables), wire, "tp.checksums")
-    of_variables = zip(*everybody, strict=True)
-    found = [
-        (path_of(variable), different_ranks(of_ranks))
-        for variable, of_ranks in zip(variables, of_variables, strict=True)
-    ]
-    return {path: ranks for path, ranks in found if ranks}
-
-
-def different_arrays(arrays: Mapping[str, np.ndarray], wire: Wire) -> dict[str, list[int]]:
-    """Finds arrays that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
-    mine = {name: zlib.crc32(array.tobytes()) for name, array in arrays.items()}
-    everybody = exchange_objects(mine, wire, "tp.arrays")
-    names = dict.fromkeys(name for sums in everybody for name in sums)
-    found = {name: different_ranks([sums.get(name) for sums in everybody]) for name in names}
-    return {name: ranks for name, ranks in found.items() if ranks}
+def differences(
+    variables: Sequence[Any], arrays: Mapping[str, np.ndarray], wire: Wire
+) -> dict[str, list[int]]:
+    """Finds values that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
+    # Identify variables by index, because their paths may differ between ranks.
+    paths = {str(index): path_of(variable) for index, variable in enumerate(variables)}
+    mine = dict(zip([*paths, *arrays], checksums([*variables, *arrays.values()]), strict=True))
+    everybody = exchange_objects(mine, wire, "tp.checksums")
+    keys = dict.fromkeys(key for sums in everybody for key in sums)
+    found = [(key, different_ranks([sums.get(key) for sums in everybody])) for key in keys]
+    return {paths.get(key, key): ranks for key, ranks in found if ranks}

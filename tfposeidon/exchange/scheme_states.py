@@ -6,6 +6,7 @@ state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class SchemeStates:
 
     `variables` has a list of state variables per bucket, which are initially zero. `had_gradient`
     is `[variables]` float32, 1 for each variable that has had a gradient and whose scheme has
-    state; `None` if no scheme has state.
+    state. `rate` is the effective learning rate of the last step that changed the state, or 0.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -38,24 +39,17 @@ class SchemeStates:
         ]
         kept = {member for bucket, own in self._pairs() if own for member in bucket.members}
         self._is_kept = [float(member in kept) for member, _ in enumerate(plan.descriptions)]
-        self.had_gradient: tf.Variable | None = None
-        if kept:
-            self.had_gradient = _variable([len(self._is_kept)], "had_gradient")
+        self.had_gradient = _variable([len(self._is_kept)], "had_gradient")
+        self.rate = _variable([], "effective_rate")
 
     @property
     def exist(self) -> bool:
         """True if any scheme has state."""
         return any(self.variables)
 
-    @property
-    def had_any_gradient(self) -> bool:
-        """True if a variable whose scheme has state has had a gradient."""
-        return self.had_gradient is not None and bool(tf.reduce_any(self.had_gradient > 0.0))
-
     def take_over(self, other: SchemeStates) -> None:
         """Continues with the state of buckets that have the same members and scheme in `other`."""
-        if other.had_gradient is not None:
-            self.had_gradient = other.had_gradient
+        self.had_gradient, self.rate = other.had_gradient, other.rate
         kept = {(b.members, b.scheme): variables for b, variables in other._pairs()}
         self.variables = [kept.get((b.members, b.scheme), own) for b, own in self._pairs()]
 
@@ -67,23 +61,35 @@ class SchemeStates:
         state = tuple(map(tf.convert_to_tensor, self.variables[index]))
         if not state or rescale is None:
             return state
-        # Skip the multiplication by 1, the usual factor, because it takes a pass over memory.
+        # Skip the multiplication by 1, because it takes a pass over memory.
         scheme = self.plan.buckets[index].scheme
         return tf.cond(rescale == 1.0, lambda: state, lambda: scheme.rescaled(state, rescale))
 
     def expected(self, presence: Presence) -> tf.Tensor:
         """Returns whether each variable has a gradient or residual to apply, `[variables]` bool."""
-        if self.had_gradient is None:
+        if not self.exist:
             return presence.any_gradient
         # A scheme may send the residual of an earlier gradient in this step.
         return tf.logical_or(presence.any_gradient, self.had_gradient > 0.0)
 
-    def updated_had_gradient(self, presence: Presence) -> tf.Tensor:
-        """Returns the new value of `had_gradient` after a step that is not skipped."""
-        assert self.had_gradient is not None
+    def rescale(self, rate: tf.Tensor) -> tf.Tensor:
+        """Returns the factor that compensates residuals for a change of the effective rate.
+
+        Otherwise, a residual that is computed at one rate and sent at another would be multiplied
+        by the ratio of the rates. The factor is 1 if either rate is 0.
+        """
+        known = tf.logical_and(self.rate > 0.0, rate > 0.0)
+        return tf.where(known, tf.math.divide_no_nan(self.rate.read_value(), rate), 1.0)
+
+    def updates(
+        self, new: Sequence[State], presence: Presence, rate: tf.Tensor
+    ) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Returns pairs of a variable and its new value after a step that is not skipped."""
         found = tf.cast(presence.any_gradient, tf.float32) * tf.constant(self._is_kept)
-        # Never reset an element to 0, because any later step may send a residual of the gradient.
-        return tf.maximum(self.had_gradient, found)
+        pairs = zip(itertools.chain(*self.variables), itertools.chain(*new), strict=True)
+        # Never reset `had_gradient`, because any later step may send a residual of the gradient.
+        seen = tf.maximum(self.had_gradient, found)
+        return [*pairs, (self.rate, rate), (self.had_gradient, seen)]
 
     def drop(self) -> None:
         """Discards the residuals of earlier exchanges."""
@@ -144,29 +150,9 @@ def _variable(shape: Sequence[int], name: str) -> tf.Variable:
         return tf.Variable(tf.zeros(shape), trainable=False, name=name)
 
 
-class EffectiveRate:
-    """Effective learning rate of the last step that changed the schemes' state; 0 before the first.
-
-    The effective rate is the learning rate divided by the loss scale, that is, the change of
-    weights for a gradient of 1. When the effective rate changes, residuals are rescaled. Otherwise,
-    a residual that is computed at one rate and sent at another would be multiplied by the ratio of
-    the rates.
-    """
-
-    def __init__(self) -> None:
-        self.variable = _variable([], "effective_rate")
-
-    def current(self, optimizer: Any) -> tf.Tensor:
-        """Returns the rate of the current step, a float32 scalar."""
-        # Average the rates of several optimizers, which is exact if they change proportionally.
-        found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
-        rate = tf.add_n(found) / len(found)
-        return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
-
-    def rescale(self, current: tf.Tensor) -> tf.Tensor:
-        """Returns the factor that compensates residuals for a change of the effective rate.
-
-        The factor is the previous rate divided by the current rate, or 1 if either is 0.
-        """
-        known = tf.logical_and(self.variable > 0.0, current > 0.0)
-        return tf.where(known, tf.math.divide_no_nan(self.variable.read_value(), current), 1.0)
+def effective_rate(optimizer: Any) -> tf.Tensor:
+    """Returns the change of weights for a gradient of 1: learning rate divided by loss scale."""
+    # Average the rates of several optimizers, which is exact if they change proportionally.
+    found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
+    rate = tf.add_n(found) / len(found)
+    return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from tfposeidon.exchange.agreed_plan import AgreedPlans, next_prefix
 from tfposeidon.exchange.exchanger import Exchanged, Exchanger
 from tfposeidon.exchange.means import JoinHook, Means, Share
 from tfposeidon.exchange.observer import ExposedTime
+from tfposeidon.exchange.scheme_states import effective_rate
 from tfposeidon.gradients import all_finite, with_merged_rows
 from tfposeidon.optimizers.wrapper import settings, step_counter
 from tfposeidon.policies import Policy
@@ -80,14 +80,14 @@ class Step:
         self.plans = AgreedPlans(policy, bucket_bytes, wire, prefix)
         self.absence = Absence()
         self.batch = BatchCount(sample_count)
-        self._exposed = ExposedTime()
+        self._exposed: ExposedTime | None = None
         self.is_timed = False
 
     def build(self) -> None:
         """Creates the variables, because TensorFlow would retrace a step that creates any."""
         with tf.init_scope():
             self.absence.build()
-            self._exposed.build()
+            self._exposed = ExposedTime()
 
     # ------------------------------------------------------------------ one step
 
@@ -124,54 +124,38 @@ class Step:
     def prepare(
         self, gradients: list[Any], variables: list[Any], count: Any
     ) -> tuple[Callable[[], Exchanged], Callable[[list[Any], list[State]], Means]]:
-        """Prepares one exchange of gradients.
-
-        Returns a function that executes the exchange, and a function from its results to averages
-        over all samples of all ranks.
-        """
+        """Returns a function that exchanges gradients, and one from its results to averages."""
         if not self._exchanges(variables):
             return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
-        before, rate = exchanger.states, exchanger.effective_rate
-        replicated = [*variables, *updater.variables]
+        states, replicated = exchanger.states, [*variables, *updater.variables]
         reader, plan = self.plans.policy.reader, exchanger.plan
         sent = gradients if reader is None else reader.take(gradients, plan.structured, replicated)
         observers = [self._exposed, exchanger.observer] if self._is_observed else []
-        # Observers return callbacks, which receive the averaged gradients after the exchange.
         observed = [
             one.ready(plan.descriptions, gradients, sent, replicated)
             for one in observers
             if one is not None
         ]
         # Read the learning rate only for the state of schemes, because nothing else depends on it.
-        now = rate.current(updater) if before.exist else None
-        rescale = None if now is None else rate.rescale(now)
-        share = self._share(exchanger, sent, count)
-        presence = share.presence
+        rate = effective_rate(updater) if states.exist else None
+        rescale = None if rate is None else states.rescale(rate)
+        presence, weight, expectation = self._share(exchanger, sent, count)
 
-        def averaged(values: list[Any], states: list[State]) -> Means:
+        def averaged(values: list[Any], new: list[State]) -> Means:
             for done in observed:
                 done(values)
-            everybody = self.absence.record(presence.absent)
-            state = [
-                *zip(itertools.chain(*before.variables), itertools.chain(*states), strict=True)
-            ]
-            if now is not None:
-                had_gradient = before.had_gradient, before.updated_had_gradient(presence)
-                state += [(rate.variable, now), had_gradient]
             return Means(
                 values,
                 missing=exchanger.missing(gradients),
                 present=presence.any_gradient,
-                expected=before.expected(presence),
-                everybody=everybody,
-                moves=True if now is None else now > 0.0,
-                state=tuple(state),
+                expected=states.expected(presence),
+                everybody=self.absence.record(presence.absent),
+                moves=True if rate is None else rate > 0.0,
+                state=() if rate is None else states.updates(new, presence, rate),
             )
 
-        exchange = functools.partial(
-            exchanger.exchange, sent, share.weight, share.expectation, rescale
-        )
+        exchange = functools.partial(exchanger.exchange, sent, weight, expectation, rescale)
         return exchange, averaged
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
@@ -188,11 +172,7 @@ class Step:
         return exchanger.share(sent, count)
 
     def exchanger(self, variables: Sequence[Any]) -> Exchanger:
-        """Returns the exchanger of `variables`, the trainable variables in the order of `apply`.
-
-        `fit` calls it before a step is traced: if the first trace created the exchanger's
-        variables, TensorFlow would trace the step twice.
-        """
+        """Returns the exchanger of `variables`, the trainable variables in the order of `apply`."""
         return self.plans.exchanger(list(variables), self._optimizer.inner_optimizer)
 
     def _exchanges(self, variables: list[Any]) -> bool:
@@ -224,11 +204,6 @@ class Step:
     # ------------------------------------------------------------------ state for callers
 
     @property
-    def suits_xla(self) -> bool:
-        """True if XLA can compile the steps: on one rank, if schemes have no state."""
-        return runtime.size() == 1 and not self.plans.policy.keeps_state
-
-    @property
     def exchangers(self) -> list[Exchanger]:
         """Exchangers whose plans ranks have agreed on so far, one per list of variables."""
         return self.plans.agreed_exchangers
@@ -253,13 +228,14 @@ class Step:
         Raises:
           RuntimeError: If no steps are timed.
         """
-        if not (self._is_observed or self._exposed.has_observed):
+        exposed = self._exposed
+        if not (self._is_observed or (exposed and exposed.has_observed)):
             raise RuntimeError(
                 "Steps are timed only on request. Received: an optimizer whose steps are not "
                 "timed. Pass keras_callbacks.Throughput() to fit, or set "
                 "optimizer.exchange.is_timed = True before the first step."
             )
-        return self._exposed.seconds
+        return exposed.seconds if exposed else 0.0
 
     @property
     def _is_observed(self) -> bool:
@@ -267,16 +243,14 @@ class Step:
 
     def flush(self) -> None:
         """Makes all later steps send all residuals, so that a change of schemes loses none."""
-        for exchanger in self.plans.used_exchangers:
-            exchanger.states.flush()
+        for exchanger in self.plans.exchangers.values():
+            if exchanger.is_used:
+                exchanger.states.flush()
 
     @property
     def has_flushed(self) -> bool:
-        """True if, since `flush`, steps that were not skipped have sent all residuals.
-
-        The value is the same on all ranks.
-        """
-        return all(exchanger.states.has_flushed for exchanger in self.plans.used_exchangers)
+        """True if all residuals have been sent since `flush`; the same on all ranks."""
+        return all(one.states.has_flushed for one in self.plans.exchangers.values() if one.is_used)
 
 
 class BatchCount:
@@ -331,13 +305,13 @@ class Absence:
 
     def __init__(self) -> None:
         self.is_watched = False
-        self._ranks: tf.Variable | None = None
-        self._complete: tf.Variable | None = None
+        self._counts: tf.Variable | None = None
 
     def build(self) -> None:
-        """Creates the counters' variables; must be called before a step is traced."""
-        self._ranks = tf.Variable(0.0, trainable=False, name="absent")
-        self._complete = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="complete")
+        """Creates the counters' variable; must be called before a step is traced."""
+        # Place the counters on the CPU, because Python reads them after each execution.
+        with tf.device("/CPU:0"):
+            self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="absence")
 
     def watch(self, wanted: bool) -> None:
         """Sets whether later traced steps skip updates if a rank's input is exhausted."""
@@ -346,35 +320,31 @@ class Absence:
         self.forget()
 
     @property
-    def ranks(self) -> int:
-        """Maximum number of ranks without a batch in a step of this epoch."""
-        return 0 if self._ranks is None else int(self._ranks.numpy())
-
-    @property
-    def complete(self) -> int:
-        """Number of watched exchanges so far in which every rank had a batch."""
-        return 0 if self._complete is None else int(self._complete.numpy())
+    def counts(self) -> tuple[int, int]:
+        """Maximum number of absent ranks in a step of this epoch; complete exchanges so far."""
+        absent, complete = (0, 0) if self._counts is None else self._counts.numpy()
+        return int(absent), int(complete)
 
     def forget(self) -> None:
-        """Resets `ranks` to 0 for another epoch, in which no rank's input is exhausted yet."""
-        if self._ranks is not None:
-            self._ranks.assign(0.0)
+        """Resets the number of ranks for another epoch, in which no rank's input is exhausted."""
+        if self._counts is not None:
+            self._counts.assign([0, self.counts[1]])
 
     def note(self, ranks: int) -> None:
         """Records a number of ranks without a batch that was found between two steps."""
-        if self._ranks is not None:
-            self._ranks.assign(max(self.ranks, ranks))
+        if self._counts is not None:
+            absent, complete = self.counts
+            self._counts.assign([max(absent, ranks), complete])
 
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
         """Records a step's number of ranks; returns whether it is 0, or `None` if not watched."""
-        assert self._ranks is not None
+        assert self._counts is not None
+        is_complete = ranks == 0.0
         # Assign the number in every step, because TensorFlow prunes a collective whose result is
         # unused. Retain the maximum, because a later exchange of the same execution, such as one
         # within the node, may only include ranks with data.
-        self._ranks.assign(tf.maximum(self._ranks, ranks))
-        if not self.is_watched:
-            return None
-        assert self._complete is not None
-        is_complete = ranks == 0.0
-        self._complete.assign_add(tf.cast(is_complete, tf.int64))
-        return is_complete
+        with tf.device("/CPU:0"):
+            absent, complete = tf.unstack(self._counts.read_value())
+            absent = tf.maximum(absent, tf.cast(ranks, tf.int64))
+            self._counts.assign([absent, complete + tf.cast(is_complete, tf.int64)])
+        return is_complete if self.is_watched else None

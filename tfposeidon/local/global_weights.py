@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfposeidon.checks import require_equal
+from tfposeidon.checks import at_first_item, require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
@@ -131,7 +131,7 @@ class GlobalWeights:
         if all(_share_memory(*pair) for pair in zip(self._shown, now, strict=True)):
             return False
         # The values may be equal copies in host memory, or on a GPU, so compare their checksums.
-        one, other = (replicas.checksum(each, on_device=True) for each in (self._shown, now))
+        one, other = (replicas.checksum(each) for each in (self._shown, now))
         return one != other
 
     def restore(self, has_begun: bool) -> None:
@@ -173,7 +173,7 @@ class GlobalWeights:
 
     def checksum(self) -> str:
         """Returns a checksum of the values of the trained variables."""
-        return replicas.checksum(self._values(), on_device=True)
+        return replicas.checksum(self._values())
 
     def _values(self) -> list[tf.Tensor]:
         return [tf.convert_to_tensor(variable) for variable in self.variables[: self.trained]]
@@ -205,10 +205,11 @@ class GlobalWeights:
 def check_equal(variables: Sequence[Any]) -> None:
     """Raises an error on all ranks if the values of these variables differ between ranks."""
     require_equal(
-        exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start"),
+        exchange_objects(replicas.checksums(variables), runtime.wire(), "tp.start"),
         "All ranks must begin with the same weights",
         "Pass keras_callbacks.BroadcastVariables() to fit, or call "
         "tfposeidon.broadcast_variables(model.variables) before the first step.",
+        at_first_item("variable"),
     )
 
 

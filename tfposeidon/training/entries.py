@@ -37,19 +37,14 @@ from tfposeidon.state.placement import (
     placement_outside_variables,
     seeds_of_layers,
 )
-from tfposeidon.training import hooks, session
+from tfposeidon.training import session
 
 LayerState = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# `finalize_state` of these layers would compute values from this rank's `adapt`, and overwrite the
-# assigned values.
-_FINALIZED_FROM_COUNTS = (
-    *_LOOKUPS,
-    keras.layers.TextVectorization,
-    keras.layers.Discretization,
-)
+# `finalize_state` of these layers would overwrite assigned values by those of `adapt`.
+_FINALIZED_FROM_COUNTS = (*_LOOKUPS, keras.layers.TextVectorization, keras.layers.Discretization)
 _TABLES = (
     tf.lookup.StaticHashTable
     | tf.lookup.experimental.MutableHashTable
@@ -88,15 +83,21 @@ def _has_own_inner(optimizer: Any) -> bool:
     return getattr(optimizer, "has_own_inner", False)
 
 
+def _own_scale(held: Any) -> list[Any]:
+    """Returns variables of a loss scale that may differ between ranks."""
+    optimizer = session.without_loss_scale(held)
+    if held is optimizer or not _has_own_inner(optimizer):
+        return []
+    equal = set(map(id, optimizer.variables))
+    return [variable for variable in held.variables if id(variable) not in equal]
+
+
 def _own_inner(held: Any) -> list[Any]:
     """Returns variables of an inner optimizer and a loss scale that may differ between ranks."""
     optimizer = session.without_loss_scale(held)
     if not (_has_own_inner(optimizer) and optimizer.built):
         return []
-    around = [] if held is optimizer else held.variables
-    found = {id(variable): variable for variable in [*optimizer.inner_optimizer.variables, *around]}
-    equal = set(map(id, optimizer.variables))
-    return [variable for key, variable in found.items() if key not in equal]
+    return [*optimizer.inner_optimizer.variables, *_own_scale(held)]
 
 
 def of_train_step(model: Any) -> list[Any]:
@@ -121,8 +122,7 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
     """Returns the averaged state that an optimizer synchronizes together with its weights."""
-    # Only the first optimizer of local weights synchronizes this state; otherwise each of them
-    # would average it.
+    # Otherwise, each of several optimizers of local weights would average this state.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
@@ -133,13 +133,10 @@ def parts(model: Any) -> Iterator[tuple[Any, StateDescription]]:
         optimizer = session.without_loss_scale(held)
         # Keras's own optimizers have no such state.
         found = list(getattr(optimizer, "rank_state", ()))
-        if held is not optimizer and _has_own_inner(optimizer):
-            known = set(map(id, optimizer.variables))
-            of_scale = [variable for variable in held.variables if id(variable) not in known]
-            found += [
-                (v, StateDescription(name=f"loss scale {index}", placement=by_dtype(v)))
-                for index, v in enumerate(of_scale)
-            ]
+        found += [
+            (v, StateDescription(name=f"loss scale {index}", placement=by_dtype(v)))
+            for index, v in enumerate(_own_scale(held))
+        ]
         for variable, part in found:
             name = f"{part.name} of optimizer {number}" if number else part.name
             yield variable, dataclasses.replace(part, name=name)
@@ -192,15 +189,13 @@ def broadcast_state(
     broadcast_layers(model, wire, root_rank)
     for optimizer in optimizers(model):
         # Only optimizers with sharded state have this method.
-        scatter = getattr(optimizer, "scatter_state", None)
-        if scatter is not None:
-            scatter(root_rank)
+        if hasattr(optimizer, "scatter_state"):
+            optimizer.scatter_state(root_rank)
 
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """Makes all ranks start with one rank's values, but with different seeds; collective."""
-    # Do not compare the statistics of layers after resuming, because a snapshot within an epoch
-    # contains each rank's own statistics.
+    # A snapshot within an epoch contains each rank's own statistics.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
@@ -228,15 +223,14 @@ def difference(
     variables = replicated_variables(model) if has_weights(model) else []
     variables += variables_of(model, *placements)
     layers = read_layers(model, Placement.REPLICATED) if with_layers else {}
-    sums = replicas.checksum(variables, on_device=True)
-    own = [sums, replicas.checksum(list(layers.values()))]
+    own = replicas.checksum([*variables, *layers.values()])
     received = exchange_objects(own, wire, "tp.equal")
     # All ranks join the search below, because they have received the same checksums.
     if all(other == received[0] for other in received):
         return None
     described = variables_as_json(replicas.describe_any(variables))
     check_same_variables(exchange_objects(described, wire, "tp.equal.variables"))
-    found = replicas.differences(variables, wire) | replicas.different_arrays(layers, wire)
+    found = replicas.differences(variables, layers, wire)
     if not found:
         # The checksum of a rank without a GPU may differ although its values are equal.
         return None
@@ -258,8 +252,7 @@ def _outside_variables(model: keras.Model) -> list[StateEntry]:
         # Include the index in names, because several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
-        # The state of a `TextVectorization` belongs to the lookup layer inside it, which is also a
-        # layer of the model.
+        # The state belongs to the lookup layer inside it, which is also a layer of the model.
         if not isinstance(layer, keras.layers.TextVectorization)
         and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
     ]
@@ -278,8 +271,7 @@ def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
 def assign_layers(model: keras.Model, state: LayerState) -> None:
     """Assigns state from `read_layers`, possibly of another process, to the layers."""
     before = read_layers(model, *Placement)
-    # Call `finalize_state` before the assignment, because it overwrites values that a layer derives
-    # from its variables.
+    # `finalize_state` overwrites values that a layer derives from its variables.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
@@ -294,7 +286,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
     if not _equal(read_layers(model, *Placement), before):
         model.test_function = model.predict_function = None
         if model.train_function is not None:
-            hooks.retrace(model)
+            session.of(model).retrace()
 
 
 def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:

@@ -45,8 +45,7 @@ def with_equal_epochs(
 
     `EqualSteps` precedes the user's callbacks, which may communicate at the end of an epoch, and
     `AgreedStop` follows them, because they may request a stop. `rows` is this rank's batch size, or
-    `None` if it is unknown or varies. `synchronizes` is true if `FitHooks.synchronizes_model` is
-    true for all optimizers.
+    `None` if it is unknown or varies.
     """
     steps = EqualSteps(any(map(_may_stop, callbacks)), rows, synchronizes)
     first = [callback for one in hooks for callback in one.first]
@@ -89,7 +88,7 @@ class EqualSteps(keras.callbacks.Callback):
     def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
         super().__init__()
         self._may_stop, self._rows, self._synchronizes = may_stop, rows, synchronizes
-        self._is_open = self.is_over = False
+        self._is_finished, self.is_over = True, False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -117,10 +116,9 @@ class EqualSteps(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _agree_on_limit(self, steps: list[Any]) -> None:
-        self._fewest = fewest = None if None in steps else min(steps)
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if the number of steps is equal.
-        self.params["steps"] = fewest
+        self.params["steps"] = fewest = None if None in steps else min(steps)
         equal = fewest is not None and len(set(steps)) == 1
         # An execution of several steps cannot end after some of them.
         self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
@@ -134,16 +132,16 @@ class EqualSteps(keras.callbacks.Callback):
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._done = self._steps = 0
-        self._is_open, self._has_trained, self._is_finished = True, False, False
+        self._has_trained = self._is_finished = False
+        *self._before, _ = self._session.steps_done
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._fewest is not None and batch >= self._fewest:
-            # Keras's loop over batches catches this error, and ends the epoch as if the data were
-            # exhausted.
+        fewest = self.params["steps"]
+        if fewest is not None and batch >= fewest:
+            # Keras's loop over batches catches this error, and ends the epoch.
             raise StopIteration
         self.is_over = False
-        self._before = self._session.steps_done if self._watches else (0, 0)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -152,9 +150,10 @@ class EqualSteps(keras.callbacks.Callback):
         self._has_trained = self._has_trained or not was_skipped
         if not self._watches or was_skipped:
             return
-        steps, complete = np.subtract(self._session.steps_done, self._before)
+        *done, absent = self._session.steps_done
+        (steps, complete), self._before = np.subtract(done, self._before), done
+        are_absent = absent > 0
         self._steps += int(steps)
-        are_absent = bool(self._session.absent_ranks)
         # If fewer steps than `steps_per_execution` ran, this rank's input ended within them.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
         # Callbacks do not count an update that was dropped on all ranks as a batch.
@@ -164,8 +163,7 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _finish(self, has_trained: bool) -> bool:
         """Ends the epoch on all ranks; returns whether callbacks count its last execution."""
-        # Callbacks may communicate at the end of a batch, so all ranks must agree first whether the
-        # execution counts.
+        # All ranks must agree first, because callbacks may communicate at the end of a batch.
         self._is_finished = True
         self._join_others()
         own = [has_trained, self._steps]
@@ -191,10 +189,10 @@ class EqualSteps(keras.callbacks.Callback):
                 "without batches. Provide data on every rank."
             )
         others_went_on = join_until_all_have_ended(hooks, self.model.run_eagerly)
-        were_absent = others_went_on or self._session.absent_ranks
+        *_, absent = self._session.steps_done
         for optimizer, one in zip(watched, of_each, strict=True):
             optimizer.exchange.absence.forget()
-            if were_absent and one.abandon_update is not None:
+            if (others_went_on or absent) and one.abandon_update is not None:
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
@@ -202,8 +200,7 @@ class EqualSteps(keras.callbacks.Callback):
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # Exclude the variables of optimizers, which dropped their updates: a difference there is an
-        # error, which `AgreedStop` raises.
+        # A difference in variables of optimizers is an error, which `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:
@@ -220,13 +217,12 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _end_steps(self) -> None:
         # Epochs with validation call this twice.
-        if not self._is_open:
+        if self._is_finished:
             return
-        self._is_open = False
+        self._is_finished = True
         if self._watches:
             # A resumed epoch may already be complete; then it is complete on all ranks.
-            has_begun = self._has_trained or not self._done or self._limit is None
-            if has_begun and not self._is_finished:
+            if self._has_trained or not self._done or self._limit is None:
                 self._finish(False)
         elif self._limit is not None and self._done < self._limit:
             raise RuntimeError(
@@ -240,13 +236,11 @@ class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
     In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank in their next collective. A stop is not deferred if ranks exchange in each
-    step and detect absent ranks, as they do if a callback may stop within an epoch.
+    wait for this rank, unless ranks exchange in each step and detect absent ranks.
 
-    Before the first epoch and after each epoch, ranks compare settings: learning rates, momentum,
-    weight decay, trainable variables and the epoch. Before each epoch, after the first step and at
-    the end of `fit` they compare values. A model's first `fit` instead starts with the values of
-    one rank.
+    Ranks compare settings before the first epoch and after each epoch, and values before each
+    epoch, after the first step and at the end of `fit`. A model's first `fit` instead starts with
+    the values of one rank.
     """
 
     def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
@@ -255,9 +249,9 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._has_begun = self._wants_to_stop = self._has_stepped = False
+        self._wants_to_stop = self._has_stepped = False
+        self._was_built: bool | None = None
         self._session = session.of(self.model)
-        # Defer a stop unless the other ranks detect absent ranks: they would wait for this rank.
         waits = self._session.is_in_step and self._session.watches_absence
         self._defers_stop = self._session.knows_lengths and not waits
 
@@ -286,10 +280,9 @@ class AgreedStop(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        begins, self._has_begun = not self._has_begun, True
+        begins = self._was_built is None
         if begins:
-            # A callback that restores only one rank, such as `BackupAndRestore`, changes that
-            # rank's first epoch.
+            # A callback that restores only one rank changes that rank's first epoch.
             settings = _settings(self.model, epoch)
             # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
@@ -328,7 +321,7 @@ class PlannerCallbacks(keras.callbacks.Callback):
     """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
     At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
-    planner, or a traced step may have revealed another optimizer.
+    planner.
     """
 
     def __init__(self) -> None:
@@ -361,23 +354,21 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Use names, because Keras numbers the objects of each process in paths of variables, so
-        # paths may differ between ranks.
+        # Paths contain numbers of Keras's objects, which may differ between ranks.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):
         for place, leaf in enumerate(leaves(optimizer.inner_optimizer)):
             which = f" of optimizer {number}" if number else ""
             which += f", part {place}" if place else ""
-            # With a loss scale, ranks that train local weights skip different steps, which also
-            # changes learning rates that depend on the step.
-            if optimizer.fit_hooks(model).is_in_step:
-                settings[f"learning rate{which}"] = float(leaf.learning_rate)
-            others = {
+            # With a loss scale, ranks that train local weights skip different steps.
+            is_in_step = optimizer.fit_hooks(model).is_in_step
+            values = {
+                "learning rate": leaf.learning_rate if is_in_step else None,
                 "momentum": getattr(leaf, "momentum", None),
                 "weight decay": leaf.weight_decay,
             }
-            for name, value in others.items():
+            for name, value in values.items():
                 settings[f"{name}{which}"] = None if value is None else float(value)
     return settings
 

@@ -4,13 +4,12 @@ A script that does not shard its data trains all ranks on the same samples witho
 comparison of a few samples of each rank detects that before the first step.
 
 Unchanged Keras scripts give every rank the same paths. If callbacks of several ranks write to the
-same path, only the lowest rank retains its callback, and `fit` broadcasts the state that
+same path, only the lowest rank retains its callback, and broadcasts the state that
 `BackupAndRestore` restores.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -47,70 +46,57 @@ _PATHS = {
 def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Logs the global batch size of a model's first `fit`, and warns if all ranks' data are equal.
 
-    All ranks call it together, with the arguments of `fit`.
+    All ranks call it together.
     """
     if session.of(model).has_begun:
         return
-    data = _Data()
+    batch_size = own = None
     try:
-        data.read(arguments)
+        batch_size, own = _read(arguments)
     except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
         log.debug("tfposeidon: the data of ranks are not compared: %s", error)
-    ranks = exchange_objects([data.batch_size, data.samples], runtime.wire(), "tp.given_data")
+    ranks = exchange_objects([batch_size, own], runtime.wire(), "tp.given_data")
     sizes = [size for size, _ in ranks]
     if None not in sizes and session.of(model).is_in_step:
         first = f"{len(sizes)} ranks x {sizes[0]}"
         terms = first if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-        calls = [one.gradient_accumulation_steps or 1 for one in session.of(model).optimizers]
-        if (steps := max(calls, default=1)) > 1:
+        steps = max(one.gradient_accumulation_steps or 1 for one in session.of(model).optimizers)
+        if steps > 1:
             terms = f"({terms}) x {steps} accumulated steps"
         total = sum(sizes) * steps
         runtime.log_once("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
-    if data.samples and all(samples == data.samples for _, samples in ranks):
+    if own and all(samples == own for _, samples in ranks):
         runtime.log_once(
             "tfposeidon: all ranks pass the same data to fit, by its length and some samples. Pass "
             "each rank its share: tp.shard(data)."
         )
 
 
-@dataclasses.dataclass
-class _Data:
-    """Properties of the data that a rank passes to `fit`; `None` where they are unknown.
+def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
+    """Returns the batch size, and the number of samples with checksums of some of them.
 
-    `samples` holds the number of samples and checksums of some of them. It is unknown for datasets
-    whose steps call Python.
+    Both are `None` where they are unknown, as the samples of datasets that call Python.
     """
-
-    batch_size: int | None = None
-    samples: list[Any] | None = None
-
-    def read(self, arguments: dict[str, Any]) -> None:
-        """Reads the batch size and some samples from the arguments of `fit`."""
-        x = arguments["x"]
-        if isinstance(x, tf.data.Dataset):
-            variant = tf.data.experimental.to_variant(x)
-            size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
-            self.batch_size = size if size > 0 else None
-            self.samples = _samples_of_dataset(x)
-        elif not isinstance(x, keras.utils.PyDataset):
-            self._read_arrays(arguments)
-        elif x.num_batches != 0:
-            leaves = _arrays(x[0])
-            self.batch_size = len(leaves[0]) if leaves else None
-            self.samples = [x.num_batches, *map(_checksum, leaves)]
-
-    def _read_arrays(self, arguments: dict[str, Any]) -> None:
-        leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
-        if not leaves or not leaves[0].shape[0]:
-            return
-        if arguments["batch_size"] or not arguments["steps_per_epoch"]:
-            self.batch_size = arguments["batch_size"] or 32
-        rows = leaves[0].shape[0]
-        self.samples = [rows] + [
-            _checksum(getattr(leaf, "iloc", leaf)[row])
-            for leaf in leaves
-            for row in (0, rows // 2, rows - 1)
-        ]
+    x = arguments["x"]
+    if isinstance(x, tf.data.Dataset):
+        variant = tf.data.experimental.to_variant(x)
+        size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
+        return size if size > 0 else None, _samples_of_dataset(x)
+    if isinstance(x, keras.utils.PyDataset):
+        leaves = _arrays(x[0]) if x.num_batches != 0 else []
+        return (
+            (len(leaves[0]), [x.num_batches, *map(_checksum, leaves)]) if leaves else (None, None)
+        )
+    leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
+    rows = leaves[0].shape[0] if leaves else 0
+    if not rows:
+        return None, None
+    default = None if arguments["steps_per_epoch"] else 32
+    return arguments["batch_size"] or default, [rows] + [
+        _checksum(getattr(leaf, "iloc", leaf)[row])
+        for leaf in leaves
+        for row in (0, rows // 2, rows - 1)
+    ]
 
 
 def _arrays(data: Any) -> list[Any]:
@@ -154,8 +140,8 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` that run on this rank; collective.
 
-    If callbacks of one class on several ranks share a path, only the lowest of these ranks retains
-    its callback. A shared `BackupAndRestore` resumes all ranks from the files of the lowest rank.
+    Callbacks of one class with one path run on the lowest rank only. A shared `BackupAndRestore`
+    resumes all ranks.
     """
     mine = [_written(callback) for callback in callbacks]
     ranks: dict[str | None, list[int]] = {}
@@ -172,15 +158,15 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     kept = []
     for callback, path in zip(callbacks, mine, strict=True):
         writer, *others = ranks.get(path, [runtime.rank()])
-        if others and isinstance(callback, keras.callbacks.BackupAndRestore):
-            kept.append(SharedBackup(callback, writer))
-        elif writer == runtime.rank():
+        if writer == runtime.rank():
             kept.append(callback)
+        if others and isinstance(callback, keras.callbacks.BackupAndRestore):
+            kept.append(ResumeTogether(writer))
     return kept
 
 
 def _written(callback: Any) -> str | None:
-    """Returns class and path of a Keras callback that writes files; `None` for other callbacks."""
+    """Returns class and path of a callback of Keras that writes files."""
     base = next((base for base in _PATHS if isinstance(callback, base)), None)
     if base is None:
         return None
@@ -192,44 +178,20 @@ def _written(callback: Any) -> str | None:
     return f"{base.__name__} {path if '://' in path else os.path.abspath(path)}"
 
 
-class SharedBackup(keras.callbacks.Callback):
-    """Keras callback that runs `BackupAndRestore` on one rank, and broadcasts restored values."""
+class ResumeTogether(keras.callbacks.Callback):
+    """Keras callback that resumes all ranks from the backup that one rank has restored."""
 
-    def __init__(self, backup: keras.callbacks.BackupAndRestore, writer: int) -> None:
+    def __init__(self, writer: int) -> None:
         super().__init__()
-        self._backup = backup if runtime.rank() == writer else keras.callbacks.Callback()
         self._writer = writer
 
     @override
-    def set_params(self, params: Any) -> None:
-        super().set_params(params)
-        self._backup.set_params(params)
-
-    @override
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        self._backup.set_model(model)
-
-    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._backup.on_train_begin(logs)
         own = session.of(self.model)
         epoch = exchange_objects(own.resumed_epoch, runtime.wire(), "tp.backup")[self._writer]
         if epoch is not None:
             entries.broadcast_state(self.model, runtime.wire(), self._writer, with_own_inner=True)
             own.resume_at(epoch, 0)
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._backup.on_train_batch_end(batch, logs)
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._backup.on_epoch_end(epoch, logs)
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._backup.on_train_end(logs)
 
 
 @functools.cache

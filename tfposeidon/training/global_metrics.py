@@ -294,9 +294,8 @@ def average_layer_state(model: keras.Model) -> None:
     wire = session.of(model).wire
     averaged = variables_of(model, Placement.AVERAGED)
     if averaged and wire.topology.size > 1:
-        # Do not average equal values, such as statistics of frozen layers: rounding might change
-        # them.
-        own = replicas.checksum(averaged, on_device=True)
+        # Do not average equal values, because rounding might change them.
+        own = replicas.checksum(averaged)
         if len(set(exchange_objects(own, wire, "tp.layer_state"))) > 1:
             replicas.average(averaged, wire)
 

@@ -1,19 +1,12 @@
-"""Defines hooks of an optimizer in `fit`, and train functions that replace a model's own.
-
-Think of hooks as Keras callbacks that belong to the optimizer. Keras calls `model.train_function`
-for each execution, so a replacement can drop batches or retrace.
-"""
+"""Defines hooks of an optimizer in `fit`: think of Keras callbacks that belong to the optimizer."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import keras
 
 from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.means import JoinHook
@@ -55,58 +48,3 @@ class FitHooks:
     wire: Callable[[], Wire] | None = None
     is_in_step: bool = True
     synchronizes_model: bool = True
-
-
-class SkipBatches:
-    """Train function that drops the first batches of an epoch instead of training on them.
-
-    Keras has no hook between reading a batch and training on it. After the last dropped batch, the
-    model's own train function is restored. `batches` must be a multiple of `steps_per_execution`.
-    """
-
-    def __init__(self, model: keras.Model, batches: int) -> None:
-        self.model = model
-        self.remaining = batches
-        self.train: Callable[[Any], Any] = model.train_function
-
-    def __call__(self, iterator: Any) -> Any:
-        """Drops the batches of one execution, or trains on them if no more must be dropped."""
-        if self.remaining <= 0:
-            self.model.train_function = self.train
-            return self.train(iterator)
-        steps = self.model.steps_per_execution
-        dropped = sum(1 for _ in itertools.islice(iterator, steps))
-        # The last execution of an epoch may be shorter.
-        self.remaining = self.remaining - steps if dropped == steps else 0
-        if not dropped:
-            raise StopIteration
-        if self.remaining <= 0:
-            # Metrics that are not built have no result.
-            with contextlib.suppress(ValueError):
-                # Return the metrics of the snapshot, which are final if no batches are left.
-                return self.model.get_metrics_result()
-        return {}
-
-
-class OutsideOfFit:
-    """Train function that retraces the step for batches outside of a `fit` with equal batches.
-
-    The next `fit` restores the model's own train function, which need not be traced again.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self.model = model
-        self.train: Callable[[Any], Any] = model.train_function
-
-    def __call__(self, iterator: Any) -> Any:
-        """Trains on the batches of one execution, of any number of rows; returns their logs."""
-        self.model.make_train_function(force=True)
-        return self.model.train_function(iterator)
-
-
-def retrace(model: keras.Model) -> None:
-    """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-    skipping = model.train_function if isinstance(model.train_function, SkipBatches) else None
-    model.make_train_function(force=True)
-    if skipping is not None:
-        skipping.train, model.train_function = model.train_function, skipping

@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -37,14 +37,12 @@ import tensorflow as tf
 
 from tfposeidon.communication import runtime
 from tfposeidon.training import entries, equal_steps, fit_arguments, global_metrics, session
-from tfposeidon.training.hooks import OutsideOfFit, SkipBatches
 
 log = logging.getLogger("tfposeidon")
 
 
-def patch_keras(optimizer_class: type) -> None:
+def patch_keras() -> None:
     """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
-    session.register_optimizer_class(optimizer_class)
     for name, replacement in (("make_train_function", _make_train_function), ("fit", _fit)):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
@@ -74,12 +72,10 @@ def _wrapped(original: Any, replacement: Any) -> Any:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not session.optimizers_of(self):
-            if replacement is not _fit:
-                return original(self, *args, **kwargs)
-            with session.refusing_hidden_optimizers(self):
-                return original(self, *args, **kwargs)
-        return replacement(original, signature.bind(self, *args, **kwargs))
+        if session.optimizers_of(self):
+            return replacement(original, signature.bind(self, *args, **kwargs))
+        with session.refusing_hidden_optimizers(self):
+            return original(self, *args, **kwargs)
 
     method._tfposeidon = True  # type: ignore[attr-defined]
     return method
@@ -89,56 +85,31 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
     _count_samples(model)
     own = session.of(model)
-    own.counts_steps = bool(_step_hooks(own)) and model.steps_per_execution != 1
+    own.counts_steps = bool(own.step_hooks) and model.steps_per_execution != 1
     # Restore the setting afterwards, because evaluation can use XLA. Override a user's setting as
     # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
     wanted = model.jit_compile
-    if wanted and not all(one.exchange.suits_xla for one in own.optimizers):
-        own.log_xla_is_off()
+    # XLA can compile the steps of a single rank if schemes have no state.
+    communicates = runtime.size() > 1 or any(one.policy.keeps_state for one in own.optimizers)
+    if wanted and communicates:
         model.jit_compile = False
+        if not own.has_logged_xla:
+            own.has_logged_xla = True
+            runtime.log_once(
+                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
+                "nor selection."
+            )
     try:
         made = original(*call.args, **call.kwargs)
     finally:
         model.jit_compile = wanted
-    _call_step_hooks(model)
+    own.wrap_train_function()
     return made
-
-
-def _step_hooks(own: session.Session) -> list[tuple[Callable[[], None], Callable[[int], None]]]:
-    """Returns `begin_step` and `end_step` of each optimizer that has them."""
-    hooks = [(one.begin_step, one.end_step) for one in own.hooks]
-    return [(begin, end) for begin, end in hooks if begin and end]
-
-
-def _call_step_hooks(model: keras.Model) -> None:
-    """Makes the train function call the hooks of the model's optimizers around each execution."""
-    own, train = session.of(model), model.train_function
-    # This list is complete, because an optimizer with step hooks is refused if it is found only in
-    # its first step.
-    hooks = _step_hooks(own)
-    is_other = isinstance(train, SkipBatches | OutsideOfFit)
-    if not hooks or is_other or getattr(train, "_tfposeidon", False):
-        return
-
-    @functools.wraps(train)
-    def train_function(iterator: Any) -> Any:
-        before = own.steps_executed if own.counts_steps else 0
-        for begin, _ in hooks:
-            begin()
-        logs = train(iterator)
-        steps = own.steps_executed - before if own.counts_steps else 1
-        for _, end in hooks:
-            end(steps)
-        return logs
-
-    train_function._tfposeidon = True  # type: ignore[attr-defined]
-    model.train_function = train_function
 
 
 def _count_samples(model: Any) -> None:
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # Clone a `tf.function`, because it caches its traces. The clone is traced again together with
-    # Keras's function around it.
+    # A `tf.function` caches its traces; a clone is traced with Keras's function around it.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
@@ -175,17 +146,12 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     if synchronizes:
         _synchronize_start(model, callbacks)
     fit_arguments.compare_data(model, call.arguments)
-    call.arguments["callbacks"] = equal_steps.with_equal_epochs(
-        fit_arguments.with_one_writer(callbacks),
-        hooks,
-        _rows_of_batches(call.arguments),
-        synchronizes,
-    )
+    writing, rows = fit_arguments.with_one_writer(callbacks), _rows_of_batches(call.arguments)
+    call.arguments["callbacks"] = equal_steps.with_equal_epochs(writing, hooks, rows, synchronizes)
     with own.agreed_weighting(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         for one in hooks:
             stack.enter_context(one.around(callbacks))
-        # Keras's warning about epochs that end early is wrong if another rank has fewer batches;
-        # `EqualSteps` logs the correct message.
+        # Keras's warning is wrong if another rank has fewer batches; see `EqualSteps`.
         warnings.filterwarnings("ignore", message="Your input ran out of data")
         return original(*call.args, **call.kwargs)
 
@@ -232,8 +198,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
         first = _first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
-            # Create the exchange's variables before the first trace: if it created them, TensorFlow
-            # would trace the step a second time.
+            # Create variables now: if a trace creates any, TensorFlow traces the step again.
             optimizer.fit_hooks(model).prepare(model.trainable_weights)
 
 

@@ -1,7 +1,7 @@
 """Provides the session of a model: its communicating optimizers and its training loop's state.
 
 Think of a session as a record attached to the model, which `fit`, callbacks and optimizers share.
-Communicating optimizers are found through the model's attributes, or in its first train step.
+Communicating optimizers are found through the model's attributes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,21 @@ import tensorflow as tf
 from tfposeidon import sample_counts
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire
-from tfposeidon.training.hooks import FitHooks, OutsideOfFit, SkipBatches, retrace
+from tfposeidon.training.hooks import FitHooks
 
-_distributed: tuple[type, ...] = ()
-"""Holds `CommunicatingOptimizer` once it is registered, because its module imports this one."""
-_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """All communicating optimizers of this process. If there are none, models are not searched."""
 _MOST_ITEMS = 100
 """Maximum number of items that are searched for optimizers in a model's list or dictionary."""
-_Weak = weakref.WeakValueDictionary[int, Any]
-_Join = Callable[[Any, list[Any]], None]
-_joined_by: contextvars.ContextVar[_Join | None] = contextvars.ContextVar("join", default=None)
-"""Function that receives each optimizer in the train step being traced, and its variables."""
-
-
-def register_optimizer_class(optimizer_class: type) -> None:
-    """Registers the base class of communicating optimizers, `CommunicatingOptimizer`."""
-    global _distributed
-    _distributed = (optimizer_class,)
+_Check = Callable[[Any, list[Any]], None]
+_checked_by: contextvars.ContextVar[_Check | None] = contextvars.ContextVar("check", default=None)
+"""Function that checks each optimizer that takes a step, and its variables."""
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Returns whether an optimizer communicates, as `DistributedOptimizer` does."""
-    return isinstance(optimizer, _distributed)
+    # Check the type first, because other objects may not be hashable.
+    return isinstance(optimizer, keras.optimizers.Optimizer) and optimizer in alive
 
 
 def without_loss_scale(optimizer: Any) -> Any:
@@ -51,19 +43,14 @@ def without_loss_scale(optimizer: Any) -> Any:
     return inner if is_distributed(inner) else optimizer
 
 
-def register_optimizer(optimizer: Any) -> None:
-    """Records that a communicating optimizer exists."""
-    _alive.add(optimizer)
-
-
-def register_in_step(optimizer: Any, variables: list[Any]) -> None:
-    """Registers an optimizer, or its loss scale, with the model whose step is being traced."""
-    if join := _joined_by.get():
-        join(optimizer, variables)
+def check_is_known(optimizer: Any, variables: list[Any]) -> None:
+    """Raises an error if a model that trains now does not hold this optimizer."""
+    if check := _checked_by.get():
+        check(optimizer, variables)
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Returns every communicating optimizer of a model, without loss scales around them."""
+    """Returns `held_by`, with loss scales around communicating optimizers removed."""
     return [without_loss_scale(one) for one in held_by(model)]
 
 
@@ -75,17 +62,15 @@ def held_by(model: Any) -> list[Any]:
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but no nested ones. Other optimizers are found in a train step. Optimizers of an
+    # dictionaries, but no nested ones. Other optimizers are refused in a step. Optimizers of an
     # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
-    if not _alive:
+    if not alive:
         return []
-    own = getattr(model, "_tfposeidon_session", None)
     layers = model._flatten_layers(include_self=False)
     holders = [model, *(layer for layer in layers if not getattr(layer, "compiled", False))]
     found = [
         getattr(model, "optimizer", None),
         *(value for holder in holders for value in _attributes(holder)),
-        *(own.applied.values() if own else ()),
     ]
     held: dict[int, Any] = {}
     for value in found:
@@ -101,7 +86,7 @@ def _attributes(holder: Any) -> list[Any]:
     # Iterate over a copy, because other threads may assign attributes meanwhile. Layers have dozens
     # of attributes and `fit` calls this often, so the loop allocates nothing per attribute.
     for value in list(vars(holder).values()):
-        if isinstance(value, (*_distributed, keras.optimizers.LossScaleOptimizer)):
+        if isinstance(value, keras.optimizers.Optimizer):
             found.append(value)
         elif isinstance(value, dict):
             found += itertools.islice(value.values(), _MOST_ITEMS)
@@ -111,31 +96,25 @@ def _attributes(holder: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def refusing_hidden_optimizers(model: Any) -> Iterator[None]:
-    """Refuses optimizers that only a train step of Keras's `fit` reveals: they need hooks."""
+def refusing_hidden_optimizers(model: Any, known: Sequence[Any] = ()) -> Iterator[None]:
+    """Refuses optimizers that only a train step reveals, because `fit` needs their hooks."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
-        # A callback may train another model meanwhile.
-        if not {id(v) for v in variables} & {id(v) for v in model.trainable_variables}:
+        # Within a `fit` of a model without such optimizers, a callback may train another model.
+        own = known or {id(v) for v in variables} & {id(v) for v in model.trainable_variables}
+        if not own or any(one is optimizer for one in known):
             return
-        name = without_loss_scale(optimizer).name
         raise ValueError(
-            "A communicating optimizer must be an attribute of its model, or an item of a list "
-            f"or dictionary attribute. Received: {name!r}, which trains {model.name!r} and was "
-            "found only in its first step. Assign it to an attribute of the model before fit."
+            "A communicating optimizer must be an attribute of its model, or an item of a list or "
+            f"dictionary attribute. Received: {optimizer.name!r}, which trains {model.name!r} and "
+            "was found only in its first step. Assign it to an attribute of the model before fit."
         )
 
-    with _joined(refuse) if _alive else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def _joined(join: _Join) -> Iterator[None]:
-    token = _joined_by.set(join)
+    token = _checked_by.set(refuse)
     try:
         yield
     finally:
-        _joined_by.reset(token)
+        _checked_by.reset(token)
 
 
 class Session:
@@ -143,52 +122,54 @@ class Session:
 
     Attributes:
       watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
-      watches_absence: True if steps detect ranks with exhausted input.
-      applied: Optimizers that were found in a train step, or the loss scales around them, by `id`.
       callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
+      has_logged_xla: True once a log line has announced that XLA is off.
       has_begun: True once a `fit` has started all ranks from equal values.
       counts_steps: True if the steps of an execution are counted.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
         steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
       only_reports: True in a `fit` that logs differences between ranks instead of raising an error.
+      batches_to_skip: Number of batches of a resumed epoch to drop, a multiple of
+        `steps_per_execution`.
+      was_skipped: True at the end of a batch that was dropped.
+      is_outside_of_fit: True if the step was traced for the equal batches of the last `fit`.
       shuffles: True in a `fit` that shuffles samples itself.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        # Use a weak reference, because the model holds its session: a cycle would keep both until
-        # garbage collection.
+        # Use a weak reference, because the model holds its session.
         self._reference = weakref.ref(model)
         self._weights_equally = False
         # Place the counter on the CPU, because Python reads it after each execution.
         with tf.init_scope(), tf.device("/CPU:0"):
             self._step_counter = tf.Variable(tf.zeros([], tf.int64), trainable=False, name="steps")
         self.watched: list[Any] = []
-        self.watches_absence = False
-        self.applied, self.callbacks_with_state = _Weak(), _Weak()
-        self._has_logged_xla = False
-        self.has_scheme_changes = False
-        self.has_begun = False
-        self.counts_steps = False
+        self.callbacks_with_state = weakref.WeakValueDictionary[int, Any]()
+        self.has_logged_xla = self.has_scheme_changes = self.has_begun = self.counts_steps = False
+        self.knows_position = self.only_reports = self.shuffles = False
+        self.was_skipped = self.is_outside_of_fit = False
         self.knows_lengths = True
-        self.knows_position = False
-        self.only_reports = False
-        self.shuffles = False
+        self.batches_to_skip = 0
 
     @property
-    def _model(self) -> Any:
+    def model(self) -> Any:
         return self._reference()
 
     @property
     def optimizers(self) -> list[Any]:
-        """Communicating optimizers of the model; see `optimizers_of`."""
-        return optimizers_of(self._model)
+        return optimizers_of(self.model)
 
     @property
     def hooks(self) -> list[FitHooks]:
-        """Hooks of each of the model's optimizers."""
-        return [optimizer.fit_hooks(self._model) for optimizer in self.optimizers]
+        return [optimizer.fit_hooks(self.model) for optimizer in self.optimizers]
+
+    @property
+    def step_hooks(self) -> list[tuple[Callable[[], None], Callable[[int], None]]]:
+        """`begin_step` and `end_step` of each optimizer that has them."""
+        hooks = [(one.begin_step, one.end_step) for one in self.hooks]
+        return [(begin, end) for begin, end in hooks if begin and end]
 
     @property
     def is_in_step(self) -> bool:
@@ -214,16 +195,7 @@ class Session:
         # per execution. The optimizers are arguments, because searching all layers takes too long
         # for each batch.
         accumulated = [one.gradient_accumulation_steps or 1 for one in optimizers]
-        return max([*accumulated, self._model.steps_per_execution])
-
-    def log_xla_is_off(self) -> None:
-        """Logs once that XLA is off for the model's steps."""
-        if not self._has_logged_xla:
-            self._has_logged_xla = True
-            runtime.log_once(
-                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
-                "nor selection."
-            )
+        return max([*accumulated, self.model.steps_per_execution])
 
     # ------------------------------------------------------------------ schemes and resuming
 
@@ -231,49 +203,50 @@ class Session:
         """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
         self.reset_initial_epoch()
         self.only_reports = False
-        self._stop_skipping()
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
         found = {id(one): one for one in callbacks if callable(getattr(one, "state", None))}
-        self.callbacks_with_state = _Weak(found)
-
-    def _stop_skipping(self) -> None:
-        left = self._model.train_function
-        if isinstance(left, SkipBatches):
-            self._model.train_function = left.train
+        self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
     def resume_at(self, epoch: int, batches: int) -> None:
         """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
-        # Keras's `fit` reads this attribute after `on_train_begin`, because `BackupAndRestore` may
-        # have set it.
-        self._model._initial_epoch = epoch
+        # Keras's `fit` reads this attribute after `on_train_begin`, for `BackupAndRestore`.
+        self.model._initial_epoch = epoch
+        self.batches_to_skip = batches
         if batches:
-            self._model.train_function = SkipBatches(self._model, batches)
+            self.wrap_train_function()
 
     def reset_initial_epoch(self) -> None:
-        """Makes `fit` start at its own `initial_epoch`."""
-        self._model._initial_epoch = None
+        self.model._initial_epoch = None
+        self.batches_to_skip, self.was_skipped = 0, False
 
     @property
     def resumed_epoch(self) -> int | None:
         """Index of the epoch from which this `fit` resumes, or `None`."""
-        return getattr(self._model, "_initial_epoch", None)
+        return getattr(self.model, "_initial_epoch", None)
 
     @property
     def is_resumed(self) -> bool:
-        """True if this `fit` resumes an earlier one."""
         return self.resumed_epoch is not None
 
     @property
     def is_skipping(self) -> bool:
         """True if the next batch is dropped, at the start of a resumed epoch."""
-        train_function = self._model.train_function
-        return isinstance(train_function, SkipBatches) and train_function.remaining > 0
+        return self.batches_to_skip > 0
 
-    @property
-    def was_skipped(self) -> bool:
-        """True at the end of a batch that was dropped."""
-        # The first batch that is not dropped restores the model's own function.
-        return isinstance(self._model.train_function, SkipBatches)
+    def skip(self, iterator: Any) -> Any:
+        """Drops the batches of one execution; returns the logs of the last one."""
+        steps = self.model.steps_per_execution
+        dropped = sum(1 for _ in itertools.islice(iterator, steps))
+        # The last execution of an epoch may be shorter.
+        self.batches_to_skip = self.batches_to_skip - steps if dropped == steps else 0
+        if not dropped:
+            raise StopIteration
+        if not self.is_skipping:
+            # Metrics that are not built have no result.
+            with contextlib.suppress(ValueError):
+                # Return the metrics of the snapshot, which are final if no batches are left.
+                return self.model.get_metrics_result()
+        return {}
 
     def flush(self) -> None:
         """Makes later steps send all residuals."""
@@ -282,10 +255,7 @@ class Session:
 
     @property
     def has_flushed(self) -> bool:
-        """True if, since `flush`, steps that were not skipped have sent all residuals.
-
-        The value is the same on all ranks.
-        """
+        """True if all residuals have been sent since `flush`; the same on all ranks."""
         return all(optimizer.exchange.has_flushed for optimizer in self.optimizers)
 
     def forget_steps(self) -> None:
@@ -301,7 +271,14 @@ class Session:
 
     def retrace(self) -> None:
         """Rebuilds the train function; batches that remain to be dropped are still dropped."""
-        retrace(self._model)
+        self.model.make_train_function(force=True)
+        self.wrap_train_function()
+
+    def wrap_train_function(self) -> None:
+        """Makes the model's train function a `TrainFunction`, if it is not yet."""
+        if not isinstance(self.model.train_function, TrainFunction):
+            self.is_outside_of_fit = False
+            self.model.train_function = TrainFunction(self)
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -329,62 +306,50 @@ class Session:
             if self.watches_absence or self.counts_steps:
                 # This op is part of the traced step, so that it counts each step of an execution.
                 self._step_counter.assign_add(1)
-
-            def join(held: Any, variables: list[Any]) -> None:
-                optimizer = without_loss_scale(held)
-                if any(one is optimizer for one in optimizers):
-                    return
-                _check_is_in_step(optimizer, self._model)
-                optimizers.append(optimizer)
-                self.applied[id(held)] = held
-                optimizer.exchange.absence.watch(self.watches_absence)
-                optimizer.exchange.batch.are_equal = self._weights_equally
-                if self.watches_absence:
-                    self.watched.append(optimizer)
-                stack.enter_context(optimizer.exchange.batch.counting(data))
-
             for optimizer in optimizers:
                 stack.enter_context(optimizer.exchange.batch.counting(data))
-            stack.enter_context(_joined(join))
+            stack.enter_context(refusing_hidden_optimizers(self.model, optimizers))
             yield
         # The step has built the optimizers by now.
-        _check_variables_are_apart(self._model, optimizers)
+        _check_variables_are_apart(self.model, optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
         """Makes steps detect ranks with exhausted input; returns whether to retrace."""
-        # All ranks must pass the same value, because all drop the updates of a step in which a rank
-        # is absent. Cache the list, because searching for optimizers takes longer than a small
-        # step.
-        self.watched = self.optimizers if wanted else []
+        # All ranks must pass the same value. Searching for optimizers takes longer than a step.
+        before, optimizers = self.watches_absence, self.optimizers
+        self.watched = optimizers if wanted else []
         # Set all optimizers, because one may have trained another model since this one was traced.
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             optimizer.exchange.absence.watch(wanted)
-        before, self.watches_absence = self.watches_absence, wanted
         return before != wanted
+
+    @property
+    def watches_absence(self) -> bool:
+        """True if steps detect ranks with exhausted input."""
+        return bool(self.watched)
 
     def weight_equally(self, wanted: bool) -> bool:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
         # Optimizers that exchange gradients in each step need not count samples then.
-        in_step = [one for one in self.optimizers if one.fit_hooks(self._model).is_in_step]
+        in_step = [one for one in self.optimizers if one.fit_hooks(self.model).is_in_step]
         batches = [optimizer.exchange.batch for optimizer in in_step]
         for batch in batches:
             batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
+        # A nested function keeps its trace, which a later trace of the train step cannot call.
         return before != wanted and any(one.was_known or not one.is_nested for one in batches)
 
     @contextlib.contextmanager
     def agreed_weighting(self) -> Iterator[None]:
         """Applies the agreed weighting during `fit`; batches outside of it may have other sizes."""
-        left = self._model.train_function
-        if isinstance(left, OutsideOfFit):
-            self._model.train_function = left.train
+        if self.is_outside_of_fit:
+            self.is_outside_of_fit = False
             self.weight_equally(True)
         try:
             yield
         finally:
-            self._stop_skipping()
-            if self.weight_equally(False):
-                self._model.train_function = OutsideOfFit(self._model)
+            self.batches_to_skip = 0
+            self.is_outside_of_fit = self.weight_equally(False)
 
     @property
     def steps_executed(self) -> int:
@@ -392,30 +357,42 @@ class Session:
         return int(self._step_counter.numpy())
 
     @property
-    def steps_done(self) -> tuple[int, int]:
-        """Numbers of train steps, and of exchanges in which every rank had a batch.
-
-        Both are counted while `watches_absence` is true.
-        """
-        return self.steps_executed, sum(
-            optimizer.exchange.absence.complete for optimizer in self.watched
-        )
-
-    @property
-    def absent_ranks(self) -> int:
-        """Maximum number of ranks without a batch in a step of this epoch."""
-        return max(optimizer.exchange.absence.ranks for optimizer in self.watched)
+    def steps_done(self) -> tuple[int, int, int]:
+        """Numbers of train steps, of complete exchanges, and of absent ranks in this epoch."""
+        counts = [optimizer.exchange.absence.counts for optimizer in self.watched]
+        complete = sum(complete for _, complete in counts)
+        return self.steps_executed, complete, max((absent for absent, _ in counts), default=0)
 
 
-def _check_is_in_step(optimizer: Any, model: Any) -> None:
-    """Refuses an optimizer of local weights that is found only in its first step."""
-    if not optimizer.fit_hooks(model).is_in_step:
-        raise ValueError(
-            "An optimizer that trains local weights must be an attribute of its model, or an "
-            f"item of a list or dictionary attribute. Received: {optimizer.name!r}, which was "
-            f"found only in its first step of {model.name!r}. Assign it to an attribute of the "
-            "model before fit."
-        )
+class TrainFunction:
+    """Train function that calls the hooks of a model's optimizers around each execution.
+
+    Keras has no hook between reading a batch and training on it, so this function also drops the
+    batches that precede a resumed step, and retraces the step for batches outside of a `fit` with
+    equal batches. The next such `fit` need not retrace it if no batch was between them.
+    """
+
+    def __init__(self, own: Session) -> None:
+        # This list is complete, because optimizers that are found only in a step are refused.
+        self._session, self._hooks = own, own.step_hooks
+        self._train: Callable[[Any], Any] = own.model.train_function
+
+    def __call__(self, iterator: Any) -> Any:
+        own = self._session
+        if own.is_outside_of_fit:
+            own.model.make_train_function(force=True)
+            return own.model.train_function(iterator)
+        own.was_skipped = own.is_skipping
+        if own.was_skipped:
+            return own.skip(iterator)
+        before = own.steps_executed if own.counts_steps else 0
+        for begin, _ in self._hooks:
+            begin()
+        logs = self._train(iterator)
+        steps = own.steps_executed - before if own.counts_steps else 1
+        for _, end in self._hooks:
+            end(steps)
+        return logs
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
