@@ -110,16 +110,16 @@ def test_memory_of_an_exchange(wire):
         peaks.append(_peak_of(exchange))
 
     if is_server():
-        own = server.ServedCenter.swap
+        own = server.Served.swap
 
         def swap(center, pair):
             peaks.append(_peak_of(lambda: own(center, pair)))
 
-        server.ServedCenter.swap = swap
+        server.Served.swap = swap
         try:
             optimizer.run(train)
         finally:
-            server.ServedCenter.swap = own
+            server.Served.swap = own
     else:
         optimizer.run(train)
     # The largest is that of the first exchange: later ones take what the allocator has kept.
@@ -482,7 +482,9 @@ def test_refusals(wire):
         other = tp.ElasticAveraging(sgd(), sync_every=1 + tp.rank())
         other.build([variable])
         other.run(lambda: None)
-    with Raises(RuntimeError, "All ranks must train the same number of models"):
+    with Raises(
+        RuntimeError, "train the same models for the same epochs. Received: number of models"
+    ):
         optimizer.run(lambda: None, models=[] if is_server() else [models.mlp()])
     with Raises(ValueError, "must be built before fit"):
         model = keras.Sequential([keras.layers.Dense(models.CLASSES)])

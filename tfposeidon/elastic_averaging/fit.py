@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,6 +17,8 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.elastic_averaging import job
+from tfposeidon.elastic_averaging.calls import Request
+from tfposeidon.elastic_averaging.server import Server
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import SAVING
 
@@ -59,8 +60,7 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     # `worker` is last, so that it starts after the server's callbacks have restored a run.
     end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
     callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]
-    arguments["callbacks"] = [end, *callbacks, worker]
-    arguments["validation_data"] = None
+    arguments |= {"callbacks": [end, *callbacks, worker], "validation_data": None}
     try:
         return original(*call.args, **call.kwargs)
     finally:
@@ -107,8 +107,7 @@ class _Worker(keras.callbacks.Callback):
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        if self.link.stops:
-            self.model.stop_training = True
+        self.model.stop_training |= self.link.request >= Request.STOP
 
     def end(self) -> None:
         """Waits for the other workers, and takes the final global weights."""
@@ -137,39 +136,37 @@ def _run_server(arguments: dict[str, Any]) -> Any:
     callbacks.on_train_begin()
     # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
     optimizers, epoch = job.begin_fit(arguments)
-    own = _Serving(arguments, callbacks, optimizers)
     savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
-    without = outcome_without_snapshot(callbacks.callbacks)
-    with job.saved_at_failure(own.server, own.show, savers, without):
+    without = (
+        "global weights that no callback saved at the end of an epoch are lost, because fit "
+        "received no keras_callbacks.Checkpoint"
+    )
+    with job.serving(optimizers, savers, without) as server:
+        own = _Serving(arguments, callbacks, optimizers, server)
         # Begin with the same epoch as Keras on workers.
         logs = own.end_epochs(epoch or arguments["initial_epoch"])
-        own.show()
-        # Call this before the release of workers, because callbacks may change the weights.
+        job.show_centers(server, optimizers)
+        # Call this before workers are released, because callbacks may change the weights.
         callbacks.on_train_end(logs)
-        job.release_workers(own.server, optimizers)
     session.of(model).reset_initial_epoch()
     return model.history
 
 
 class _Serving:
-    """Server's side of one `fit`; construction starts the server."""
+    """Server's side of one `fit`: it ends epochs, and calls the callbacks."""
 
-    def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any], server: Server
+    ) -> None:
         self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
-        self._model = arguments["self"]
-        callbacks.callbacks = _with_announced_metrics(callbacks.callbacks, self._metric_names)
-        self.server = job.start_server(optimizers)
-
-    def show(self) -> None:
-        """Assigns the global weights to the server's model."""
-        job.show_centers(self.server, self._optimizers)
+        self._model, self._server = arguments["self"], server
 
     def end_epochs(self, next_epoch: int) -> dict[str, Any]:
         """Ends each epoch after the workers have ended it; returns the logs of the last epoch."""
         logs: dict[str, Any] = {}
         first = next_epoch
         self._begin_epoch(first)
-        for number in self.server.epochs():
+        for number in self._server.epochs():
             if not self._model.stop_training:
                 epoch = first + number
                 if epoch > next_epoch:
@@ -182,10 +179,12 @@ class _Serving:
                         epoch + 1,
                     )
                     self._begin_epoch(epoch)
-                logs = self._end_epoch(epoch, range(next_epoch, epoch + 1))
+                ended = range(next_epoch, epoch + 1)
+                # Validate in the first epoch, because `CSVLogger` takes its columns from its logs.
+                logs = self._end_epoch(epoch, next_epoch == first or self._validates(ended))
                 next_epoch = epoch + 1
             if self._model.stop_training:
-                self.server.stops = True
+                self._server.request = Request.STOP
             else:
                 self._begin_epoch(next_epoch)
         return logs
@@ -194,15 +193,17 @@ class _Serving:
         if epoch < self._arguments["epochs"]:
             self._callbacks.on_epoch_begin(epoch)
 
-    def _end_epoch(self, epoch: int, ended: range) -> dict[str, Any]:
-        self.show()
-        exchanges = sum(worker.exchanges for worker in self.server.progress.values())
-        logs: dict[str, Any] = {"exchanges": float(exchanges)}
+    def _validates(self, ended: range) -> bool:
         every = self._arguments["validation_freq"]
-        # As in Keras, any value is valid without validation data.
-        if self._arguments["validation_data"] is not None and any(
+        return any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
-        ):
+        )
+
+    def _end_epoch(self, epoch: int, validates: bool) -> dict[str, Any]:
+        job.show_centers(self._server, self._optimizers)
+        exchanges = sum(worker.exchanges for worker in self._server.progress.values())
+        logs: dict[str, Any] = {"exchanges": float(exchanges)}
+        if validates and self._arguments["validation_data"] is not None:
             logs |= self._evaluate()
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
@@ -221,15 +222,6 @@ class _Serving:
             return_dict=True,
         )
         return {f"val_{name}": value for name, value in found.items()}
-
-    def _metric_names(self) -> list[str]:
-        if self._arguments["validation_data"] is None:
-            return []
-        try:
-            return [f"val_{name}" for name in self._model.get_metrics_result()]
-        except ValueError:
-            # The names of metrics are unknown until data have built the metrics.
-            return list(self._evaluate())
 
 
 # ------------------------------------------------------------------ callbacks
@@ -265,31 +257,3 @@ def check_callback(callback: Any) -> None:
                 f"the server, which takes no steps. Received: {name}({argument}={value!r}). Use "
                 f"{argument}={instead}."
             )
-
-
-def _with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
-    """Inserts a callback before each `CSVLogger` that adds columns for metrics of later epochs."""
-    found: list[Any] = []
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CSVLogger):
-
-            def announce(epoch: int, logs: Any, logger: Any = callback) -> None:
-                # The logger takes its columns from the logs of the first epoch, and would derive
-                # the names of validation metrics from the names of training metrics.
-                if logger.keys is None:
-                    logger.keys = sorted({*logs, *names()})
-
-            found.append(keras.callbacks.LambdaCallback(on_epoch_end=announce))
-        found.append(callback)
-    return found
-
-
-def outcome_without_snapshot(callbacks: list[Any]) -> str:
-    """Describes which global weights remain after a failure without a snapshot, for the log."""
-    saved = next((type(c).__name__ for c in callbacks if isinstance(c, SAVING)), None)
-    remains = (
-        f"only the global weights that {saved} saved at the end of an epoch remain"
-        if saved
-        else "the global weights are lost"
-    )
-    return f"{remains}, because fit received no keras_callbacks.Checkpoint"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -281,7 +282,10 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "trained models to run, run(train, models=[...]), and compile them again after a "
                 "fit."
             )
-        return link.swap(self._number, values)
+        begin_s = time.perf_counter()
+        difference = link.swap(self._number, values)
+        self._waited_s += time.perf_counter() - begin_s
+        return difference
 
     def _link(self) -> Worker:
         if self._worker is None:
@@ -344,14 +348,14 @@ class ElasticAveraging(CommunicatingOptimizer):
             lambda: [v for model in models for v in entries.variables_of(model, Placement.AVERAGED)]
         )
         job.check_roles()
-        job.begin_loop(optimizers, models)
+        job.begin(optimizers, models, {})
         job.run(optimizers, train, on_failure)
 
     @property
     @override
     def exposed_s(self) -> float:
         """Seconds that this worker's exchanges have taken so far."""
-        return self._waited_s + (0.0 if self._worker is None else self._worker.waited_s)
+        return self._waited_s
 
     @property
     @override
@@ -427,7 +431,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     def detach(self) -> None:
         """Stops steps from exchanging weights with the server."""
-        self._waited_s, self._worker = self.exposed_s, None
+        self._worker = None
 
 
 def _pair_of_plan() -> Wire:
