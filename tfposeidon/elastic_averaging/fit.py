@@ -180,8 +180,7 @@ class _Serving:
                     )
                     self._begin_epoch(epoch)
                 ended = range(next_epoch, epoch + 1)
-                # Validate in the first epoch, because `CSVLogger` takes its columns from its logs.
-                logs = self._end_epoch(epoch, next_epoch == first or self._validates(ended))
+                logs = self._end_epoch(epoch, self._validates(ended, is_first=next_epoch == first))
                 next_epoch = epoch + 1
             if self._model.stop_training:
                 self._server.request = Request.STOP
@@ -193,9 +192,13 @@ class _Serving:
         if epoch < self._arguments["epochs"]:
             self._callbacks.on_epoch_begin(epoch)
 
-    def _validates(self, ended: range) -> bool:
+    def _validates(self, ended: range, is_first: bool) -> bool:
         every = self._arguments["validation_freq"]
-        return any(
+        # As in Keras, any value is valid without validation data.
+        if self._arguments["validation_data"] is None:
+            return False
+        # Validate in the first epoch, because `CSVLogger` takes its columns from its logs.
+        return is_first or any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
         )
 
@@ -203,7 +206,7 @@ class _Serving:
         job.show_centers(self._server, self._optimizers)
         exchanges = sum(worker.exchanges for worker in self._server.progress.values())
         logs: dict[str, Any] = {"exchanges": float(exchanges)}
-        if validates and self._arguments["validation_data"] is not None:
+        if validates:
             logs |= self._evaluate()
         self._callbacks.on_epoch_end(epoch, logs)
         return logs

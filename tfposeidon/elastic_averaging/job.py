@@ -31,7 +31,6 @@ log = logging.getLogger("tfposeidon")
 
 
 def check_roles() -> None:
-    """Refuses jobs without a server, or without a worker."""
     if runtime.size() == 1:
         raise ValueError(
             "ElasticAveraging requires a server and at least one worker. Received: 1 rank. Start "
@@ -246,13 +245,11 @@ def state_of(inner_optimizer: Any) -> OptimizerState:
 
 
 def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
-    """Assigns the state that `state_of` returned for an equal optimizer."""
     assign_parts(sent_variables(inner_optimizer), given.values)
     step_counter(inner_optimizer).assign(given.steps)
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns a vector that `pack` returned for equal variables."""
     for variable, part in zip(variables, unpack(vector, variables), strict=True):
         variable.assign(part)
 
