@@ -16,7 +16,14 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, zeros
+from tfposeidon.communication.wire import (
+    Wire,
+    Zeros,
+    exchange_objects,
+    pack,
+    summed_dtype,
+    zeros,
+)
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
@@ -174,12 +181,14 @@ class Shards:
                 # no part of a bucket, and the other ranks would wait for it.
                 self._sinks[dtype].assign(tf.reduce_sum(mean))
                 found[member] = zeros([1], self._zeros[dtype])
-        is_value = [is_overwritten(variable) for variable in self._variables]
-        gradients = [None if value else mean for mean, value in zip(found, is_value, strict=True)]
+        gradients = {
+            member: mean
+            for member, (mean, variable) in enumerate(zip(found, self._variables, strict=True))
+            if mean is not None and not is_overwritten(variable)
+        }
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.norms"
         clipped = clip_by_whole_norms(gradients, sharded, self._updater, wire, name)
-        rows = zip(found, is_value, clipped, strict=True)
-        return [mean if value else gradient for mean, value, gradient in rows]
+        return [clipped.get(member, mean) for member, mean in enumerate(found)]
 
     def apply(self, means: Means) -> None:
         """Applies the inner optimizer to shards and whole variables, and gathers the new values."""
@@ -278,10 +287,8 @@ class Shards:
             if whole is None:
                 # A broadcast ignores the values of the other ranks, which supply the shape.
                 whole = np.zeros(self._variables[state.member].shape)
-            dtype = tf.float32 if state.variable.dtype == "bfloat16" else state.variable.dtype
-            flat = wire.broadcast(
-                tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}"
-            )
+            own = pack([whole], summed_dtype([state.variable]))
+            flat = wire.broadcast(own, rank, f"tp.scatter_state_{number}")
             begin, end = self.parts[state.member]
             if begin < end:
                 state.variable.assign(flat[begin:end])
@@ -290,17 +297,13 @@ class Shards:
     def _gather(self, state: _ShardState, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self.parts[state.member]
-        # Leave out the single zero of a rank that owns no part.
-        own = tf.convert_to_tensor(state.variable)[: end - begin]
-        # Horovod does not support bfloat16; float32 represents all of its values.
-        own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
+        # Horovod does not support bfloat16. Leave out the single zero of a rank without a part.
+        own = pack([state.variable], summed_dtype([state.variable]))[: end - begin]
         joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
-        whole, start = np.empty(joined.size, joined.dtype), 0
-        for rank in range(topology.size):
-            begin, end = self._parts_of(rank)[state.member]
-            whole[begin:end] = joined[start : start + end - begin]
-            start += end - begin
-        return whole.reshape(self._variables[state.member].shape)
+        parts = [self._parts_of(rank)[state.member] for rank in range(topology.size)]
+        pieces = np.split(joined, np.cumsum([end - begin for begin, end in parts])[:-1])
+        in_order = [pieces[rank] for rank in sorted(range(topology.size), key=parts.__getitem__)]
+        return np.concatenate(in_order).reshape(self._variables[state.member].shape)
 
     def _save(self, store: Any) -> None:
         if self._exchanger.wire.topology.size == 1:
