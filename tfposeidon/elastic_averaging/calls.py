@@ -12,6 +12,7 @@ TensorFlow may have only one, which training steps occupy.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
@@ -26,7 +27,7 @@ _KINDS = 16
 # The server adds a request times this value to a call. It is larger than any encoded call.
 _REQUESTS = 2**32
 # A worker calls at least this often. The stall limit may require a shorter time.
-_MAX_SILENCE_S = 15.0
+_MAX_SILENCE_S = 7.5
 # A worker that waits for its release calls the server at this interval.
 _QUERY_INTERVAL_S = 0.1
 
@@ -108,38 +109,30 @@ class Worker:
     """Worker's side of a pair: it exchanges values, and calls in between to prevent a stall.
 
     Horovod ends a job in which a rank is late by `stall_limit_s` seconds; 0 disables the limit.
-    `request` is the server's newest request.
     """
 
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
         # Horovod checks for stalls at intervals of a quarter of the limit.
-        self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 8 or _MAX_SILENCE_S)
+        self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 16 or _MAX_SILENCE_S)
         # A thread holds the lock during a call and the transfer of the data that follow.
         self._lock = threading.RLock()
-        self._last_call_s = time.monotonic()
         self._quits = threading.Event()
         self.request = Request.TRAIN
         # Use a daemon thread, because a failing script must not wait for it.
         threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
 
     def _keep_alive(self) -> None:
-        while not self._quits.wait(self._silence_s / 2):
-            with self._lock:
-                if self._quits.is_set():
-                    return
-                if time.monotonic() - self._last_call_s < self._silence_s / 2:
-                    continue
-                try:
-                    self._call(Call.ALIVE)
-                except tf.errors.OpError:
-                    # The job is ending, and the next exchange raises the reason.
-                    return
+        # If the job is ending, the next exchange raises the reason.
+        with contextlib.suppress(tf.errors.OpError):
+            while not self._quits.wait(self._silence_s):
+                with self._lock:
+                    if not self._quits.is_set():
+                        self._call(Call.ALIVE)
 
     def _call(self, call: Call, center: int = 0) -> None:
         with self._lock:
             self.request = make_call(self._wire, call, center)
-            self._last_call_s = time.monotonic()
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
         """Exchanges finite float32 values with a center; returns `values - center`."""
@@ -153,7 +146,6 @@ class Worker:
             send_state(self._wire, state)
 
     def take(self, center: int) -> tuple[tf.Tensor, OptimizerState]:
-        """Returns a center's values, a float32 vector, and the server's optimizer state."""
         with self._lock:
             self._call(Call.TAKE, center)
             values = receive(self._wire, "tp.center", tf.float32)
@@ -170,7 +162,6 @@ class Worker:
             self._call(Call.ALIVE)
 
     def leave(self) -> None:
-        """Calls the server for the last time."""
         self.stop_calling()
         self._call(Call.LEAVE)
 

@@ -248,12 +248,7 @@ class SlowMomentum(Outer):
 FEWEST_WITH_MOMENTUM = 8
 """Steps per synchronization below which inner and outer momentum together are harmful."""
 
-NAMES = {
-    "average": Average,
-    "elastic": Elastic,
-    "outer": Outer,
-    "slow_momentum": SlowMomentum,
-}
+NAMES = {"average": Average, "elastic": Elastic, "outer": Outer, "slow_momentum": SlowMomentum}
 """Outer optimizers by the names that `LocalUpdates` accepts."""
 
 

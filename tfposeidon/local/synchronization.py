@@ -73,8 +73,7 @@ class Synchronization:
             # A `Contribution` in variables, which checkpoints include, so that a resumed run can
             # repeat the exchange.
             self._sent = [tf.Variable(value, trainable=False, name="sent") for value in (0.0, True)]
-        self._steps = 0
-        self._have_agreed = self._is_pending = False
+        self._steps, self._is_pending = 0, False
         self._pending: Future[ExchangeResult] | None = None
         self._graphs: dict[str, Any] = {}
         self._traced_for: tuple[Exchanger, int] | None = None
@@ -84,7 +83,7 @@ class Synchronization:
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self) -> None:
-        """Creates missing variables."""
+        """Creates the variables of statistics, and of an exchange in the background."""
         self.weights.add(self._statistics())
         if self._schedule.overlap_steps:
             with tf.init_scope():
@@ -111,11 +110,9 @@ class Synchronization:
 
     def end_step(self, steps: int = 1) -> None:
         """Counts executed steps, and synchronizes when the schedule requires it."""
-        if not self._have_agreed:
-            # Ranks agree on the exchange in the optimizer's first step.
-            self._have_agreed = self.exchanger.prefix is not None
-            if not self._have_agreed:
-                return
+        # Ranks agree on the exchange in the optimizer's first step.
+        if not self._exchange.exchangers:
+            return
         self._steps += steps
         if self._is_pending:
             future = self._pending_exchange()
@@ -169,9 +166,7 @@ class Synchronization:
     # ------------------------------------------------------------------ one synchronization
 
     def _synchronize(self, has_data: bool) -> int:
-        begin = time.perf_counter()
-        absent = self._report(self._graph("synchronize" if has_data else "join")())
-        self.exposed_s += time.perf_counter() - begin
+        absent = self._run("synchronize" if has_data else "join")
         self._end_contribution()
         return absent
 
@@ -204,9 +199,7 @@ class Synchronization:
             return
         future = self._pending_exchange()
         self._is_pending, self._pending = False, None
-        begin = time.perf_counter()
-        self._report(self._graph("finish")(future.result()))
-        self.exposed_s += time.perf_counter() - begin
+        self._run("finish", future)
 
     def discard(self, timeout_s: float | None = None) -> None:
         """Discards the pending exchange after it has completed or the timeout has expired."""
@@ -217,9 +210,12 @@ class Synchronization:
                 # Raise the error of a failed exchange.
                 future.result()
 
-    def _report(self, applied: tuple[tf.Tensor, tf.Tensor, tf.Tensor]) -> int:
-        """Records and returns the number of absent ranks, and logs non-finite values."""
+    def _run(self, graph: str, *pending: Future[ExchangeResult]) -> int:
+        """Runs a graph that updates weights; returns the number of absent ranks."""
+        begin = time.perf_counter()
+        applied = self._graph(graph)(*(future.result() for future in pending))
         absent, finite_weights, finite_statistics = (value.numpy() for value in applied)
+        self.exposed_s += time.perf_counter() - begin
         self._exchange.absence.note(int(absent))
         if not finite_weights:
             reset_slots(self._inner())

@@ -16,24 +16,12 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.communication.wire import (
-    Wire,
-    Zeros,
-    exchange_objects,
-    pack,
-    summed_dtype,
-    zeros,
-)
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, pack, summed_dtype, zeros
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.plan import Bucket
-from tfposeidon.gradients import (
-    describe,
-    distinct_paths,
-    is_overwritten,
-    of_tensorflow,
-)
+from tfposeidon.gradients import describe, distinct_paths, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapper import innermost
 from tfposeidon.schemes import Scheme
