@@ -61,7 +61,6 @@ class Request(enum.IntEnum):
 
 
 def make_call(wire: Wire, call: Call, center: int = 0) -> Request:
-    """Calls the server about a center, and returns the server's request."""
     number = sum_of_both(wire, tf.constant([call + _KINDS * center], tf.int64), "tp.call")
     return Request(int(number[0]) // _REQUESTS)
 
@@ -79,12 +78,10 @@ def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def send(wire: Wire, vector: tf.Tensor, name: str) -> None:
-    """Sends a vector, `[n]`, to the other side of a pair, which calls `receive`."""
     wire.all_gather(vector, wire.topology.world, name)
 
 
 def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
-    """Returns the vector that the other side of a pair sends with `send`."""
     return wire.all_gather(tf.zeros([0], dtype), wire.topology.world, name)
 
 
@@ -135,7 +132,6 @@ class Worker:
             self.request = make_call(self._wire, call, center)
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
-        """Exchanges finite float32 values with a center; returns `values - center`."""
         with self._lock:
             self._call(Call.SWAP, center)
             return sum_of_both(self._wire, values, "tp.swap")

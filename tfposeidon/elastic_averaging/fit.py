@@ -36,7 +36,6 @@ _PER_EPOCH = {"every_n_steps": "None", "save_freq": '"epoch"', "update_freq": '"
 
 
 def run(original: Any, call: inspect.BoundArguments) -> Any:
-    """Runs `fit` on a worker or on the server, and returns its history; collective."""
     arguments = call.arguments
     job.check_roles()
     if arguments["validation_split"]:
@@ -110,7 +109,6 @@ class _Worker(keras.callbacks.Callback):
         self.model.stop_training |= self.link.request >= Request.STOP
 
     def end(self) -> None:
-        """Waits for the other workers, and takes the final global weights."""
         job.end_worker(self.link, self._optimizers)
         session.of(self.model).reset_initial_epoch()
 

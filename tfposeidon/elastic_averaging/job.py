@@ -124,7 +124,6 @@ def _share_rest(model: Any, optimizers: Sequence[Any]) -> None:
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Returns the model's optimizers; raises unless all are built and exchange with the server."""
     found = session.of(model).optimizers
     if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
         raise ValueError(
@@ -144,7 +143,6 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts this worker's calls to the server, and attaches the optimizers to it."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
     for number, optimizer in enumerate(optimizers):
         optimizer.attach(worker, number)
@@ -239,7 +237,6 @@ def sent_variables(inner_optimizer: Any) -> list[Any]:
 
 
 def state_of(inner_optimizer: Any) -> OptimizerState:
-    """Returns the optimizer state as one vector to send, and the step counter."""
     steps = int(step_counter(inner_optimizer).numpy())
     return OptimizerState(pack(sent_variables(inner_optimizer)), steps)
 
@@ -255,7 +252,6 @@ def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
 
 
 def notes_of_layout(bytes_per_step: float) -> list[str]:
-    """Returns remarks on the server's location, and its traffic for one step of each worker."""
     topology, server, workers = runtime.wire().topology, runtime.leader(), runtime.workers()
     local = [rank for rank in workers.ranks if topology.same_node(server, rank)]
     where = f"shares its node with worker(s) {local}" if local else "is alone on its node"

@@ -419,7 +419,6 @@ class ElasticAveraging(CommunicatingOptimizer):
             self._sent_steps = state.steps
 
     def take_all(self) -> None:
-        """Assigns the server's global weights, optimizer state and step counter."""
 
         def take() -> tuple[tf.Tensor, tf.Tensor, int]:
             values, given = self._link().take(self._number)
@@ -430,12 +429,10 @@ class ElasticAveraging(CommunicatingOptimizer):
         job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
 
     def detach(self) -> None:
-        """Stops steps from exchanging weights with the server."""
         self._worker = None
 
 
 def _pair_of_plan() -> Wire:
-    """Returns the communicator that a plan describes, between a worker and the server."""
     job.check_begun("The plan of ElasticAveraging")
     if runtime.server_rank() is None:
         return runtime.own_wire()

@@ -64,20 +64,17 @@ class Served:
 
     @property
     def state(self) -> OptimizerState:
-        """Average of the states, and of their step counters."""
         with self._update:
             mean_steps = sum(self._steps.values()) // len(self._steps)
             return OptimizerState(self._values.read_value(), mean_steps)
 
     def swap(self, wire: Wire) -> None:
-        """Exchanges weights with a worker after its call."""
         # Serve one worker at a time, so that each receives the result of the previous exchange.
         with self._exchange:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
             _subtract(self._minus, self._alpha, difference)
 
     def receive_state(self, wire: Wire, worker: int) -> None:
-        """Receives a worker's state after its call, and adds it to the average."""
         state = receive_state(wire)
         with self._update:
             if self._steps.keys() & {worker, None}:
@@ -131,7 +128,6 @@ class Server:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Starts a thread for each worker."""
         for rank in self._wires:
             # Use daemon threads, because a failing server must not wait for workers.
             threading.Thread(

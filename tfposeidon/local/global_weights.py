@@ -59,7 +59,6 @@ class GlobalWeights:
             self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
     def begin(self) -> None:
-        """Assigns this rank's local weights to the variables before a step."""
         if not self.has_begun:
             for copy, variable in zip(self.copies, self.variables, strict=True):
                 copy.assign(tf.convert_to_tensor(variable))
@@ -76,7 +75,6 @@ class GlobalWeights:
         return True
 
     def hide(self) -> None:
-        """Assigns this rank's local weights to the variables if the global weights are shown."""
         if self.is_shown:
             self._shown = []
             self._swap()
@@ -114,7 +112,6 @@ class GlobalWeights:
 
     @property
     def was_assigned(self) -> bool:
-        """True if weights were assigned while the global weights were shown."""
         if not self.is_shown:
             return False
         now = self._values()
@@ -152,12 +149,10 @@ class GlobalWeights:
             return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
     def check_equal(self) -> None:
-        """Checks that all ranks have the same global weights."""
         with tf.init_scope():
             check_equal((self.copies if self.is_apart else self.variables)[: self.trained])
 
     def checksum(self) -> str:
-        """Returns a checksum of the values of the trained variables."""
         return replicas.checksum(self._values(), on_device=True)
 
     def _values(self) -> list[tf.Tensor]:
@@ -173,7 +168,6 @@ class GlobalWeights:
 
     @property
     def differences(self) -> list[tf.Tensor]:
-        """This rank's trained weights minus the global weights."""
         pairs = zip(self._values(), self.copies, strict=False)
         return [value - tf.convert_to_tensor(copy) for value, copy in pairs]
 
@@ -186,7 +180,6 @@ class GlobalWeights:
 
 
 def check_equal(variables: Sequence[Any]) -> None:
-    """Raises an error on all ranks if the values of these variables differ between ranks."""
     require_equal(
         exchange_objects(replicas.checksum(variables), runtime.wire(), "tp.start"),
         "All ranks must begin with the same weights",

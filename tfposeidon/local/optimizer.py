@@ -486,7 +486,6 @@ class LocalUpdates(CommunicatingOptimizer):
 
 
 def _check_policy(policy: policies.Policy) -> None:
-    """Refuses schemes with requirements that pseudo-gradients do not meet."""
     reasons = {
         "it chooses by the times of steps that exchange gradients": not policy.is_fixed,
         "it reads the graph of gradients": policy.reader is not None,

@@ -265,7 +265,6 @@ def check_nothing_counts_twice(outer: Rule, policy: Any, has_state: bool) -> Non
 
 
 def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
-    """Warns if inner and outer momentum add up within few steps."""
     inside, outside = momentum_of(inner), momentum_of(outer)
     if inside and outside and every < FEWEST_WITH_MOMENTUM:
         runtime.log_once(
@@ -277,7 +276,6 @@ def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
 
 
 def parse(outer: Any) -> Rule:
-    """Returns an outer optimizer: the argument, or one made from a name or Keras optimizer."""
     if isinstance(outer, Rule):
         return outer
     if isinstance(outer, keras.optimizers.Optimizer):

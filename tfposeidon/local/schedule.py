@@ -111,7 +111,6 @@ class ExchangeResult(NamedTuple):
 
 
 def in_background(exchange: Callable[[], ExchangeResult]) -> Future[ExchangeResult]:
-    """Runs an exchange in a thread, and returns its result as a future."""
     future: Future[ExchangeResult] = Future()
 
     def run() -> None:

@@ -58,7 +58,6 @@ class Showing:
         )
 
     def show(self) -> None:
-        """Assigns the global weights to the variables, until the next step."""
         if (synchronization := self._find()) is not None:
             synchronization.weights.show()
 

@@ -94,7 +94,6 @@ class Synchronization:
     # ------------------------------------------------------------------ steps
 
     def count_samples(self, count: Any) -> None:
-        """Adds an update's number of samples, within a step; `None` weights all steps equally."""
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
     def begin_step(self) -> None:
@@ -109,7 +108,6 @@ class Synchronization:
         self.weights.begin()
 
     def end_step(self, steps: int = 1) -> None:
-        """Counts executed steps, and synchronizes when the schedule requires it."""
         # Ranks agree on the exchange in the optimizer's first step.
         if not self._exchange.exchangers:
             return
@@ -140,12 +138,10 @@ class Synchronization:
         return absent == self.exchanger.wire.topology.size
 
     def restart(self) -> None:
-        """Restarts from the values of the variables, and discards a pending exchange."""
         self.discard()
         self.weights.restart(has_begun=False)
 
     def warn_if_none_has_completed(self) -> None:
-        """Warns if training ended before the first synchronization."""
         has_none = int(self._number.numpy()) <= self._is_pending
         if has_none and (self._is_pending or self._steps > 0):
             runtime.log_once(
@@ -228,7 +224,6 @@ class Synchronization:
 
     @property
     def exchanger(self) -> Exchanger:
-        """Exchanger of pseudo-gradients with the current scheme."""
         return self._exchange.exchanger(self._variables)
 
     def _graph(self, name: str) -> Any:
@@ -387,7 +382,6 @@ class Synchronization:
 
     @property
     def rank_state(self) -> list[tuple[Any, StateDescription]]:
-        """State that this rank saves, with descriptions."""
         counters = Counters(self._counters, self._restore)
         sent = self._sent if self._schedule.overlap_steps else []
         variables = [counters, self._samples, *self.weights.copies, *sent]

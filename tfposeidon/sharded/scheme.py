@@ -64,8 +64,6 @@ class OwnParts(ParameterServer):
 
 @dataclass(frozen=True)
 class Sharded(Policy):
-    """Policy that replaces the scheme `ParameterServer` with `OwnParts`."""
-
     policy: Policy
 
     def __str__(self) -> str:

@@ -101,7 +101,6 @@ class Shards:
         self._loaded_at = 0
 
     def build(self, inner_optimizer: Any) -> None:
-        """Builds the unbuilt inner optimizer on shards, and redirects saving and loading."""
         self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
         members = {id(self.targets[member]): member for member in self.parts}
@@ -134,7 +133,6 @@ class Shards:
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables with the state of this rank's shards, and their descriptions."""
         descriptions = [describe(variable) for variable in self._variables]
         paths = distinct_paths(descriptions)
         for state in self.states:
@@ -179,7 +177,6 @@ class Shards:
         return [clipped.get(member, mean) for member, mean in enumerate(found)]
 
     def apply(self, means: Means) -> None:
-        """Applies the inner optimizer to shards and whole variables, and gathers the new values."""
         self._loaded = {}
         self.refresh()
         inner = self._inner
@@ -210,12 +207,10 @@ class Shards:
         )
 
     def finalize(self) -> None:
-        """Ends `fit` like the inner optimizer: `use_ema` replaces variables by their averages."""
         self._inner.finalize_variable_values(self.targets)
         self._gather_variables(constrained=set())
 
     def refresh(self) -> None:
-        """Copies variables into shards, because callbacks or loading may have changed them."""
         for member, (begin, end) in self.parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
@@ -336,7 +331,6 @@ class Shards:
         }
 
     def _exclude_from_weight_decay(self) -> None:
-        """Excludes shards from weight decay if their variable is excluded, also by name."""
         excluded = []
         for variable, target in zip(self._variables, self.targets, strict=True):
             # Query with TensorFlow's variable, because its name also contains the layer's name.
@@ -348,7 +342,6 @@ class Shards:
 
 
 def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) -> tf.Tensor:
-    """Applies a constraint, unless the update was dropped."""
     if constraint is None or counts is None:
         return value if constraint is None else constraint(value)
     # In a dropped step, ranks with exhausted input apply no constraint, and applying a constraint
