@@ -16,7 +16,6 @@ import contextlib
 import enum
 import threading
 import time
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -78,28 +77,12 @@ def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def send(wire: Wire, vector: tf.Tensor, name: str) -> None:
+    """Sends a float32 vector to the other side of a pair, which calls `receive`."""
     wire.all_gather(vector, wire.topology.world, name)
 
 
-def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
-    return wire.all_gather(tf.zeros([0], dtype), wire.topology.world, name)
-
-
-class OptimizerState(NamedTuple):
-    """Optimizer state as a float32 vector, and the step counter that bias correction uses."""
-
-    values: tf.Tensor
-    steps: int
-
-
-def send_state(wire: Wire, state: OptimizerState) -> None:
-    send(wire, state.values, "tp.slots")
-    send(wire, tf.constant([state.steps], tf.int64), "tp.steps")
-
-
-def receive_state(wire: Wire) -> OptimizerState:
-    values = receive(wire, "tp.slots", tf.float32)
-    return OptimizerState(values, int(receive(wire, "tp.steps", tf.int64)[0]))
+def receive(wire: Wire, name: str) -> tf.Tensor:
+    return wire.all_gather(tf.zeros([0]), wire.topology.world, name)
 
 
 class Worker:
@@ -132,20 +115,21 @@ class Worker:
             self.request = make_call(self._wire, call, center)
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
+        """Exchanges finite float32 values with a center; returns `values - center`."""
         with self._lock:
             self._call(Call.SWAP, center)
             return sum_of_both(self._wire, values, "tp.swap")
 
-    def send_state(self, center: int, state: OptimizerState) -> None:
+    def send_state(self, center: int, state: tf.Tensor) -> None:
         with self._lock:
             self._call(Call.GIVE, center)
-            send_state(self._wire, state)
+            send(self._wire, state, "tp.state")
 
-    def take(self, center: int) -> tuple[tf.Tensor, OptimizerState]:
+    def take(self, center: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a center's values and optimizer state."""
         with self._lock:
             self._call(Call.TAKE, center)
-            values = receive(self._wire, "tp.center", tf.float32)
-            return values, receive_state(self._wire)
+            return receive(self._wire, "tp.center"), receive(self._wire, "tp.state")
 
     def end_epoch(self, has_trained: bool) -> None:
         self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)

@@ -19,10 +19,9 @@ import tensorflow as tf
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
 from tfposeidon.communication.wire import exchange_objects, pack, unpack
-from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
+from tfposeidon.elastic_averaging.calls import Worker
 from tfposeidon.elastic_averaging.server import Served, Server
 from tfposeidon.exchange import replicas
-from tfposeidon.optimizers.wrapper import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.text import readable_size
 from tfposeidon.training import entries, session
@@ -97,8 +96,7 @@ def begin(
         at_first_entry(),
     )
     for optimizer in optimizers:
-        inner = optimizer.inner_optimizer
-        variables = [*optimizer.exchanged_variables, *sent_variables(inner), step_counter(inner)]
+        variables = [*optimizer.exchanged_variables, *optimizer.sent_variables]
         replicas.broadcast(variables, runtime.wire(), runtime.leader())
     for model in models:
         _share_rest(model, optimizers)
@@ -166,7 +164,7 @@ def serving(
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
     served = [
-        Served(pack(o.exchanged_variables), o.server_alpha, state_of(o.inner_optimizer))
+        Served(pack(o.exchanged_variables), o.server_alpha, pack(o.sent_variables))
         for o in optimizers
     ]
     server = Server(wires, served, runtime.stall_limit_s())
@@ -228,22 +226,7 @@ def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
     """Assigns global weights and averaged optimizer state to the server's variables."""
     for optimizer, served in zip(optimizers, server.served, strict=True):
         assign_parts(optimizer.exchanged_variables, served.center)
-        assign_state(optimizer.inner_optimizer, served.state)
-
-
-def sent_variables(inner_optimizer: Any) -> list[Any]:
-    """Returns the variables that workers send: state, and rates, because callbacks may set them."""
-    return [*slots(inner_optimizer), *rates(inner_optimizer)]
-
-
-def state_of(inner_optimizer: Any) -> OptimizerState:
-    steps = int(step_counter(inner_optimizer).numpy())
-    return OptimizerState(pack(sent_variables(inner_optimizer)), steps)
-
-
-def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
-    assign_parts(sent_variables(inner_optimizer), given.values)
-    step_counter(inner_optimizer).assign(given.steps)
+        assign_parts(optimizer.sent_variables, served.state)
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:

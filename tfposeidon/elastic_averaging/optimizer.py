@@ -22,11 +22,11 @@ from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, pack, unpack
 from tfposeidon.elastic_averaging import fit, job
-from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
+from tfposeidon.elastic_averaging.calls import Worker
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import describe, with_merged_rows
-from tfposeidon.optimizers.wrapper import rates, settings, step_counter
+from tfposeidon.optimizers.wrapper import rates, settings, slots, step_counter
 from tfposeidon.state.placement import Placement, StateDescription
 from tfposeidon.text import readable_size
 from tfposeidon.training import entries
@@ -215,8 +215,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
-        sent = job.sent_variables(self.inner_optimizer)
-        state_bytes = 4 * sum(math.prod(variable.shape) for variable in sent)
+        state_bytes = 4 * sum(math.prod(variable.shape) for variable in self.sent_variables)
         notes = [
             f"a worker and the server exchange weights once in {self._every} steps of the worker: "
             f"{readable_size(plan.cost.bytes / self._every)} per step in each direction; alpha "
@@ -388,6 +387,13 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Variables whose values are exchanged: trained variables, then statistics."""
         return [*self._trainable_variables, *self._statistics()]
 
+    @property
+    def sent_variables(self) -> list[Any]:
+        """Optimizer state, rates, which callbacks may set, and the counter for bias correction."""
+        # All are sent as float32, in which the counter is exact up to 2**24 steps.
+        inner = self.inner_optimizer
+        return [*slots(inner), *rates(inner), step_counter(inner)]
+
     def check_detached(self) -> None:
         """Refuses to start if steps already exchange weights, as in `fit` within `run`."""
         if self._worker is not None:
@@ -411,22 +417,19 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     def send_state(self) -> None:
         """Sends the optimizer state to the server if steps have changed it since the last time."""
-        state = job.state_of(self.inner_optimizer)
+        state, steps = pack(self.sent_variables), int(step_counter(self.inner_optimizer).numpy())
         # Non-finite values would persist in the server's average. The next exchange logs them.
-        is_finite = bool(tf.reduce_all(tf.math.is_finite(state.values)))
-        if is_finite and state.steps != self._sent_steps:
+        if steps != self._sent_steps and tf.reduce_all(tf.math.is_finite(state)):
             self._link().send_state(self._number, state)
-            self._sent_steps = state.steps
+            self._sent_steps = steps
 
     def take_all(self) -> None:
-
-        def take() -> tuple[tf.Tensor, tf.Tensor, int]:
-            values, given = self._link().take(self._number)
-            return values, given.values, given.steps
-
-        values, state, steps = tf.py_function(take, [], [tf.float32, tf.float32, tf.int64])
+        """Assigns the server's global weights and optimizer state."""
+        values, state = tf.py_function(
+            lambda: self._link().take(self._number), [], [tf.float32, tf.float32]
+        )
         job.assign_parts(self.exchanged_variables, values)
-        job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
+        job.assign_parts(self.sent_variables, state)
 
     def detach(self) -> None:
         self._worker = None

@@ -17,11 +17,9 @@ import tensorflow as tf
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging.calls import (
     Call,
-    OptimizerState,
     Request,
-    receive_state,
+    receive,
     send,
-    send_state,
     sum_of_both,
     wait_for_call,
 )
@@ -35,8 +33,8 @@ _CHECK_INTERVAL_S = 1.0
 class Served:
     """Global weights and optimizer state that the server stores for one optimizer.
 
-    The weights start with the float32 vector `center`. An exchange with a worker's weights `x` adds
-    `alpha (x - center)`.
+    Both start with float32 vectors. An exchange with a worker's weights `x` adds
+    `alpha (x - center)` to the weights.
 
     The state is the average of the newest states that workers have sent. Workers start from it in a
     resumed run, and after their weights became non-finite. When a worker sends a second state, a
@@ -44,13 +42,13 @@ class Served:
     vector. For a while, the average may be one fast worker's state.
     """
 
-    def __init__(self, center: tf.Tensor, alpha: float, state: OptimizerState) -> None:
+    def __init__(self, center: tf.Tensor, alpha: float, state: tf.Tensor) -> None:
         # Stored negated, so that one sum all-reduce yields x - center.
         self._minus, self._alpha = tf.Variable(-center, trainable=False), alpha
-        self._values = tf.Variable(state.values, trainable=False)
-        # Step counters of the averaged states by worker; `None` for the state at the start.
-        self._steps: dict[int | None, int] = {None: state.steps}
-        self._exchange, self._update = threading.Lock(), threading.Lock()
+        self._state = tf.Variable(state, trainable=False)
+        # Workers whose states are averaged; `None` for the state at the start.
+        self._senders: set[int | None] = {None}
+        self._lock = threading.Lock()
 
     @property
     def center(self) -> tf.Tensor:
@@ -63,24 +61,21 @@ class Served:
         self._minus.assign(-values)
 
     @property
-    def state(self) -> OptimizerState:
-        with self._update:
-            mean_steps = sum(self._steps.values()) // len(self._steps)
-            return OptimizerState(self._values.read_value(), mean_steps)
+    def state(self) -> tf.Tensor:
+        return self._state.read_value()
 
     def swap(self, wire: Wire) -> None:
         # Serve one worker at a time, so that each receives the result of the previous exchange.
-        with self._exchange:
+        with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
             _subtract(self._minus, self._alpha, difference)
 
     def receive_state(self, wire: Wire, worker: int) -> None:
-        state = receive_state(wire)
-        with self._update:
-            if self._steps.keys() & {worker, None}:
-                self._steps.clear()
-            self._steps[worker] = state.steps
-            _subtract(self._values, 1.0 / len(self._steps), self._values - state.values)
+        state = receive(wire, "tp.state")
+        if self._senders & {worker, None}:
+            self._senders.clear()
+        self._senders.add(worker)
+        _subtract(self._state, 1.0 / len(self._senders), self._state - state)
 
 
 def _subtract(variable: tf.Variable, factor: float, values: tf.Tensor) -> None:
@@ -232,4 +227,4 @@ class Server:
             )
         with self._transfer:
             send(self._wires[rank], served.center, "tp.center")
-            send_state(self._wires[rank], served.state)
+            send(self._wires[rank], served.state, "tp.state")

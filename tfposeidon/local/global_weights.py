@@ -167,16 +167,15 @@ class GlobalWeights:
         self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
-    def differences(self) -> list[tf.Tensor]:
-        pairs = zip(self._values(), self.copies, strict=False)
-        return [value - tf.convert_to_tensor(copy) for value, copy in pairs]
+    def contribution(self) -> list[tf.Tensor]:
+        """Trained weights minus global weights, and then averaged state of this rank's layers.
 
-    @property
-    def own_statistics(self) -> list[tf.Tensor]:
-        """Averaged state of this rank's layers; the global value if a variable is not finite."""
-        pairs = zip(self.variables[self.trained :], self.copies[self.trained :], strict=True)
+        State that is not finite is replaced by the global state.
+        """
+        pairs = zip(self.variables, self.copies, strict=True)
         values = [tuple(map(tf.convert_to_tensor, pair)) for pair in pairs]
-        return [either(all_finite([own]), own, copy) for own, copy in values]
+        statistics = [either(all_finite([own]), own, now) for own, now in values[self.trained :]]
+        return [*(own - now for own, now in values[: self.trained]), *statistics]
 
 
 def check_equal(variables: Sequence[Any]) -> None:

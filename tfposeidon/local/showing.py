@@ -45,8 +45,7 @@ class Showing:
         )
         # The user's callbacks may have assigned weights.
         last = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: self.restart_if_assigned(),
-            on_train_end=lambda logs: self.show(),
+            on_epoch_begin=lambda epoch, logs: self.restart_if_assigned()
         )
         return FitHooks(
             first=[first],

@@ -197,14 +197,12 @@ class Synchronization:
         self._is_pending, self._pending = False, None
         self._run("finish", future)
 
-    def discard(self, timeout_s: float | None = None) -> None:
-        """Discards the pending exchange after it has completed or the timeout has expired."""
+    def discard(self) -> None:
+        """Discards the pending exchange after it has completed."""
         future, self._pending, self._is_pending = self._pending, None, False
         if future is not None:
-            wait([future], timeout_s)
-            if timeout_s is None:
-                # Raise the error of a failed exchange.
-                future.result()
+            # Raise the error of a failed exchange.
+            future.result()
 
     def _run(self, graph: str, *pending: Future[ExchangeResult]) -> int:
         """Runs a graph that updates weights; returns the number of absent ranks."""
@@ -261,13 +259,13 @@ class Synchronization:
         return Contribution(count, finite, values)
 
     def _contribution(self) -> Contribution:
-        differences = self.weights.differences
-        samples, finite = self._samples.read_value(), all_finite(differences)
+        values = self.weights.contribution
+        samples, finite = self._samples.read_value(), all_finite(values[: self.weights.trained])
         # Count samples and not steps, because the ranks of a node drop an update if one of them is
         # absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         count = tf.where(finite, samples if self._outer.weighs_samples else worked, 0.0)
-        return Contribution(count, finite, [*differences, *self.weights.own_statistics])
+        return Contribution(count, finite, values)
 
     def _exchanged(self, sent: Contribution, has_data: bool) -> ExchangeResult:
         exchanger, trained = self.exchanger, self.weights.trained
@@ -419,9 +417,10 @@ class Counters:
 
 
 def _wait_at_exit(reference: weakref.ref[Synchronization]) -> None:
-    # Wait for a limited time, because the other ranks may have exited.
-    if (synchronization := reference()) is not None:
-        synchronization.discard(EXIT_PATIENCE_S)
+    synchronization = reference()
+    if synchronization is not None and synchronization._pending is not None:
+        # Wait for a limited time, because the other ranks may have exited.
+        wait([synchronization._pending], EXIT_PATIENCE_S)
 
 
 def _log_recovery(what: str) -> None:
