@@ -223,11 +223,8 @@ class ElasticAveraging(CommunicatingOptimizer):
             *job.notes_of_layout(length / self._every),
             f"at the end of an epoch a worker sends {readable_size(state_bytes)} of optimizer "
             "state",
-            f"memory on the server: {readable_size(length)} for the global weights, the same "
-            f"again while a worker exchanges, and {readable_size(state_bytes)} for optimizer "
-            "state, three times that while it receives a worker's; on a worker "
-            f"{readable_size(2 * length)} while it exchanges, and {readable_size(2 * state_bytes)} "
-            "while it sends its optimizer state",
+            f"memory during exchanges: on the server 2 x {readable_size(length)} for weights and "
+            f"3 x {readable_size(state_bytes)} for optimizer state, on a worker 2 x both",
             "workers' weights and global weights differ; results depend on the order in which "
             "workers exchange",
         ]

@@ -96,9 +96,9 @@ class Shards:
             }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
         self.states: list[_ShardState] = []
-        self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
-        self._loaded: dict[int, np.ndarray] = {}
-        self._loaded_at = 0
+        # The whole state of one step, by index in the optimizer's variables, if it was gathered or
+        # loaded on this rank.
+        self._whole: tuple[int, dict[int, np.ndarray]] = (0, {})
 
     def build(self, inner_optimizer: Any) -> None:
         self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
@@ -177,7 +177,8 @@ class Shards:
         return [clipped.get(member, mean) for member, mean in enumerate(found)]
 
     def apply(self, means: Means) -> None:
-        self._loaded = {}
+        # Release the memory of whole state, which the step makes invalid.
+        self._whole = (0, {})
         self.refresh()
         inner = self._inner
         limits = inner.clipnorm, inner.global_clipnorm
@@ -250,32 +251,32 @@ class Shards:
     def gather_state(self, rank: int) -> None:
         """Gathers the state on one rank, which can save it until the next step; collective."""
         whole = {}
-        saves = self._exchanger.wire.topology.rank == rank
         for number, state in enumerate(self.states):
             value = self._gather(state, f"tp.gather_state_{number}")
-            if saves:
+            if self._exchanger.wire.topology.rank == rank:
                 whole[state.index_in(self._inner)] = value
-        self._gathered = (self._step(), whole) if saves else None
+        self._whole = self._step(), whole
 
     def scatter_state(self, rank: int) -> None:
         """Distributes state that one rank has loaded, if any, to its owners; collective."""
-        wire = self._exchanger.wire
-        # Ignore loaded state if later steps have replaced it.
-        is_loaded = bool(self._loaded) and self._loaded_at == self._step()
+        wire, whole = self._exchanger.wire, self._current_whole()
         # All ranks must take the same branch, but only one of them has loaded the state.
-        if not exchange_objects(is_loaded, wire, "tp.scatter_state")[rank]:
+        if not exchange_objects(bool(whole), wire, "tp.scatter_state")[rank]:
             return
         for number, state in enumerate(self.states):
-            whole = self._loaded.get(state.index_in(self._inner))
-            if whole is None:
-                # A broadcast ignores the values of the other ranks, which supply the shape.
-                whole = np.zeros(self._variables[state.member].shape)
-            own = pack([whole], summed_dtype([state.variable]))
+            # A broadcast ignores the values of the other ranks, which supply the shape.
+            others = np.zeros(self._variables[state.member].shape)
+            value = whole.get(state.index_in(self._inner), others)
+            own = pack([value], summed_dtype([state.variable]))
             flat = wire.broadcast(own, rank, f"tp.scatter_state_{number}")
             begin, end = self.parts[state.member]
             if begin < end:
                 state.variable.assign(flat[begin:end])
-        self._loaded = {}
+
+    def _current_whole(self) -> dict[int, np.ndarray]:
+        """Returns the whole state, if this rank has it; ignores state that steps have replaced."""
+        step, whole = self._whole
+        return whole if step == self._step() else {}
 
     def _gather(self, state: _ShardState, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
@@ -291,31 +292,32 @@ class Shards:
     def _save(self, store: Any) -> None:
         if self._exchanger.wire.topology.size == 1:
             self.gather_state(0)
-        if self._gathered is None or self._gathered[0] != self._step():
-            when = f"gathered at step {self._gathered[0]}" if self._gathered else "not gathered"
+        whole = self._current_whole()
+        if len(whole) < len(self.states):
             raise RuntimeError(
                 "The sharded optimizer state must be gathered before it is saved. Received: saving "
-                f"at step {self._step()}, {when} on this rank. Call optimizer.gather_state() on "
-                "all ranks, pass keras_callbacks.GatherState() to fit before the callback that "
-                "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
+                f"at step {self._step()}, whose state was not gathered on this rank. Call "
+                "optimizer.gather_state() on all ranks, pass keras_callbacks.GatherState() to fit "
+                "before the callback that saves, or save with keras_callbacks.Checkpoint, which "
+                "needs no gathering."
             )
-        whole = self._gathered[1]
         for index, variable in enumerate(self._inner.variables):
             store[str(index)] = whole[index] if index in whole else variable.numpy()
 
     def _load(self, store: Any) -> None:
         # Keras passes a group of its file, which is not a mapping.
         arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118
+        whole = {}
         for state in self.states:
             index = state.index_in(self._inner)
             if str(index) in arrays:
                 begin, end = self.parts[state.member]
-                # Retain the state until the first step, because `scatter_state` may send it.
-                self._loaded[index] = np.asarray(arrays[str(index)])
-                flat = self._loaded[index].reshape(-1)
+                whole[index] = np.asarray(arrays[str(index)])
+                flat = whole[index].reshape(-1)
                 arrays[str(index)] = flat[begin:end] if begin < end else state.variable.numpy()
         self._load_whole(arrays)
-        self._loaded_at = self._step()
+        # Retain the state until the first step, because `scatter_state` may send it.
+        self._whole = self._step(), whole
 
     def _step(self) -> int:
         return int(self._inner.iterations.numpy())
