@@ -75,7 +75,6 @@ class _Worker(keras.callbacks.Callback):
         super().__init__()
         self._arguments = arguments
         self.link: Any = None
-        self._has_trained = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:

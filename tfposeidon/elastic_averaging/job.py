@@ -30,15 +30,12 @@ log = logging.getLogger("tfposeidon")
 
 
 def check_roles() -> None:
-    if runtime.size() == 1:
-        raise ValueError(
-            "ElasticAveraging requires a server and at least one worker. Received: 1 rank. Start "
-            "the job with horovodrun -np 2 or more; on one rank, use the inner optimizer."
-        )
     if runtime.server_rank() is None:
         raise ValueError(
-            "ElasticAveraging requires a server rank. Received: server_rank=None. Call "
-            "tfposeidon.init(server_rank=0) at the beginning of the script."
+            "ElasticAveraging requires a server and at least one worker. Received: "
+            f"{runtime.size()} rank(s), server_rank=None. Start the job with horovodrun -np 2 or "
+            "more, and call tfposeidon.init(server_rank=0) at the beginning of the script; on one "
+            "rank, use the inner optimizer."
         )
 
 

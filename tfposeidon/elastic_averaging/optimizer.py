@@ -161,9 +161,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def alpha(self) -> float:
-        """Share of the difference that a worker subtracts from its weights in an exchange.
-
-        The difference is the worker's weights minus the global weights.
+        """Share of its difference from the global weights that a worker subtracts in an exchange.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.
@@ -175,9 +173,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def server_alpha(self) -> float:
-        """Share of the difference that the server adds to the global weights in an exchange.
-
-        The difference is the worker's weights minus the global weights.
+        """Share of a worker's difference from the global weights that the server adds to them.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.

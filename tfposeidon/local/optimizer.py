@@ -186,15 +186,9 @@ class LocalUpdates(CommunicatingOptimizer):
         outer_optimizers.warn_of_momentum(self._outer, self.inner_optimizer, every)
         has_state = self._exchange.exchanger(variables).states.exist
         outer_optimizers.check_nothing_counts_twice(self._outer, self.policy, has_state)
+        is_node = self._node is not None
         self._synchronization = Synchronization(
-            self._exchange,
-            lambda: self.inner_optimizer,
-            self._outer,
-            variables,
-            self._statistics,
-            self._schedule,
-            self._number,
-            hierarchical=self._node is not None,
+            self, self._outer, variables, self._schedule, self._number, is_node
         )
 
     @property
@@ -294,8 +288,8 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             self._synchronization.prepare()
 
-    def _statistics(self) -> list[Any]:
-        """Returns averaged state of the model's layers."""
+    def statistics(self) -> list[Any]:
+        """Returns averaged state of the model's layers, which is synchronized like weights."""
         model = self._model()
         return [] if model is None else entries.statistics_of(model, self)
 

@@ -49,19 +49,15 @@ class Synchronization:
 
     def __init__(
         self,
-        exchange: Step,
-        inner: Callable[[], Any],
+        optimizer: Any,
         outer: Rule,
         variables: Sequence[Any],
-        statistics: Callable[[], Sequence[Any]],
         schedule: Schedule,
         number: Any,
         hierarchical: bool,
     ) -> None:
-        # `inner` is a function, because `fit` may replace the inner optimizer. `statistics` returns
-        # averaged state of layers, which is synchronized together with the weights.
-        self._statistics = statistics
-        self._exchange, self._inner, self._outer = exchange, inner, outer
+        self._optimizer, self._outer = optimizer, outer
+        self._exchange: Step = optimizer.exchange
         self._variables, self._schedule, self._number = list(variables), schedule, number
         topology = runtime.wire().topology
         self._replicas = len(topology.nodes) if hierarchical else topology.size
@@ -84,7 +80,7 @@ class Synchronization:
 
     def prepare(self) -> None:
         """Creates the variables of statistics, and of an exchange in the background."""
-        self.weights.add(self._statistics())
+        self.weights.add(self._optimizer.statistics())
         if self._schedule.overlap_steps:
             with tf.init_scope():
                 for variable in self.weights.variables[len(self._sent) - 2 :]:
@@ -212,7 +208,7 @@ class Synchronization:
         self.exposed_s += time.perf_counter() - begin
         self._exchange.absence.note(int(absent))
         if not finite_weights:
-            reset_slots(self._inner())
+            reset_slots(self._optimizer.inner_optimizer)
             _log_recovery("weights")
         if not finite_statistics:
             _log_recovery("statistics of layers")

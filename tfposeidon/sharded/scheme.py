@@ -43,10 +43,6 @@ class OwnParts(ParameterServer):
     ) -> list[tf.Tensor]:
         return tf.split(mean, [end - begin for begin, end in self.parts(descriptions, topology)])
 
-    def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
-        """Returns a whole bucket, `[length]`, from the parts `own` of all ranks."""
-        return stages.gather_by_levels(own, length, wire, name, None)
-
     def parts(
         self, descriptions: Sequence[Description], topology: Topology
     ) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from tfposeidon.exchange.plan import Bucket
 from tfposeidon.gradients import describe, distinct_paths, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapper import innermost
-from tfposeidon.schemes import Scheme
+from tfposeidon.schemes import Scheme, stages
 from tfposeidon.sharded.scheme import OwnParts, clip_by_whole_norms, sharded_norms
 from tfposeidon.state.placement import Placement, StateDescription
 
@@ -83,8 +83,7 @@ class Shards:
         self._zeros, self._sinks = Zeros(), Zeros()
         for _, bucket, _ in self._buckets:
             self._zeros[bucket.dtype], self._sinks[bucket.dtype]
-        # This function runs collectives after each exchange. It is a new object if they change.
-        self.afterwards: Afterwards = self._contribute_nothing
+        self._afterwards: Afterwards = self._contribute_nothing
         # Ranges of sharded variables that this rank owns, by index.
         self.parts = self._parts_of(exchanger.wire.topology.rank)
         # A rank without a part of a variable has a single zero instead. The optimizer can clip and
@@ -125,11 +124,15 @@ class Shards:
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
 
-    def use(self, updater: Any) -> None:
-        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one."""
+    def use(self, updater: Any) -> Afterwards:
+        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one.
+
+        Returns a function that runs the collectives after each exchange, a new one if they change.
+        """
         if updater is not self._updater:
             self._updater = updater
-            self.afterwards = functools.partial(self._contribute_nothing)
+            self._afterwards = functools.partial(self._contribute_nothing)
+        return self._afterwards
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
@@ -237,7 +240,7 @@ class Shards:
         ]
         vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
-        whole = scheme.gather(vector, bucket.length, wire, name)
+        whole = stages.gather_by_levels(vector, bucket.length, wire, name, None)
         # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
