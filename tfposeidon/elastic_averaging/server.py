@@ -31,15 +31,12 @@ _CHECK_INTERVAL_S = 1.0
 
 
 class Served:
-    """Global weights and optimizer state that the server stores for one optimizer.
+    """Global weights and optimizer state of one optimizer on the server, as float32 vectors.
 
-    Both start with float32 vectors. An exchange with a worker's weights `x` adds
-    `alpha (x - center)` to the weights.
-
-    The state is the average of the newest states that workers have sent. Workers start from it in a
-    resumed run, and after their weights became non-finite. When a worker sends a second state, a
-    new average starts with this state. Each worker thus counts once, and the server stores a single
-    vector. For a while, the average may be one fast worker's state.
+    An exchange with a worker's weights `x` adds `alpha (x - center)` to the weights. The state is
+    the average of the newest states that workers have sent. When a worker sends a second state, a
+    new average starts with this state, so that each worker counts once, and the server stores a
+    single vector. For a while, the average may be one fast worker's state.
     """
 
     def __init__(self, center: tf.Tensor, alpha: float, state: tf.Tensor) -> None:
@@ -130,10 +127,7 @@ class Server:
             ).start()
 
     def release(self) -> None:
-        """Releases all workers after training, and waits until they have left.
-
-        It raises the first error of a thread, such as the loss of a worker.
-        """
+        """Releases all workers, and waits until they have left; raises an error of a thread."""
         self.request = Request.LEAVE
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._all("has_left"))
@@ -146,9 +140,8 @@ class Server:
     def epochs(self) -> Iterator[int]:
         """Yields the index of the newest epoch that workers have ended on average.
 
-        Workers without batches do not count. Epochs that ended while the caller was busy are
-        skipped. After training, the last index is the last epoch of the most advanced worker. It
-        raises the first error of a thread, such as the loss of a worker.
+        Epochs that ended while the caller was busy are skipped. It raises the first error of a
+        thread, such as the loss of a worker.
         """
         seen = 0
         while True:

@@ -122,10 +122,9 @@ class GlobalWeights:
         return one != other
 
     def restart(self, has_begun: bool) -> None:
-        """Continues from the values of the variables as global weights.
+        """Continues from the variables' values as global weights; the copies hold local weights.
 
-        With `has_begun`, as after a checkpoint is loaded, the copies hold the local weights, and
-        otherwise the ranks continue from the global weights.
+        Without `has_begun`, ranks continue from the global weights.
         """
         self.has_begun = self._may_be_shown = has_begun
         self._is_shown.assign(has_begun)

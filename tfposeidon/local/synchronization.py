@@ -317,11 +317,7 @@ class Synchronization:
     def _applied(
         self, sent: Contribution, found: ExchangeResult, is_late: bool
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Updates global and local weights.
-
-        Returns the number of absent ranks, and whether this replica's weights and this rank's
-        statistics were finite.
-        """
+        """Updates all weights; returns absent ranks, and whether weights and statistics are finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
         are_finite = all_finite([*map(tf.convert_to_tensor, weights.variables[weights.trained :])])
