@@ -236,7 +236,7 @@ class Synchronization:
             self._traced_for = now
         return self._graphs[name]
 
-    def _synchronized(self, has_data: bool) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _synchronized(self, has_data: bool) -> list[tf.Tensor]:
         sent = self._contribution()
         return self._applied(sent, self._exchanged(sent, has_data), is_late=False)
 
@@ -247,7 +247,7 @@ class Synchronization:
     def _exchange_sent(self) -> ExchangeResult:
         return self._exchanged(self._sent_values(), has_data=True)
 
-    def _apply_late(self, found: ExchangeResult) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _apply_late(self, found: ExchangeResult) -> list[tf.Tensor]:
         return self._applied(self._sent_values(), found, is_late=True)
 
     def _sent_values(self) -> Contribution:
@@ -314,16 +314,14 @@ class Synchronization:
         )
         return unpack(mean, statistics)
 
-    def _applied(
-        self, sent: Contribution, found: ExchangeResult, is_late: bool
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Updates all weights; returns absent ranks, and whether weights and statistics are finite."""
+    def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> list[tf.Tensor]:
+        """Updates all weights; returns absent ranks, and whether weights and state are finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
         are_finite = all_finite([*map(tf.convert_to_tensor, weights.variables[weights.trained :])])
         tf.cond(found.counts, lambda: self._move(found), lambda: None)
         self._follow(sent, found.counts, before)
-        return found.absent, sent.finite, are_finite
+        return [found.absent, sent.finite, are_finite]
 
     def _move(self, found: ExchangeResult) -> None:
         states = itertools.chain(*self.exchanger.states.variables)
