@@ -306,13 +306,10 @@ class Synchronization:
             return []
         wire = exchanger.wire
         flat = pack(statistics, summed_dtype(statistics))
-        weight = tf.cast(weight, flat.dtype)
-        # Replace the statistics of a rank with zero weight, which may be NaN or infinite.
-        flat = tf.where(weight > 0.0, flat * weight, tf.zeros_like(flat))
-        mean = wire.all_reduce(
-            flat, wire.topology.world, f"{exchanger.prefix}.statistics", 1.0 / wire.topology.size
-        )
-        return unpack(mean, statistics)
+        # Ignore the statistics of a rank with zero weight, which may be NaN or infinite.
+        own = tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
+        name, size = f"{exchanger.prefix}.statistics", wire.topology.size
+        return unpack(wire.all_reduce(own, wire.topology.world, name, 1.0 / size), statistics)
 
     def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> list[tf.Tensor]:
         """Updates all weights; returns absent ranks, and whether weights and state are finite."""
