@@ -57,22 +57,18 @@ def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | N
     """Returns remarks on bytes per step, memory and exactness; `in_node` is the plan in a node."""
     every, overlaps = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
+    copies = (
+        f"3 x {length} of memory for an exchange and" if overlaps else f"{length} of memory for"
+    )
     notes = [
         f"pseudo-gradients, once in {every} steps: {readable_size(plan.cost.bytes / every)} per "
         f"step; outer optimizer {outer}",
-        f"{3 if overlaps else 1} x {length} of memory for the global weights"
-        + (" and an exchange in progress" if overlaps else "")
-        + ", and the state of the outer optimizer",
+        f"{copies} the global weights, and the state of the outer optimizer",
     ]
     if in_node is not None:
+        during = "; it waits for at most one of its buckets of weights" if overlaps else ""
         size = readable_size(in_node.cost.bytes)
-        during = (
-            "during an exchange of weights, the all-reduce waits for at most one of its buckets"
-        )
-        notes.append(
-            f"gradients: all-reduce within the node at every step, {size}"
-            + (f"; {during}" if overlaps else "")
-        )
+        notes.append(f"gradients: all-reduce within the node at every step, {size}{during}")
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
     rounding = "" if is_exact else "; the scheme rounds or selects"
     return [*notes, f"replicas are equal only in their global weights{rounding}"]
@@ -98,12 +94,11 @@ class Contribution(NamedTuple):
 class ExchangeResult(NamedTuple):
     """Result of an exchange, the same on all ranks except for the new scheme `states`.
 
-    `total` is the sum of all weights, a float32 scalar. `absent` is the number of ranks that have
-    exhausted their input, a float32 scalar. `counts` is a bool scalar: True if any rank contributed
-    and the means of differences are finite. `means` are the means of `Contribution.values`.
+    `absent` is the number of ranks that have exhausted their input, a float32 scalar. `counts` is a
+    bool scalar: True if any rank contributed and the means of differences are finite. `means` are
+    the means of `Contribution.values`.
     """
 
-    total: tf.Tensor
     absent: tf.Tensor
     counts: tf.Tensor
     means: list[tf.Tensor]

@@ -273,9 +273,11 @@ class Synchronization:
         counts = tf.logical_and(all_finite(means), presence.total > 0.0)
         # Averages of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, differences, strict=True)]
-        return ExchangeResult(
-            presence.total, presence.absent, counts, [*means, *statistics], states
-        )
+        if not self._outer.weighs_samples:
+            # Divide by all replicas: a replica without samples contributes a zero difference.
+            share = presence.total / self._replicas
+            means = [mean * tf.cast(share, mean.dtype) for mean in means]
+        return ExchangeResult(presence.absent, counts, [*means, *statistics], states)
 
     def _mean_differences(
         self, exchanger: Exchanger, differences: list[tf.Tensor], weight: tf.Tensor
@@ -325,12 +327,7 @@ class Synchronization:
         for variable, value in zip(states, found.states, strict=True):
             variable.assign(value)
         copies, trained = self.weights.copies, self.weights.trained
-        means = found.means[:trained]
-        if not self._outer.weighs_samples:
-            # Divide by all replicas: a replica without samples contributes a zero difference.
-            share = found.total / self._replicas
-            means = [mean * tf.cast(share, mean.dtype) for mean in means]
-        self._outer.move(copies[:trained], means)
+        self._outer.move(copies[:trained], found.means[:trained])
         for variable, copy in zip(self._variables, copies, strict=False):
             constraint = getattr(variable, "constraint", None)
             if constraint is not None:
