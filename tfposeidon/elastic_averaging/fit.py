@@ -18,7 +18,6 @@ from typing_extensions import override
 from tfposeidon.communication import runtime
 from tfposeidon.elastic_averaging import job
 from tfposeidon.elastic_averaging.calls import Request
-from tfposeidon.elastic_averaging.server import Server
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import SAVING
 
@@ -46,7 +45,7 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
         )
     for callback in arguments["callbacks"]:
         check_callback(callback)
-    return _run_server(arguments) if job.is_server() else _run_worker(original, call)
+    return _Serving(arguments).run() if job.is_server() else _run_worker(original, call)
 
 
 # ------------------------------------------------------------------ worker
@@ -115,50 +114,46 @@ class _Worker(keras.callbacks.Callback):
 # ------------------------------------------------------------------ server
 
 
-def _run_server(arguments: dict[str, Any]) -> Any:
-    """Evaluates the global weights and calls hooks at the ends of epochs; returns the history."""
-    model = arguments["self"]
-    log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
-    callbacks = keras.callbacks.CallbackList(
-        arguments["callbacks"],
-        add_history=True,
-        add_progbar=arguments["verbose"] != 0,
-        model=model,
-        # The server has no batches for a progress bar. The value is "auto" only in a terminal.
-        verbose=2 if arguments["verbose"] else 0,
-        epochs=arguments["epochs"],
-        steps=1,
-    )
-    model.stop_training = False
-    callbacks.on_train_begin()
-    # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
-    optimizers, epoch = job.begin_fit(arguments)
-    savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
-    without = (
-        "global weights that no callback saved at the end of an epoch are lost, because fit "
-        "received no keras_callbacks.Checkpoint"
-    )
-    with job.serving(optimizers, savers, without) as server:
-        own = _Serving(arguments, callbacks, optimizers, server)
-        # Begin with the same epoch as Keras on workers.
-        logs = own.end_epochs(epoch or arguments["initial_epoch"])
-        job.show_centers(server, optimizers)
-        # Call this before workers are released, because callbacks may change the weights.
-        callbacks.on_train_end(logs)
-    session.of(model).reset_initial_epoch()
-    return model.history
-
-
 class _Serving:
-    """Server's side of one `fit`: it ends epochs, and calls the callbacks."""
+    """Server's side of one `fit`: it evaluates the global weights, and calls the callbacks."""
 
-    def __init__(
-        self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any], server: Server
-    ) -> None:
-        self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
-        self._model, self._server = arguments["self"], server
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments, self._model = arguments, arguments["self"]
+        self._callbacks = keras.callbacks.CallbackList(
+            arguments["callbacks"],
+            add_history=True,
+            add_progbar=arguments["verbose"] != 0,
+            model=self._model,
+            # The server has no batches for a progress bar. The value is "auto" only in a terminal.
+            verbose=2 if arguments["verbose"] else 0,
+            epochs=arguments["epochs"],
+            steps=1,
+        )
 
-    def end_epochs(self, next_epoch: int) -> dict[str, Any]:
+    def run(self) -> Any:
+        """Serves until all workers have ended; returns the history."""
+        workers = runtime.workers().size
+        log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), workers)
+        self._model.stop_training = False
+        self._callbacks.on_train_begin()
+        # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
+        self._optimizers, epoch = job.begin_fit(self._arguments)
+        callbacks = self._callbacks.callbacks
+        savers = [c.on_job_failure for c in callbacks if hasattr(c, "on_job_failure")]
+        without = (
+            "global weights that no callback saved at the end of an epoch are lost, because fit "
+            "received no keras_callbacks.Checkpoint"
+        )
+        with job.serving(self._optimizers, savers, without) as self._server:
+            # Begin with the same epoch as Keras on workers.
+            logs = self._end_epochs(epoch or self._arguments["initial_epoch"])
+            job.show_centers(self._server, self._optimizers)
+            # Call this before workers are released, because callbacks may change the weights.
+            self._callbacks.on_train_end(logs)
+        session.of(self._model).reset_initial_epoch()
+        return self._model.history
+
+    def _end_epochs(self, next_epoch: int) -> dict[str, Any]:
         """Ends each epoch after the workers have ended it; returns the logs of the last epoch."""
         logs: dict[str, Any] = {}
         first = next_epoch
