@@ -39,13 +39,12 @@ def check_roles() -> None:
         )
 
 
-def check_begun(what: str) -> None:
-    """Refuses operations before `tfposeidon.init` that depend on the ranks; `what` names one."""
+def check_begun() -> None:
     if not runtime.has_begun():
         raise RuntimeError(
-            f"{what} depends on the ranks of the job. Received: a use before tfposeidon.init. Call "
-            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
-            "rank."
+            "The plan of ElasticAveraging and its default `alpha` depend on the ranks of the job. "
+            "Received: a use before tfposeidon.init. Call tfposeidon.init(server_rank=0) first, or "
+            "tfposeidon.init() if there is only one rank."
         )
 
 

@@ -168,7 +168,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         """
         if self._alpha is not None:
             return self._alpha
-        job.check_begun("`alpha`, which follows from the number of workers,")
+        job.check_begun()
         return _BETA / max(runtime.workers().size, 1)
 
     @property
@@ -429,7 +429,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
 
 def _pair_of_plan() -> Wire:
-    job.check_begun("The plan of ElasticAveraging")
+    job.check_begun()
     if runtime.server_rank() is None:
         return runtime.own_wire()
     workers = runtime.workers().ranks

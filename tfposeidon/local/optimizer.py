@@ -404,8 +404,7 @@ class LocalUpdates(CommunicatingOptimizer):
     # ------------------------------------------------------------------ global weights
 
     @override
-    @contextlib.contextmanager
-    def global_weights(self, assign: bool = False) -> Iterator[None]:
+    def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
         """Assigns the global weights to the variables within this context.
 
         Custom loops must evaluate and save models within it. Other scripts do not need it, because
@@ -428,13 +427,10 @@ class LocalUpdates(CommunicatingOptimizer):
           ...     print(weight.numpy())
           [1.]
         """
-        synchronization = self._synchronization
-        if synchronization is None:
-            yield
-            return
-        synchronization.check_steps_are_counted()
-        with synchronization.weights.shown(assign):
-            yield
+        if self._synchronization is None:
+            return contextlib.nullcontext()
+        self._synchronization.check_steps_are_counted()
+        return self._synchronization.weights.shown(assign)
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
