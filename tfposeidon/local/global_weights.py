@@ -151,9 +151,6 @@ class GlobalWeights:
         with tf.init_scope():
             check_equal((self.copies if self.is_apart else self.variables)[: self.trained])
 
-    def checksum(self) -> str:
-        return replicas.checksum(self._values(), on_device=True)
-
     def _values(self) -> list[tf.Tensor]:
         return [tf.convert_to_tensor(variable) for variable in self.variables[: self.trained]]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 
-from tfposeidon.checks import require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.local.synchronization import Synchronization
@@ -37,8 +36,7 @@ class Showing:
 
     def hooks(self) -> FitHooks:
         first = keras.callbacks.LambdaCallback(
-            # Weights may differ, because other callbacks may broadcast or restore them.
-            on_train_begin=lambda logs: self.restart_if_assigned(are_equal=False),
+            on_train_begin=lambda logs: self.restart_if_assigned(),
             on_test_begin=lambda logs: self.show(),
             on_epoch_end=lambda epoch, logs: self.show(),
             on_train_end=lambda logs: self._end_fit(),
@@ -67,6 +65,9 @@ class Showing:
         if self._checks_next_step:
             self._checks_next_step = False
             self.restart_if_assigned()
+            if not synchronization.weights.has_begun:
+                # In `fit`, `AgreedStop` compares assigned weights.
+                synchronization.weights.check_equal()
         elif synchronization.weights.was_assigned:
             raise RuntimeError(
                 "Weights must not be assigned between two steps, because the next "
@@ -100,26 +101,17 @@ class Showing:
         if (synchronization := self._find()) is not None:
             synchronization.warn_if_none_has_completed()
 
-    def restart_if_assigned(self, are_equal: bool = True) -> None:
+    def restart_if_assigned(self) -> None:
         """Shows the global weights, and restarts all ranks if weights were assigned on any of them.
 
-        All ranks call it together. It raises an error on all ranks if their weights differ, unless
-        `are_equal` is False, as before a broadcast.
+        All ranks call it together.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:
             return
-        weights = synchronization.weights
-        weights.show()
-        own = [weights.was_assigned, weights.checksum()]
-        everybody = exchange_objects(own, runtime.wire(), "tp.assigned")
-        if are_equal:
-            require_equal(
-                [checksum for _, checksum in everybody],
-                "All ranks must begin with the same weights",
-                "Assign them on all ranks, or pass keras_callbacks.BroadcastVariables() to fit.",
-            )
-        if any(was_assigned for was_assigned, _ in everybody):
+        synchronization.weights.show()
+        was_assigned = synchronization.weights.was_assigned
+        if any(exchange_objects(was_assigned, runtime.wire(), "tp.assigned")):
             synchronization.restart()
 
 
