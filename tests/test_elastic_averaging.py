@@ -122,7 +122,7 @@ def test_the_server_has_a_mean_of_the_newest_slots():
     assert served.state.numpy().tolist() == [9]
     for worker, value, mean in ((1, 2.0, 2), (2, 4.0, 3), (1, 7.0, 7), (2, 5.0, 6)):
         pair = _PairOfOne()
-        send(pair, tf.constant([value]), "tp.state")
+        send(pair, tf.constant([value]), "tp.slots")
         served.receive_state(pair, worker)
         assert served.state.numpy().tolist() == [mean]
 

@@ -369,8 +369,8 @@ def test_bytes_are_those_of_the_plan(wire):
         pairs = tp.workers().size if is_server() else 1
         assert elements["tp.swap"] == [per_exchange] * exchanges * pairs
         assert made.bytes_per_step == 4 * per_exchange / 3
-        # Of Adam two for each weight, and its rate.
-        slots = 1 + 2 * sum(v.numpy().size for v in model.trainable_variables)
+        # Of Adam two for each weight, its rate and its step counter.
+        slots = 2 + 2 * sum(v.numpy().size for v in model.trainable_variables)
         # A worker gives them at the end of two epochs, and takes the last.
         given = [0, 0, slots] * pairs if is_server() else [0, slots, slots]
         assert sorted(elements["tp.slots"]) == sorted(given)

@@ -123,13 +123,13 @@ class Worker:
     def send_state(self, center: int, state: tf.Tensor) -> None:
         with self._lock:
             self._call(Call.GIVE, center)
-            send(self._wire, state, "tp.state")
+            send(self._wire, state, "tp.slots")
 
     def take(self, center: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns a center's values and optimizer state."""
         with self._lock:
             self._call(Call.TAKE, center)
-            return receive(self._wire, "tp.center"), receive(self._wire, "tp.state")
+            return receive(self._wire, "tp.center"), receive(self._wire, "tp.slots")
 
     def end_epoch(self, has_trained: bool) -> None:
         self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)

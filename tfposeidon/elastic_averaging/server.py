@@ -68,7 +68,7 @@ class Served:
             _subtract(self._minus, self._alpha, difference)
 
     def receive_state(self, wire: Wire, worker: int) -> None:
-        state = receive(wire, "tp.state")
+        state = receive(wire, "tp.slots")
         if self._senders & {worker, None}:
             self._senders.clear()
         self._senders.add(worker)
@@ -220,4 +220,4 @@ class Server:
             )
         with self._transfer:
             send(self._wires[rank], served.center, "tp.center")
-            send(self._wires[rank], served.state, "tp.state")
+            send(self._wires[rank], served.state, "tp.slots")
