@@ -19,7 +19,7 @@ class _Told:
     """A server of three workers that is told of calls as its threads would tell it."""
 
     def __init__(self):
-        self._server = Server(dict.fromkeys((1, 2, 3)), [], [], stall_limit_s=0)
+        self._server = Server(dict.fromkeys((1, 2, 3)), [], stall_limit_s=0)
         self._epochs = self._server.epochs()
 
     def calls(self, rank, *calls):
@@ -106,15 +106,8 @@ def test_callbacks_that_act_are_not_refused(callback):
     fit.check_callback(callback)
 
 
-def test_what_is_left_without_a_snapshot_is_said():
-    fate = fit.outcome_without_snapshot
-    assert fate([]).startswith("the global weights are lost")
-    kept = fate([keras.callbacks.ModelCheckpoint("x.keras")])
-    assert "only the global weights that ModelCheckpoint saved at the end of an epoch" in kept
-
-
 def _idle_server():
-    return Server({}, [], [], stall_limit_s=0)
+    return Server({}, [], stall_limit_s=0)
 
 
 def _fails():

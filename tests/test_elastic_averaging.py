@@ -14,14 +14,13 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import GroupWire, HorovodWire
 from tfposeidon.elastic_averaging.calls import (
     Call,
-    OptimizerState,
-    ServedState,
+    Request,
     make_call,
-    send_state,
+    send,
     sum_of_both,
     wait_for_call,
 )
-from tfposeidon.elastic_averaging.server import ServedCenter
+from tfposeidon.elastic_averaging.server import Served
 
 
 def _sgd():
@@ -102,31 +101,30 @@ class _PairOfOne:
 
 
 def test_the_center_gains_its_share_of_the_difference():
-    pair, center = _PairOfOne(), ServedCenter(tf.constant([1.0, 1.0]), alpha=0.5)
+    pair, served = _PairOfOne(), Served(tf.constant([1.0, 1.0]), 0.5, tf.zeros([0]))
     sum_of_both(pair, tf.constant([3.0, 5.0]), "tp.swap")
-    center.swap(pair)
-    assert center.values.numpy().tolist() == [2, 3]
+    served.swap(pair)
+    assert served.center.numpy().tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("request_", Request)
 @pytest.mark.parametrize("number", [0, 3])
-def test_a_call_says_what_comes_and_whether_to_stop(number, stops):
+def test_a_call_says_what_comes_and_the_servers_request(number, request_):
     pair = _PairOfOne()
     make_call(pair, Call.TAKE, number)
-    assert wait_for_call(pair, stops) == (Call.TAKE, number)
+    assert wait_for_call(pair, request_) == (Call.TAKE, number)
     # The worker's side of the same sum.
-    assert make_call(pair, Call.SWAP) is stops
+    assert make_call(pair, Call.SWAP) is request_
 
 
 def test_the_server_has_a_mean_of_the_newest_slots():
-    served = ServedState(OptimizerState(tf.constant([9.0]), 4))
-    assert served.now.steps == 4
-    given = [(1, 2.0, 10, 2, 10), (2, 4.0, 20, 3, 15), (1, 7.0, 30, 7, 30), (2, 5.0, 40, 6, 35)]
-    for worker, value, steps, mean, mean_steps in given:
+    served = Served(tf.zeros([1]), 0.5, tf.constant([9.0]))
+    assert served.state.numpy().tolist() == [9]
+    for worker, value, mean in ((1, 2.0, 2), (2, 4.0, 3), (1, 7.0, 7), (2, 5.0, 6)):
         pair = _PairOfOne()
-        send_state(pair, OptimizerState(tf.constant([value]), steps))
-        served.take(pair, worker)
-        assert (served.now.values.numpy().tolist(), served.now.steps) == ([mean], mean_steps)
+        send(pair, tf.constant([value]), "tp.slots")
+        served.receive_state(pair, worker)
+        assert served.state.numpy().tolist() == [mean]
 
 
 def test_nothing_begins_a_job_without_a_server(monkeypatch):
@@ -145,7 +143,7 @@ def test_training_begins_once_at_a_time():
     optimizer = tp.ElasticAveraging(_sgd())
     optimizer.build([keras.Variable([1.0])])
     optimizer.check_detached()
-    optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
+    optimizer.attach(types.SimpleNamespace(), 0)
     with pytest.raises(RuntimeError, match="still trains with the server"):
         optimizer.check_detached()
     optimizer.detach()

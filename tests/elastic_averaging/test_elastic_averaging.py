@@ -110,16 +110,16 @@ def test_memory_of_an_exchange(wire):
         peaks.append(_peak_of(exchange))
 
     if is_server():
-        own = server.ServedCenter.swap
+        own = server.Served.swap
 
         def swap(center, pair):
             peaks.append(_peak_of(lambda: own(center, pair)))
 
-        server.ServedCenter.swap = swap
+        server.Served.swap = swap
         try:
             optimizer.run(train)
         finally:
-            server.ServedCenter.swap = own
+            server.Served.swap = own
     else:
         optimizer.run(train)
     # The largest is that of the first exchange: later ones take what the allocator has kept.
@@ -369,8 +369,8 @@ def test_bytes_are_those_of_the_plan(wire):
         pairs = tp.workers().size if is_server() else 1
         assert elements["tp.swap"] == [per_exchange] * exchanges * pairs
         assert made.bytes_per_step == 4 * per_exchange / 3
-        # Of Adam two for each weight, and its rate.
-        slots = 1 + 2 * sum(v.numpy().size for v in model.trainable_variables)
+        # Of Adam two for each weight, its rate and its step counter.
+        slots = 2 + 2 * sum(v.numpy().size for v in model.trainable_variables)
         # A worker gives them at the end of two epochs, and takes the last.
         given = [0, 0, slots] * pairs if is_server() else [0, slots, slots]
         assert sorted(elements["tp.slots"]) == sorted(given)
@@ -482,7 +482,9 @@ def test_refusals(wire):
         other = tp.ElasticAveraging(sgd(), sync_every=1 + tp.rank())
         other.build([variable])
         other.run(lambda: None)
-    with Raises(RuntimeError, "All ranks must train the same number of models"):
+    with Raises(
+        RuntimeError, "train the same models for the same epochs. Received: number of models"
+    ):
         optimizer.run(lambda: None, models=[] if is_server() else [models.mlp()])
     with Raises(ValueError, "must be built before fit"):
         model = keras.Sequential([keras.layers.Dense(models.CLASSES)])

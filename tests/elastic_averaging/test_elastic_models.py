@@ -114,7 +114,7 @@ def test_overflow_delays_nobody(wire):
 
 
 def test_eager_steps_in_half_precision(wire):
-    """Whose metrics nobody builds before the first evaluation."""
+    """Whose metrics nobody builds before the first evaluation, in the first epoch."""
     keras.config.set_dtype_policy("mixed_float16")
     folder, data = shared_folder(wire), models.mlp.data(32)
     path = os.path.join(folder, "log.csv")
@@ -132,9 +132,7 @@ def test_eager_steps_in_half_precision(wire):
     exchange_objects(None, wire, "done")
     if is_server():
         with open(path, newline="") as stream:
-            lacks = [row["val_accuracy"] == "NA" for row in csv.DictReader(stream)]
-        # Both epochs may end as one.
-        assert lacks == [True] * (len(lacks) - 1) + [False]
+            assert not any(row["val_accuracy"] == "NA" for row in csv.DictReader(stream))
         shutil.rmtree(folder)
 
 
@@ -171,7 +169,7 @@ def test_state_of_layers_travels(wire):
     if is_server():
         return
     # As a step does that was traced with other statistics.
-    model.optimizer.attach(types.SimpleNamespace(waited_s=0.0), 0)
+    model.optimizer.attach(types.SimpleNamespace(), 0)
     with Raises(RuntimeError, "compile them again"):
         model.optimizer._swap_values(tf.zeros([3]))
     model.optimizer.detach()

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 import tfposeidon as tp
+from tfposeidon.communication.wire import pack
 from tfposeidon.elastic_averaging import job
-from tfposeidon.optimizers.wrapper import settings, slots
+from tfposeidon.optimizers.wrapper import rates, settings, slots, step_counter
 
 OPTIMIZERS = {
     "SGD": lambda: keras.optimizers.SGD(0.1),
@@ -47,6 +48,10 @@ def _step(optimizer, weights, seed):
     )
 
 
+def _state(optimizer):
+    return [*slots(optimizer), *rates(optimizer), step_counter(optimizer)]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_another_optimizer_goes_on_with_slots_and_steps(name):
     first, other = OPTIMIZERS[name](), OPTIMIZERS[name]()
@@ -57,7 +62,7 @@ def test_another_optimizer_goes_on_with_slots_and_steps(name):
         _step(first, weights, seed)
     for weight, copy in zip(weights, copies, strict=True):
         copy.assign(weight)
-    job.assign_state(other, job.state_of(first))
+    job.assign_parts(_state(other), pack(_state(first)))
     for seed in range(5, 8):
         _step(first, weights, seed)
         _step(other, copies, seed)

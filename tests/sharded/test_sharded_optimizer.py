@@ -83,7 +83,7 @@ def test_state_is_a_pth_and_saved_whole(wire):
         exchange_objects(None, wire, "loaded")
     _check_goes_on_alike(model, loaded, wire)
     if wire.topology.rank == 0:
-        with Raises(RuntimeError, "saving at step 5, gathered at step 4"):
+        with Raises(RuntimeError, "saving at step 5, whose state was not gathered"):
             optimizer.inner_optimizer.save_own_variables({})
 
 

@@ -2,8 +2,8 @@
 
 Think of each worker and the server as a pair with its own communicator. A call is an all-reduce of
 one number that identifies the next operation. The server always waits for calls, and reads the
-global weights only after a call, so a worker can call at any time. The server adds a stop flag to
-the number. The flag has its value from the time when the server began to wait.
+global weights only after a call, so a worker can call at any time. The server adds a request to the
+number: the request that was current when the server began to wait.
 
 Collectives run eagerly here. Horovod matches them by their order: a worker calls sequentially, and
 the server has one thread per worker. The collectives use none of TensorFlow's threads, because
@@ -12,10 +12,10 @@ TensorFlow may have only one, which training steps occupy.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 import time
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -23,12 +23,12 @@ from tfposeidon.communication.wire import Wire
 
 # A call about a center is encoded as `call + _KINDS * center`.
 _KINDS = 16
-# The server adds this stop flag to a call. It is larger than any encoded call.
-_STOP = 2**32
+# The server adds a request times this value to a call. It is larger than any encoded call.
+_REQUESTS = 2**32
 # A worker calls at least this often. The stall limit may require a shorter time.
-_MAX_SILENCE_S = 15.0
-# A worker that waits for its release queries the server at this interval.
-_QUERY_INTERVAL_S = 0.2
+_MAX_SILENCE_S = 7.5
+# A worker that waits for its release calls the server at this interval.
+_QUERY_INTERVAL_S = 0.1
 
 
 class Call(enum.IntEnum):
@@ -40,31 +40,35 @@ class Call(enum.IntEnum):
     SWAP = 2
     EPOCH = 3
     ENDED = 4
-    # An answer follows: 1 if the server releases the worker, else 0.
-    ASK = 5
     # The worker's last call.
-    LEAVE = 6
+    LEAVE = 5
     # The worker ended an epoch without a batch.
-    EMPTY_EPOCH = 7
+    EMPTY_EPOCH = 6
     # The worker's optimizer state follows.
-    GIVE = 8
+    GIVE = 7
     # The global weights follow, and then the server's optimizer state.
-    TAKE = 9
+    TAKE = 8
 
 
-def make_call(wire: Wire, call: Call, center: int = 0) -> bool:
-    """Calls the server about a center; returns whether the server asks workers to stop."""
-    return sum_of_numbers(wire, call + _KINDS * center, "tp.call") >= _STOP
+class Request(enum.IntEnum):
+    """What the server asks workers to do, in the order of a training."""
+
+    TRAIN = 0
+    STOP = 1
+    # All workers have ended, and each may leave.
+    LEAVE = 2
 
 
-def wait_for_call(wire: Wire, stops: bool) -> tuple[Call, int]:
+def make_call(wire: Wire, call: Call, center: int = 0) -> Request:
+    number = sum_of_both(wire, tf.constant([call + _KINDS * center], tf.int64), "tp.call")
+    return Request(int(number[0]) // _REQUESTS)
+
+
+def wait_for_call(wire: Wire, request: Request) -> tuple[Call, int]:
     """Waits for the worker's next call; returns its kind and the index of its center."""
-    number = sum_of_numbers(wire, _STOP * stops, "tp.call") % _STOP
-    return Call(number % _KINDS), number // _KINDS
-
-
-def sum_of_numbers(wire: Wire, number: int, name: str) -> int:
-    return int(sum_of_both(wire, tf.constant([number], tf.int64), name).numpy()[0])
+    number = sum_of_both(wire, tf.constant([_REQUESTS * request], tf.int64), "tp.call")
+    center, call = divmod(int(number[0]) % _REQUESTS, _KINDS)
+    return Call(call), center
 
 
 def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
@@ -73,72 +77,12 @@ def sum_of_both(wire: Wire, mine: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def send(wire: Wire, vector: tf.Tensor, name: str) -> None:
-    """Sends a vector, `[n]`, to the other side of a pair, which calls `receive`."""
+    """Sends a float32 vector to the other side of a pair, which calls `receive`."""
     wire.all_gather(vector, wire.topology.world, name)
 
 
-def receive(wire: Wire, name: str, dtype: tf.DType) -> tf.Tensor:
-    """Returns the vector that the other side of a pair sends with `send`."""
-    return wire.all_gather(tf.zeros([0], dtype), wire.topology.world, name)
-
-
-class OptimizerState(NamedTuple):
-    """Optimizer state as a float32 vector, and the step counter that bias correction uses."""
-
-    values: tf.Tensor
-    steps: int
-
-
-def send_state(wire: Wire, state: OptimizerState) -> None:
-    """Sends optimizer state to the other side of a pair, which calls `receive_state`."""
-    send(wire, state.values, "tp.slots")
-    send(wire, tf.constant([state.steps], tf.int64), "tp.steps")
-
-
-def receive_state(wire: Wire) -> OptimizerState:
-    """Returns the optimizer state that the other side of a pair sends with `send_state`."""
-    values = receive(wire, "tp.slots", tf.float32)
-    return OptimizerState(values, int(receive(wire, "tp.steps", tf.int64).numpy()[0]))
-
-
-class ServedState:
-    """Optimizer state on the server: the average of the newest states that workers have sent.
-
-    Workers start from it in a resumed run, and after their weights became non-finite. When a worker
-    sends a second state, a new average starts with this state. Each worker thus counts once, and
-    the server stores a single vector. For a while, the average may be one fast worker's state.
-    """
-
-    def __init__(self, start: OptimizerState) -> None:
-        self._start_steps = start.steps
-        self._values = tf.Variable(start.values, trainable=False)
-        self._steps: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def now(self) -> OptimizerState:
-        """Average of the states, and of their step counters."""
-        with self._lock:
-            steps = list(self._steps.values()) or [self._start_steps]
-            return OptimizerState(self._values.read_value(), sum(steps) // len(steps))
-
-    def take(self, wire: Wire, worker: int) -> None:
-        """Receives a worker's state after its call, and adds it to the average."""
-        state = receive_state(wire)
-        with self._lock:
-            if worker in self._steps:
-                self._steps.clear()
-            self._steps[worker] = state.steps
-            # Update in place, because the state may be twice as large as the weights.
-            tf.raw_ops.ResourceApplyGradientDescent(
-                var=self._values.handle,
-                alpha=1.0 / len(self._steps),
-                delta=self._values - state.values,
-                use_locking=True,
-            )
-
-
-# ------------------------------------------------------------------ worker
+def receive(wire: Wire, name: str) -> tf.Tensor:
+    return wire.all_gather(tf.zeros([0]), wire.topology.world, name)
 
 
 class Worker:
@@ -150,80 +94,57 @@ class Worker:
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
         # Horovod checks for stalls at intervals of a quarter of the limit.
-        self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 8 or _MAX_SILENCE_S)
+        self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 16 or _MAX_SILENCE_S)
         # A thread holds the lock during a call and the transfer of the data that follow.
         self._lock = threading.RLock()
-        self._last_call_s = time.monotonic()
         self._quits = threading.Event()
-        # True once the server has asked workers to stop.
-        self.stops = False
-        # Seconds that exchanges have taken so far.
-        self.waited_s = 0.0
-
-    def start(self) -> None:
-        """Starts the background calls to the server."""
+        self.request = Request.TRAIN
         # Use a daemon thread, because a failing script must not wait for it.
         threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
 
     def _keep_alive(self) -> None:
-        while not self._quits.wait(self._silence_s / 2):
-            with self._lock:
-                if self._quits.is_set():
-                    return
-                if time.monotonic() - self._last_call_s < self._silence_s / 2:
-                    continue
-                try:
-                    self._call(Call.ALIVE)
-                except tf.errors.OpError:
-                    # The job is ending, and the next exchange raises the reason.
-                    return
+        # If the job is ending, the next exchange raises the reason.
+        with contextlib.suppress(tf.errors.OpError):
+            while not self._quits.wait(self._silence_s):
+                with self._lock:
+                    if not self._quits.is_set():
+                        self._call(Call.ALIVE)
 
     def _call(self, call: Call, center: int = 0) -> None:
         with self._lock:
-            self.stops = make_call(self._wire, call, center) or self.stops
-            self._last_call_s = time.monotonic()
+            self.request = make_call(self._wire, call, center)
 
     def swap(self, center: int, values: tf.Tensor) -> tf.Tensor:
         """Exchanges finite float32 values with a center; returns `values - center`."""
-        begin_s = time.perf_counter()
         with self._lock:
             self._call(Call.SWAP, center)
-            difference = sum_of_both(self._wire, values, "tp.swap")
-        self.waited_s += time.perf_counter() - begin_s
-        return difference
+            return sum_of_both(self._wire, values, "tp.swap")
 
-    def send_state(self, center: int, state: OptimizerState) -> None:
+    def send_state(self, center: int, state: tf.Tensor) -> None:
         with self._lock:
             self._call(Call.GIVE, center)
-            send_state(self._wire, state)
+            send(self._wire, state, "tp.slots")
 
-    def take(self, center: int) -> tuple[tf.Tensor, OptimizerState]:
-        """Returns a center's values, a float32 vector, and the server's optimizer state."""
+    def take(self, center: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a center's values and optimizer state."""
         with self._lock:
             self._call(Call.TAKE, center)
-            values = receive(self._wire, "tp.center", tf.float32)
-            return values, receive_state(self._wire)
+            return receive(self._wire, "tp.center"), receive(self._wire, "tp.slots")
 
     def end_epoch(self, has_trained: bool) -> None:
-        """Notifies the server that this worker has ended an epoch."""
         self._call(Call.EPOCH if has_trained else Call.EMPTY_EPOCH)
 
     def wait_for_others(self) -> None:
         """Notifies the server of the end of training, and waits until it releases this worker."""
         self._call(Call.ENDED)
-        while not self._is_released():
+        while self.request != Request.LEAVE:
             time.sleep(_QUERY_INTERVAL_S)
-
-    def _is_released(self) -> bool:
-        with self._lock:
-            self._call(Call.ASK)
-            return bool(sum_of_numbers(self._wire, 0, "tp.answer"))
+            self._call(Call.ALIVE)
 
     def leave(self) -> None:
-        """Calls the server for the last time."""
-        self._quits.set()
+        self.stop_calling()
         self._call(Call.LEAVE)
 
     def stop_calling(self) -> None:
-        """Stops the background calls after an error, so that Horovod ends the job."""
+        """Stops the background calls; after an error, Horovod then ends the job."""
         self._quits.set()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from tfposeidon.communication import runtime
 from tfposeidon.elastic_averaging import job
+from tfposeidon.elastic_averaging.calls import Request
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import SAVING
 
@@ -35,7 +35,6 @@ _PER_EPOCH = {"every_n_steps": "None", "save_freq": '"epoch"', "update_freq": '"
 
 
 def run(original: Any, call: inspect.BoundArguments) -> Any:
-    """Runs `fit` on a worker or on the server, and returns its history; collective."""
     arguments = call.arguments
     job.check_roles()
     if arguments["validation_split"]:
@@ -46,7 +45,7 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
         )
     for callback in arguments["callbacks"]:
         check_callback(callback)
-    return _run_server(arguments) if job.is_server() else _run_worker(original, call)
+    return _Serving(arguments).run() if job.is_server() else _run_worker(original, call)
 
 
 # ------------------------------------------------------------------ worker
@@ -59,8 +58,7 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     # `worker` is last, so that it starts after the server's callbacks have restored a run.
     end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
     callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]
-    arguments["callbacks"] = [end, *callbacks, worker]
-    arguments["validation_data"] = None
+    arguments |= {"callbacks": [end, *callbacks, worker], "validation_data": None}
     try:
         return original(*call.args, **call.kwargs)
     finally:
@@ -76,7 +74,6 @@ class _Worker(keras.callbacks.Callback):
         super().__init__()
         self._arguments = arguments
         self.link: Any = None
-        self._has_trained = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -107,11 +104,9 @@ class _Worker(keras.callbacks.Callback):
         self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        if self.link.stops:
-            self.model.stop_training = True
+        self.model.stop_training |= self.link.request >= Request.STOP
 
     def end(self) -> None:
-        """Waits for the other workers, and takes the final global weights."""
         job.end_worker(self.link, self._optimizers)
         session.of(self.model).reset_initial_epoch()
 
@@ -119,57 +114,51 @@ class _Worker(keras.callbacks.Callback):
 # ------------------------------------------------------------------ server
 
 
-def _run_server(arguments: dict[str, Any]) -> Any:
-    """Evaluates the global weights and calls hooks at the ends of epochs; returns the history."""
-    model = arguments["self"]
-    log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), runtime.workers().size)
-    callbacks = keras.callbacks.CallbackList(
-        arguments["callbacks"],
-        add_history=True,
-        add_progbar=arguments["verbose"] != 0,
-        model=model,
-        # The server has no batches for a progress bar. The value is "auto" only in a terminal.
-        verbose=2 if arguments["verbose"] else 0,
-        epochs=arguments["epochs"],
-        steps=1,
-    )
-    model.stop_training = False
-    callbacks.on_train_begin()
-    # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
-    optimizers, epoch = job.begin_fit(arguments)
-    own = _Serving(arguments, callbacks, optimizers)
-    savers = [c.on_job_failure for c in callbacks.callbacks if hasattr(c, "on_job_failure")]
-    without = outcome_without_snapshot(callbacks.callbacks)
-    with job.saved_at_failure(own.server, own.show, savers, without):
-        # Begin with the same epoch as Keras on workers.
-        logs = own.end_epochs(epoch or arguments["initial_epoch"])
-        own.show()
-        # Call this before the release of workers, because callbacks may change the weights.
-        callbacks.on_train_end(logs)
-        job.release_workers(own.server, optimizers)
-    session.of(model).reset_initial_epoch()
-    return model.history
-
-
 class _Serving:
-    """Server's side of one `fit`; construction starts the server."""
+    """Server's side of one `fit`: it evaluates the global weights, and calls the callbacks."""
 
-    def __init__(self, arguments: dict[str, Any], callbacks: Any, optimizers: list[Any]) -> None:
-        self._arguments, self._callbacks, self._optimizers = arguments, callbacks, optimizers
-        self._model = arguments["self"]
-        callbacks.callbacks = _with_announced_metrics(callbacks.callbacks, self._metric_names)
-        self.server = job.start_server(optimizers)
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments, self._model = arguments, arguments["self"]
+        self._callbacks = keras.callbacks.CallbackList(
+            arguments["callbacks"],
+            add_history=True,
+            add_progbar=arguments["verbose"] != 0,
+            model=self._model,
+            # The server has no batches for a progress bar. The value is "auto" only in a terminal.
+            verbose=2 if arguments["verbose"] else 0,
+            epochs=arguments["epochs"],
+            steps=1,
+        )
 
-    def show(self) -> None:
-        """Assigns the global weights to the server's model."""
-        job.show_centers(self.server, self._optimizers)
+    def run(self) -> Any:
+        """Serves until all workers have ended; returns the history."""
+        workers = runtime.workers().size
+        log.warning("tfposeidon: rank %d serves %d worker(s).", runtime.rank(), workers)
+        self._model.stop_training = False
+        self._callbacks.on_train_begin()
+        # Begin only now, because callbacks such as Checkpoint may have restored an earlier run.
+        self._optimizers, epoch = job.begin_fit(self._arguments)
+        callbacks = self._callbacks.callbacks
+        savers = [c.on_job_failure for c in callbacks if hasattr(c, "on_job_failure")]
+        without = (
+            "global weights that no callback saved at the end of an epoch are lost, because fit "
+            "received no keras_callbacks.Checkpoint"
+        )
+        with job.serving(self._optimizers, savers, without) as self._server:
+            # Begin with the same epoch as Keras on workers.
+            logs = self._end_epochs(epoch or self._arguments["initial_epoch"])
+            job.show_centers(self._server, self._optimizers)
+            # Call this before workers are released, because callbacks may change the weights.
+            self._callbacks.on_train_end(logs)
+        session.of(self._model).reset_initial_epoch()
+        return self._model.history
 
-    def end_epochs(self, next_epoch: int) -> dict[str, Any]:
+    def _end_epochs(self, next_epoch: int) -> dict[str, Any]:
         """Ends each epoch after the workers have ended it; returns the logs of the last epoch."""
         logs: dict[str, Any] = {}
         first = next_epoch
         self._begin_epoch(first)
-        for number in self.server.epochs():
+        for number in self._server.epochs():
             if not self._model.stop_training:
                 epoch = first + number
                 if epoch > next_epoch:
@@ -182,10 +171,11 @@ class _Serving:
                         epoch + 1,
                     )
                     self._begin_epoch(epoch)
-                logs = self._end_epoch(epoch, range(next_epoch, epoch + 1))
+                ended = range(next_epoch, epoch + 1)
+                logs = self._end_epoch(epoch, self._validates(ended, is_first=next_epoch == first))
                 next_epoch = epoch + 1
             if self._model.stop_training:
-                self.server.stops = True
+                self._server.request = Request.STOP
             else:
                 self._begin_epoch(next_epoch)
         return logs
@@ -194,15 +184,21 @@ class _Serving:
         if epoch < self._arguments["epochs"]:
             self._callbacks.on_epoch_begin(epoch)
 
-    def _end_epoch(self, epoch: int, ended: range) -> dict[str, Any]:
-        self.show()
-        exchanges = sum(worker.exchanges for worker in self.server.progress.values())
-        logs: dict[str, Any] = {"exchanges": float(exchanges)}
+    def _validates(self, ended: range, is_first: bool) -> bool:
         every = self._arguments["validation_freq"]
         # As in Keras, any value is valid without validation data.
-        if self._arguments["validation_data"] is not None and any(
+        if self._arguments["validation_data"] is None:
+            return False
+        # Validate in the first epoch, because `CSVLogger` takes its columns from its logs.
+        return is_first or any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
-        ):
+        )
+
+    def _end_epoch(self, epoch: int, validates: bool) -> dict[str, Any]:
+        job.show_centers(self._server, self._optimizers)
+        exchanges = sum(worker.exchanges for worker in self._server.progress.values())
+        logs: dict[str, Any] = {"exchanges": float(exchanges)}
+        if validates:
             logs |= self._evaluate()
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
@@ -221,15 +217,6 @@ class _Serving:
             return_dict=True,
         )
         return {f"val_{name}": value for name, value in found.items()}
-
-    def _metric_names(self) -> list[str]:
-        if self._arguments["validation_data"] is None:
-            return []
-        try:
-            return [f"val_{name}" for name in self._model.get_metrics_result()]
-        except ValueError:
-            # The names of metrics are unknown until data have built the metrics.
-            return list(self._evaluate())
 
 
 # ------------------------------------------------------------------ callbacks
@@ -265,31 +252,3 @@ def check_callback(callback: Any) -> None:
                 f"the server, which takes no steps. Received: {name}({argument}={value!r}). Use "
                 f"{argument}={instead}."
             )
-
-
-def _with_announced_metrics(callbacks: list[Any], names: Callable[[], list[str]]) -> list[Any]:
-    """Inserts a callback before each `CSVLogger` that adds columns for metrics of later epochs."""
-    found: list[Any] = []
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CSVLogger):
-
-            def announce(epoch: int, logs: Any, logger: Any = callback) -> None:
-                # The logger takes its columns from the logs of the first epoch, and would derive
-                # the names of validation metrics from the names of training metrics.
-                if logger.keys is None:
-                    logger.keys = sorted({*logs, *names()})
-
-            found.append(keras.callbacks.LambdaCallback(on_epoch_end=announce))
-        found.append(callback)
-    return found
-
-
-def outcome_without_snapshot(callbacks: list[Any]) -> str:
-    """Describes which global weights remain after a failure without a snapshot, for the log."""
-    saved = next((type(c).__name__ for c in callbacks if isinstance(c, SAVING)), None)
-    remains = (
-        f"only the global weights that {saved} saved at the end of an epoch remain"
-        if saved
-        else "the global weights are lost"
-    )
-    return f"{remains}, because fit received no keras_callbacks.Checkpoint"

@@ -1,15 +1,13 @@
 """Starts and ends asynchronous training, collectively over all ranks.
 
-`fit` and `ElasticAveraging.run` first call `begin_fit` or `begin_loop`, which copy the server's
-values to all ranks. They then call `start_worker` or `start_server`, and finally `end_worker` or
-`release_workers`. If the job ends early, `saved_at_failure` saves the global weights first. All
-ranks raise an error if their optimizers or other settings differ.
+`fit` and `ElasticAveraging.run` first call `begin_fit` or `begin`, which copy the server's values
+to all ranks. Workers then call `start_worker` and finally `end_worker`, and the server enters
+`serving`, which saves the global weights if the job ends early.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import signal
 import threading
@@ -21,10 +19,9 @@ import tensorflow as tf
 from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import failure, runtime
 from tfposeidon.communication.wire import exchange_objects, pack, unpack
-from tfposeidon.elastic_averaging.calls import OptimizerState, ServedState, Worker
-from tfposeidon.elastic_averaging.server import ServedCenter, Server
+from tfposeidon.elastic_averaging.calls import Worker
+from tfposeidon.elastic_averaging.server import Served, Server
 from tfposeidon.exchange import replicas
-from tfposeidon.optimizers.wrapper import rates, slots, step_counter
 from tfposeidon.state.placement import Placement, is_seed, seeds_of_layers
 from tfposeidon.text import readable_size
 from tfposeidon.training import entries, session
@@ -33,37 +30,26 @@ log = logging.getLogger("tfposeidon")
 
 
 def check_roles() -> None:
-    """Refuses jobs without a server, or without a worker."""
-    if runtime.size() == 1:
-        raise ValueError(
-            "ElasticAveraging requires a server and at least one worker. Received: 1 rank. Start "
-            "the job with horovodrun -np 2 or more; on one rank, use the inner optimizer."
-        )
     if runtime.server_rank() is None:
         raise ValueError(
-            "ElasticAveraging requires a server rank. Received: server_rank=None. Call "
-            "tfposeidon.init(server_rank=0) at the beginning of the script."
+            "ElasticAveraging requires a server and at least one worker. Received: "
+            f"{runtime.size()} rank(s), server_rank=None. Start the job with horovodrun -np 2 or "
+            "more, and call tfposeidon.init(server_rank=0) at the beginning of the script; on one "
+            "rank, use the inner optimizer."
         )
 
 
-def check_begun(what: str) -> None:
-    """Refuses operations before `tfposeidon.init` that depend on the ranks; `what` names one."""
+def check_begun() -> None:
     if not runtime.has_begun():
         raise RuntimeError(
-            f"{what} depends on the ranks of the job. Received: a use before tfposeidon.init. Call "
-            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one "
-            "rank."
+            "The plan of ElasticAveraging and its default `alpha` depend on the ranks of the job. "
+            "Received: a use before tfposeidon.init. Call tfposeidon.init(server_rank=0) first, or "
+            "tfposeidon.init() if there is only one rank."
         )
 
 
 def is_server() -> bool:
     return runtime.server_rank() == runtime.rank()
-
-
-def _server_rank() -> int:
-    rank = runtime.server_rank()
-    assert rank is not None
-    return rank
 
 
 # ------------------------------------------------------------------ start
@@ -73,51 +59,47 @@ def begin_fit(arguments: dict[str, Any]) -> tuple[list[Any], int | None]:
     """Copies the server's state to all ranks; returns optimizers, and the resumed epoch or None."""
     model = arguments["self"]
     optimizers = _optimizers(model)
-    equal = {name: arguments[name] for name in ("epochs", "initial_epoch")}
-    settings = _begin(optimizers, [equal, session.of(model).resumed_epoch])
-    require_equal(
-        [epochs for epochs, _ in settings],
-        "All ranks must train for the same epochs",
-        "Pass the same `epochs` and `initial_epoch` to fit on the server and on all workers.",
-        at_first_entry(),
-    )
-    _share_rest(model, optimizers)
-    return optimizers, settings[_server_rank()][1]
+    epochs = {name: arguments[name] for name in ("epochs", "initial_epoch")}
+    return optimizers, begin(optimizers, [model], epochs, session.of(model).resumed_epoch)
 
 
-def begin_loop(optimizers: list[Any], models: Sequence[Any]) -> None:
-    """Copies the server's state to all ranks, for a custom loop."""
-    require_equal(
-        _begin(optimizers, len(models)),
-        "All ranks must train the same number of models",
-        "Pass the same models=[...] to run on the server and on all workers.",
-    )
-    for model in models:
-        _share_rest(model, optimizers)
-
-
-def _begin(optimizers: Sequence[Any], settings: Any) -> list[Any]:
-    """Copies the server's weights and optimizer state; returns the `settings` of all ranks."""
+def begin(
+    optimizers: Sequence[Any],
+    models: Sequence[Any],
+    epochs: dict[str, int],
+    resumed: int | None = None,
+) -> int | None:
+    """Copies the server's state to all ranks; returns the resumed epoch of the server."""
     for optimizer in optimizers:
         optimizer.check_detached()
     own = [
         {"variables": [list(v.shape) for v in o.exchanged_variables], **o.agreed_settings}
         for o in optimizers
     ]
-    everybody = exchange_objects([own, settings], runtime.wire(), "tp.asynchronous")
+    equal = {"number of models": len(models), **epochs}
+    everybody = exchange_objects([own, equal, resumed], runtime.wire(), "tp.asynchronous")
+    optimizers_of_ranks, settings, resumed_epochs = zip(*everybody, strict=True)
     require_equal(
-        [described for described, _ in everybody],
+        optimizers_of_ranks,
         "Optimizers must be the same on all ranks",
         "Build the same model with the same arguments on the server and on all workers.",
     )
+    require_equal(
+        settings,
+        "All ranks must train the same models for the same epochs",
+        "Pass the same `epochs` and `initial_epoch` to fit, or the same models=[...] to run, on "
+        "the server and on all workers.",
+        at_first_entry(),
+    )
     for optimizer in optimizers:
-        inner = optimizer.inner_optimizer
-        variables = [*optimizer.exchanged_variables, *sent_variables(inner), step_counter(inner)]
-        replicas.broadcast(variables, runtime.wire(), _server_rank())
-    return [given for _, given in everybody]
+        variables = [*optimizer.exchanged_variables, *optimizer.sent_variables]
+        replicas.broadcast(variables, runtime.wire(), runtime.leader())
+    for model in models:
+        _share_rest(model, optimizers)
+    return resumed_epochs[runtime.leader()]
 
 
-def _share_rest(model: Any, optimizers: list[Any]) -> None:
+def _share_rest(model: Any, optimizers: Sequence[Any]) -> None:
     """Copies the model's other state, such as frozen weights; each rank gets a different seed."""
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
@@ -131,12 +113,11 @@ def _share_rest(model: Any, optimizers: list[Any]) -> None:
     # Keras leaves seeds out of `weights`.
     weights = [*model.weights, *seeds_of_layers(model)]
     rest = [v for v in weights if id(v) not in left_out]
-    replicas.broadcast(rest, runtime.wire(), _server_rank())
-    entries.broadcast_layers(model, runtime.wire(), _server_rank())
+    replicas.broadcast(rest, runtime.wire(), runtime.leader())
+    entries.broadcast_layers(model, runtime.wire(), runtime.leader())
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Returns the model's optimizers; raises unless all are built and exchange with the server."""
     found = session.of(model).optimizers
     if not all(hasattr(optimizer, "exchanged_variables") for optimizer in found):
         raise ValueError(
@@ -156,29 +137,40 @@ def _optimizers(model: Any) -> list[Any]:
 
 
 def start_worker(optimizers: Sequence[Any]) -> Worker:
-    """Starts this worker's calls to the server, and attaches the optimizers to it."""
     worker = Worker(runtime.pair_wire(runtime.rank()), runtime.stall_limit_s())
-    worker.start()
     for number, optimizer in enumerate(optimizers):
         optimizer.attach(worker, number)
     return worker
 
 
-def start_server(optimizers: Sequence[Any]) -> Server:
-    """Starts the server with the current values of the variables."""
-    for variable in itertools.chain(*(o.exchanged_variables for o in optimizers)):
-        if not bool(tf.reduce_all(tf.math.is_finite(variable))):
+@contextlib.contextmanager
+def serving(
+    optimizers: Sequence[Any], savers: Sequence[Callable[[], Any]], without: str
+) -> Iterator[Server]:
+    """Starts the server with the values of the variables, and finally sends them to all workers.
+
+    See `saved_at_failure` for the other arguments.
+    """
+    for variable in (v for o in optimizers for v in o.exchanged_variables):
+        if not tf.reduce_all(tf.math.is_finite(variable)):
             raise ValueError(
                 "State that workers exchange with the global weights must start with finite "
                 f"values. Received: infinity or NaN in {variable.path!r}. Store such state of "
                 "layers in Python, or as integers."
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
-    centers = [ServedCenter(pack(o.exchanged_variables), o.server_alpha) for o in optimizers]
-    states = [ServedState(state_of(o.inner_optimizer)) for o in optimizers]
-    server = Server(wires, centers, states, runtime.stall_limit_s())
+    served = [
+        Served(pack(o.exchanged_variables), o.server_alpha, pack(o.sent_variables))
+        for o in optimizers
+    ]
+    server = Server(wires, served, runtime.stall_limit_s())
     server.start()
-    return server
+    with saved_at_failure(server, lambda: show_centers(server, optimizers), savers, without):
+        yield server
+        for one, optimizer in zip(served, optimizers, strict=True):
+            one.center = pack(optimizer.exchanged_variables)
+        server.release()
+        _end_together()
 
 
 # ------------------------------------------------------------------ end
@@ -191,9 +183,8 @@ def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
     worker.wait_for_others()
     for optimizer in optimizers:
         optimizer.take_all()
-    worker.leave()
-    for optimizer in optimizers:
         optimizer.detach()
+    worker.leave()
     _end_together()
 
 
@@ -202,14 +193,11 @@ def run(
 ) -> None:
     """Runs `train` on workers and the server's loop on the server; see `ElasticAveraging.run`."""
     if is_server():
-        server = start_server(optimizers)
         without = "the global weights are lost, because run received no on_failure"
-        savers = [on_failure] if on_failure else []
-        with saved_at_failure(server, lambda: show_centers(server, optimizers), savers, without):
+        with serving(optimizers, [on_failure] if on_failure else [], without) as server:
             for _ in server.epochs():
                 pass
             show_centers(server, optimizers)
-            release_workers(server, optimizers)
         return
     worker = start_worker(optimizers)
     try:
@@ -222,14 +210,6 @@ def run(
     end_worker(worker, optimizers)
 
 
-def release_workers(server: Server, optimizers: Sequence[Any]) -> None:
-    """Sends the server's variables to all workers, after all of them have finished training."""
-    for center, optimizer in zip(server.centers, optimizers, strict=True):
-        center.values = pack(optimizer.exchanged_variables)
-    server.release()
-    _end_together()
-
-
 def _end_together() -> None:
     # A rank that exits shuts down Horovod, and aborts the last calls of the other ranks.
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
@@ -240,37 +220,18 @@ def _end_together() -> None:
 
 def show_centers(server: Server, optimizers: Sequence[Any]) -> None:
     """Assigns global weights and averaged optimizer state to the server's variables."""
-    for optimizer, center, state in zip(optimizers, server.centers, server.states, strict=True):
-        assign_parts(optimizer.exchanged_variables, center.values)
-        assign_state(optimizer.inner_optimizer, state.now)
-
-
-def sent_variables(inner_optimizer: Any) -> list[Any]:
-    """Returns the variables that workers send: state, and rates, because callbacks may set them."""
-    return [*slots(inner_optimizer), *rates(inner_optimizer)]
-
-
-def state_of(inner_optimizer: Any) -> OptimizerState:
-    """Returns the optimizer state as one vector to send, and the step counter."""
-    steps = int(step_counter(inner_optimizer).numpy())
-    return OptimizerState(pack(sent_variables(inner_optimizer)), steps)
-
-
-def assign_state(inner_optimizer: Any, given: OptimizerState) -> None:
-    """Assigns the state that `state_of` returned for an equal optimizer."""
-    assign_parts(sent_variables(inner_optimizer), given.values)
-    step_counter(inner_optimizer).assign(given.steps)
+    for optimizer, served in zip(optimizers, server.served, strict=True):
+        assign_parts(optimizer.exchanged_variables, served.center)
+        assign_parts(optimizer.sent_variables, served.state)
 
 
 def assign_parts(variables: Sequence[Any], vector: tf.Tensor) -> None:
-    """Assigns a vector that `pack` returned for equal variables."""
     for variable, part in zip(variables, unpack(vector, variables), strict=True):
         variable.assign(part)
 
 
 def notes_of_layout(bytes_per_step: float) -> list[str]:
-    """Returns remarks on the server's location, and its traffic for one step of each worker."""
-    topology, server, workers = runtime.wire().topology, _server_rank(), runtime.workers()
+    topology, server, workers = runtime.wire().topology, runtime.leader(), runtime.workers()
     local = [rank for rank in workers.ranks if topology.same_node(server, rank)]
     where = f"shares its node with worker(s) {local}" if local else "is alone on its node"
     remote_bytes = (workers.size - len(local)) * bytes_per_step
@@ -285,8 +246,8 @@ def notes_of_layout(bytes_per_step: float) -> list[str]:
 # ------------------------------------------------------------------ failure
 
 
-class _Terminated(SystemExit):
-    """Exit in response to SIGTERM."""
+_TERMINATED = 128 + signal.SIGTERM
+"""Exit status in response to SIGTERM."""
 
 
 @contextlib.contextmanager
@@ -307,7 +268,7 @@ def saved_at_failure(
     except BaseException as error:
         if is_main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if isinstance(error, _Terminated):
+        if isinstance(error, SystemExit) and error.code == _TERMINATED:
             failure.report_signal("SIGTERM")
         # If the script continues, workers must not train without a server.
         server.is_silent = True
@@ -326,7 +287,7 @@ def saved_at_failure(
 
 def _exit(*_: Any) -> None:
     # The exception interrupts the main thread's current operation.
-    raise _Terminated(128 + signal.SIGTERM)
+    raise SystemExit(_TERMINATED)
 
 
 def _succeeds(call: Callable[[], Any]) -> bool:

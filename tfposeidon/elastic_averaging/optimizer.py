@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ from tfposeidon.communicating import CommunicatingOptimizer, build_inner, check_
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import Wire, pack, unpack
 from tfposeidon.elastic_averaging import fit, job
-from tfposeidon.elastic_averaging.calls import OptimizerState, Worker
+from tfposeidon.elastic_averaging.calls import Worker
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import describe, with_merged_rows
-from tfposeidon.optimizers.wrapper import rates, settings, step_counter
+from tfposeidon.optimizers.wrapper import rates, settings, slots, step_counter
 from tfposeidon.state.placement import Placement, StateDescription
 from tfposeidon.text import readable_size
 from tfposeidon.training import entries
@@ -160,23 +161,19 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def alpha(self) -> float:
-        """Share of the difference that a worker subtracts from its weights in an exchange.
-
-        The difference is the worker's weights minus the global weights.
+        """Share of its difference from the global weights that a worker subtracts in an exchange.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.
         """
         if self._alpha is not None:
             return self._alpha
-        job.check_begun("`alpha`, which follows from the number of workers,")
+        job.check_begun()
         return _BETA / max(runtime.workers().size, 1)
 
     @property
     def server_alpha(self) -> float:
-        """Share of the difference that the server adds to the global weights in an exchange.
-
-        The difference is the worker's weights minus the global weights.
+        """Share of a worker's difference from the global weights that the server adds to them.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.
@@ -214,8 +211,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if runtime.server_rank() is None:
             return plan
         length = sum(d.bytes for d in plan.descriptions)
-        sent = job.sent_variables(self.inner_optimizer)
-        state_bytes = 4 * sum(math.prod(variable.shape) for variable in sent)
+        state_bytes = 4 * sum(math.prod(variable.shape) for variable in self.sent_variables)
         notes = [
             f"a worker and the server exchange weights once in {self._every} steps of the worker: "
             f"{readable_size(plan.cost.bytes / self._every)} per step in each direction; alpha "
@@ -223,11 +219,8 @@ class ElasticAveraging(CommunicatingOptimizer):
             *job.notes_of_layout(length / self._every),
             f"at the end of an epoch a worker sends {readable_size(state_bytes)} of optimizer "
             "state",
-            f"memory on the server: {readable_size(length)} for the global weights, the same "
-            f"again while a worker exchanges, and {readable_size(state_bytes)} for optimizer "
-            "state, three times that while it receives a worker's; on a worker "
-            f"{readable_size(2 * length)} while it exchanges, and {readable_size(2 * state_bytes)} "
-            "while it sends its optimizer state",
+            f"memory during exchanges: on the server 2 x {readable_size(length)} for weights and "
+            f"3 x {readable_size(state_bytes)} for optimizer state, on a worker 2 x both",
             "workers' weights and global weights differ; results depend on the order in which "
             "workers exchange",
         ]
@@ -281,7 +274,10 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "trained models to run, run(train, models=[...]), and compile them again after a "
                 "fit."
             )
-        return link.swap(self._number, values)
+        begin_s = time.perf_counter()
+        difference = link.swap(self._number, values)
+        self._waited_s += time.perf_counter() - begin_s
+        return difference
 
     def _link(self) -> Worker:
         if self._worker is None:
@@ -344,14 +340,14 @@ class ElasticAveraging(CommunicatingOptimizer):
             lambda: [v for model in models for v in entries.variables_of(model, Placement.AVERAGED)]
         )
         job.check_roles()
-        job.begin_loop(optimizers, models)
+        job.begin(optimizers, models, {})
         job.run(optimizers, train, on_failure)
 
     @property
     @override
     def exposed_s(self) -> float:
         """Seconds that this worker's exchanges have taken so far."""
-        return self._waited_s + (0.0 if self._worker is None else self._worker.waited_s)
+        return self._waited_s
 
     @property
     @override
@@ -384,6 +380,13 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Variables whose values are exchanged: trained variables, then statistics."""
         return [*self._trainable_variables, *self._statistics()]
 
+    @property
+    def sent_variables(self) -> list[Any]:
+        """Optimizer state, rates, which callbacks may set, and the counter for bias correction."""
+        # All are sent as float32, in which the counter is exact up to 2**24 steps.
+        inner = self.inner_optimizer
+        return [*slots(inner), *rates(inner), step_counter(inner)]
+
     def check_detached(self) -> None:
         """Refuses to start if steps already exchange weights, as in `fit` within `run`."""
         if self._worker is not None:
@@ -407,32 +410,26 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     def send_state(self) -> None:
         """Sends the optimizer state to the server if steps have changed it since the last time."""
-        state = job.state_of(self.inner_optimizer)
+        state, steps = pack(self.sent_variables), int(step_counter(self.inner_optimizer).numpy())
         # Non-finite values would persist in the server's average. The next exchange logs them.
-        is_finite = bool(tf.reduce_all(tf.math.is_finite(state.values)))
-        if is_finite and state.steps != self._sent_steps:
+        if steps != self._sent_steps and tf.reduce_all(tf.math.is_finite(state)):
             self._link().send_state(self._number, state)
-            self._sent_steps = state.steps
+            self._sent_steps = steps
 
     def take_all(self) -> None:
-        """Assigns the server's global weights, optimizer state and step counter."""
-
-        def take() -> tuple[tf.Tensor, tf.Tensor, int]:
-            values, given = self._link().take(self._number)
-            return values, given.values, given.steps
-
-        values, state, steps = tf.py_function(take, [], [tf.float32, tf.float32, tf.int64])
+        """Assigns the server's global weights and optimizer state."""
+        values, state = tf.py_function(
+            lambda: self._link().take(self._number), [], [tf.float32, tf.float32]
+        )
         job.assign_parts(self.exchanged_variables, values)
-        job.assign_state(self.inner_optimizer, OptimizerState(state, tf.ensure_shape(steps, [])))
+        job.assign_parts(self.sent_variables, state)
 
     def detach(self) -> None:
-        """Stops steps from exchanging weights with the server."""
-        self._waited_s, self._worker = self.exposed_s, None
+        self._worker = None
 
 
 def _pair_of_plan() -> Wire:
-    """Returns the communicator that a plan describes, between a worker and the server."""
-    job.check_begun("The plan of ElasticAveraging")
+    job.check_begun()
     if runtime.server_rank() is None:
         return runtime.own_wire()
     workers = runtime.workers().ranks

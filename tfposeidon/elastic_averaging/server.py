@@ -17,11 +17,10 @@ import tensorflow as tf
 from tfposeidon.communication.wire import Wire
 from tfposeidon.elastic_averaging.calls import (
     Call,
-    ServedState,
+    Request,
+    receive,
     send,
-    send_state,
     sum_of_both,
-    sum_of_numbers,
     wait_for_call,
 )
 
@@ -31,38 +30,57 @@ log = logging.getLogger("tfposeidon")
 _CHECK_INTERVAL_S = 1.0
 
 
-class ServedCenter:
-    """Global weights on the server, which each exchange moves toward a worker's weights.
+class Served:
+    """Global weights and optimizer state of one optimizer on the server, as float32 vectors.
 
-    `start` is a float32 vector. An exchange with a worker's weights `x` adds `alpha (x - center)`.
+    An exchange with a worker's weights `x` adds `alpha (x - center)` to the weights. The state is
+    the average of the newest states that workers have sent. When a worker sends a second state, a
+    new average starts with this state, so that each worker counts once, and the server stores a
+    single vector. For a while, the average may be one fast worker's state.
     """
 
-    def __init__(self, start: tf.Tensor, alpha: float) -> None:
+    def __init__(self, center: tf.Tensor, alpha: float, state: tf.Tensor) -> None:
         # Stored negated, so that one sum all-reduce yields x - center.
-        self._minus, self._alpha = tf.Variable(-start, trainable=False), alpha
+        self._minus, self._alpha = tf.Variable(-center, trainable=False), alpha
+        self._state = tf.Variable(state, trainable=False)
+        # Workers whose states are averaged; `None` for the state at the start.
+        self._senders: set[int | None] = {None}
         self._lock = threading.Lock()
 
     @property
-    def values(self) -> tf.Tensor:
-        """Current values, a float32 vector; assign them only while no worker trains."""
+    def center(self) -> tf.Tensor:
+        """Current global weights, a float32 vector; assign them only while no worker trains."""
         # Read without the lock, because an exchange with a lost worker may hold it.
         return -self._minus.read_value()
 
-    @values.setter
-    def values(self, values: tf.Tensor) -> None:
-        with self._lock:
-            self._minus.assign(-values)
+    @center.setter
+    def center(self, values: tf.Tensor) -> None:
+        self._minus.assign(-values)
+
+    @property
+    def state(self) -> tf.Tensor:
+        return self._state.read_value()
 
     def swap(self, wire: Wire) -> None:
-        """Exchanges weights with a worker after its call."""
         # Serve one worker at a time, so that each receives the result of the previous exchange.
         with self._lock:
             difference = sum_of_both(wire, self._minus.read_value(), "tp.swap")
-            # Update in place, so that the server stores two vectors instead of three. The
-            # variable's lock makes readers wait.
-            tf.raw_ops.ResourceApplyGradientDescent(
-                var=self._minus.handle, alpha=self._alpha, delta=difference, use_locking=True
-            )
+            _subtract(self._minus, self._alpha, difference)
+
+    def receive_state(self, wire: Wire, worker: int) -> None:
+        state = receive(wire, "tp.slots")
+        if self._senders & {worker, None}:
+            self._senders.clear()
+        self._senders.add(worker)
+        _subtract(self._state, 1.0 / len(self._senders), self._state - state)
+
+
+def _subtract(variable: tf.Variable, factor: float, values: tf.Tensor) -> None:
+    # Update in place, so that the server stores no further vector. The variable's lock makes
+    # readers wait.
+    tf.raw_ops.ResourceApplyGradientDescent(
+        var=variable.handle, alpha=factor, delta=values, use_locking=True
+    )
 
 
 @dataclass
@@ -71,6 +89,7 @@ class Progress:
     epochs: int = 0
     # True if the last epoch had no batch.
     is_idle: bool = False
+    is_late: bool = False
     has_ended: bool = False
     # True after the worker's last call.
     has_left: bool = False
@@ -85,16 +104,12 @@ class Server:
     """
 
     def __init__(
-        self,
-        wires: Mapping[int, Wire],
-        centers: Sequence[ServedCenter],
-        states: Sequence[ServedState],
-        stall_limit_s: float,
+        self, wires: Mapping[int, Wire], served: Sequence[Served], stall_limit_s: float
     ) -> None:
-        self.centers, self.states = centers, states
+        self.served = served
         self.progress = {rank: Progress() for rank in wires}
-        # Set to True to ask workers to stop. Each receives the request by its second call.
-        self.stops = False
+        # Each worker receives a new request by its second call.
+        self.request = Request.TRAIN
         # Set to True after an error to answer no more calls, so that Horovod ends the job.
         self.is_silent = False
         self._wires, self._stall_limit_s = wires, stall_limit_s
@@ -103,11 +118,8 @@ class Server:
         self._transfer = threading.Lock()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self._releases = False
-        self._late: set[int] = set()
 
     def start(self) -> None:
-        """Starts a thread for each worker."""
         for rank in self._wires:
             # Use daemon threads, because a failing server must not wait for workers.
             threading.Thread(
@@ -115,11 +127,8 @@ class Server:
             ).start()
 
     def release(self) -> None:
-        """Releases all workers after training, and waits until they have left.
-
-        It raises the first error of a thread, such as the loss of a worker.
-        """
-        self._releases = True
+        """Releases all workers, and waits until they have left; raises an error of a thread."""
+        self.request = Request.LEAVE
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._all("has_left"))
         if self._error is not None:
@@ -131,9 +140,8 @@ class Server:
     def epochs(self) -> Iterator[int]:
         """Yields the index of the newest epoch that workers have ended on average.
 
-        Workers without batches do not count. Epochs that ended while the caller was busy are
-        skipped. After training, the last index is the last epoch of the most advanced worker. It
-        raises the first error of a thread, such as the loss of a worker.
+        Epochs that ended while the caller was busy are skipped. It raises the first error of a
+        thread, such as the loss of a worker.
         """
         seen = 0
         while True:
@@ -160,14 +168,11 @@ class Server:
         return max(counts) if is_last else sum(counts) // len(counts), is_last
 
     def _report_late(self) -> None:
-        if not self._stall_limit_s:
-            return
+        limit_s = self._stall_limit_s or float("inf")
         for rank, worker in self.progress.items():
             silent_s = time.monotonic() - worker.last_exchange_s
-            if worker.has_ended or silent_s < self._stall_limit_s:
-                self._late.discard(rank)
-            elif rank not in self._late:
-                self._late.add(rank)
+            was_late, worker.is_late = worker.is_late, silent_s >= limit_s and not worker.has_ended
+            if worker.is_late and not was_late:
                 text = "tfposeidon: worker %d is alive but has not exchanged weights for %.0f s."
                 log.warning(text, rank, silent_s)
 
@@ -176,7 +181,7 @@ class Server:
     def _serve(self, rank: int) -> None:
         try:
             while not self.progress[rank].has_left:
-                call, center = wait_for_call(self._wires[rank], self.stops)
+                call, center = wait_for_call(self._wires[rank], self.request)
                 if self.is_silent:
                     return
                 self._answer(rank, call, center)
@@ -188,26 +193,24 @@ class Server:
     def _answer(self, rank: int, call: Call, center: int) -> None:
         wire, worker = self._wires[rank], self.progress[rank]
         if call == Call.SWAP:
-            self.centers[center].swap(wire)
+            self.served[center].swap(wire)
             worker.exchanges += 1
             worker.last_exchange_s = time.monotonic()
         elif call == Call.GIVE:
             with self._transfer:
-                self.states[center].take(wire, rank)
+                self.served[center].receive_state(wire, rank)
         elif call == Call.TAKE:
-            self._send_all(rank, center)
-        elif call == Call.ASK:
-            sum_of_numbers(wire, int(self._releases), "tp.answer")
-        elif call != Call.ALIVE:
+            self._send_all(rank, self.served[center])
+        else:
             with self._changed:
                 if call in (Call.EPOCH, Call.EMPTY_EPOCH):
                     worker.epochs += 1
                     worker.is_idle = call == Call.EMPTY_EPOCH
-                worker.has_ended = worker.has_ended or call == Call.ENDED
+                worker.has_ended |= call == Call.ENDED
                 worker.has_left = call == Call.LEAVE
                 self._changed.notify_all()
 
-    def _send_all(self, rank: int, center: int) -> None:
+    def _send_all(self, rank: int, served: Served) -> None:
         # In training, only a worker with non-finite weights takes the global weights.
         if not self.progress[rank].has_ended:
             log.warning(
@@ -216,5 +219,5 @@ class Server:
                 rank,
             )
         with self._transfer:
-            send(self._wires[rank], self.centers[center].values, "tp.center")
-            send_state(self._wires[rank], self.states[center].now)
+            send(self._wires[rank], served.center, "tp.center")
+            send(self._wires[rank], served.state, "tp.slots")

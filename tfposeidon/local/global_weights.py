@@ -19,6 +19,7 @@ from tfposeidon.checks import at_first_item, require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
+from tfposeidon.gradients import all_finite
 
 
 class GlobalWeights:
@@ -32,16 +33,18 @@ class GlobalWeights:
     def __init__(self, variables: Sequence[Any]) -> None:
         self.variables: list[Any] = []
         self.copies: list[keras.Variable] = []
-        self.has_begun = self._may_be_shown = self._has_checked_start = False
+        self.has_begun = self._may_be_shown = False
         self._shown: list[tf.Tensor] = []
         with tf.init_scope(), tf.device("/CPU:0"):
             self._is_shown = tf.Variable(False, trainable=False, name="is_shown")
-        self._add(variables)
+        self.add(variables)
         self.trained = len(self.variables)
 
-    def _add(self, variables: Sequence[Any]) -> None:
+    def add(self, variables: Sequence[Any]) -> None:
+        """Adds variables, such as averaged state of layers, except for known variables."""
+        known = {id(variable) for variable in self.variables}
         with tf.init_scope():
-            for variable in variables:
+            for variable in (one for one in variables if id(one) not in known):
                 path = getattr(variable, "path", None) or variable.name
                 copy = keras.Variable(
                     tf.convert_to_tensor(variable),
@@ -50,18 +53,12 @@ class GlobalWeights:
                 )
                 self.variables.append(variable)
                 self.copies.append(copy)
-        # Use a partial: TensorFlow counts the traces of a method over all objects, and would warn.
-        swap = functools.partial(self._swap_values)
-        self._swap: Callable[[], None] = tf.function(swap, autograph=False)
-
-    def add_statistics(self, statistics: Sequence[Any]) -> None:
-        """Adds averaged state of layers, except for known variables."""
-        known = {id(variable) for variable in self.variables}
-        if new := [variable for variable in statistics if id(variable) not in known]:
-            self._add(new)
+        if len(self.variables) > len(known):
+            # Use a partial: TensorFlow counts traces of a method over all objects, and would warn.
+            swap = functools.partial(self._swap_values)
+            self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
     def begin(self) -> None:
-        """Assigns this rank's local weights to the variables before a step."""
         if not self.has_begun:
             for copy, variable in zip(self.copies, self.variables, strict=True):
                 copy.assign(tf.convert_to_tensor(variable))
@@ -78,7 +75,6 @@ class GlobalWeights:
         return True
 
     def hide(self) -> None:
-        """Assigns this rank's local weights to the variables if the global weights are shown."""
         if self.is_shown:
             self._shown = []
             self._swap()
@@ -114,17 +110,8 @@ class GlobalWeights:
         """True if the variables hold the local weights, and the copies the global weights."""
         return self.has_begun and not self.is_shown
 
-    def check_may_be_saved(self) -> None:
-        if self.is_apart:
-            raise RuntimeError(
-                "A model must be saved with its global weights. Received: a model whose "
-                "variables hold the local weights of this rank. Save it within `with "
-                "optimizer.global_weights():`."
-            )
-
     @property
     def was_assigned(self) -> bool:
-        """True if weights were assigned while the global weights were shown."""
         if not self.is_shown:
             return False
         now = self._values()
@@ -134,22 +121,19 @@ class GlobalWeights:
         one, other = (replicas.checksum(each) for each in (self._shown, now))
         return one != other
 
-    def restore(self, has_begun: bool) -> None:
-        """Continues from a checkpoint, which was saved while the global weights were shown."""
+    def restart(self, has_begun: bool) -> None:
+        """Continues from the variables' values as global weights; the copies hold local weights.
+
+        Without `has_begun`, ranks continue from the global weights.
+        """
         self.has_begun = self._may_be_shown = has_begun
         self._is_shown.assign(has_begun)
-        self.note_assigned()
+        self._shown = self._values() if has_begun else []
 
     def note_assigned(self) -> None:
         """Accepts the current values as the shown global weights, including assigned values."""
         # Store references instead of copies: TensorFlow never reuses a buffer with two references.
         self._shown = self._values()
-
-    def restart(self) -> None:
-        """Uses the values of the variables as both global and local weights."""
-        self.has_begun = self._may_be_shown = False
-        self._is_shown.assign(False)
-        self._shown = []
 
     def check_hidden(self) -> Any:
         """Returns an op that fails if the global weights are shown when the step runs."""
@@ -163,17 +147,9 @@ class GlobalWeights:
             is_hidden = tf.logical_not(self._is_shown.read_value())
             return tf.raw_ops.Assert(condition=is_hidden, data=[rule])
 
-    def check_start(self) -> None:
-        """Checks during the first trace that all ranks start with the same weights."""
-        if not self._has_checked_start:
-            equal = self.copies if self.is_apart else self.variables
-            with tf.init_scope():
-                check_equal(equal[: self.trained])
-            self._has_checked_start = True
-
-    def checksum(self) -> str:
-        """Returns a checksum of the values of the trained variables."""
-        return replicas.checksum(self._values())
+    def check_equal(self) -> None:
+        with tf.init_scope():
+            check_equal((self.copies if self.is_apart else self.variables)[: self.trained])
 
     def _values(self) -> list[tf.Tensor]:
         return [tf.convert_to_tensor(variable) for variable in self.variables[: self.trained]]
@@ -187,23 +163,18 @@ class GlobalWeights:
         self._is_shown.assign(tf.logical_not(self._is_shown))
 
     @property
-    def differences(self) -> list[tf.Tensor]:
-        """This rank's trained weights minus the global weights."""
-        pairs = zip(self._values(), self.copies, strict=False)
-        return [value - tf.convert_to_tensor(copy) for value, copy in pairs]
+    def contribution(self) -> list[tf.Tensor]:
+        """Trained weights minus global weights, and then averaged state of this rank's layers.
 
-    @property
-    def own_statistics(self) -> list[tf.Tensor]:
-        """Averaged state of this rank's layers; the global value if a variable is not finite."""
-        pairs = zip(self.variables[self.trained :], self.copies[self.trained :], strict=True)
-        return [
-            either(is_finite(variable), tf.convert_to_tensor(variable), tf.convert_to_tensor(copy))
-            for variable, copy in pairs
-        ]
+        State that is not finite is replaced by the global state.
+        """
+        pairs = zip(self.variables, self.copies, strict=True)
+        values = [tuple(map(tf.convert_to_tensor, pair)) for pair in pairs]
+        statistics = [either(all_finite([own]), own, now) for own, now in values[self.trained :]]
+        return [*(own - now for own, now in values[: self.trained]), *statistics]
 
 
 def check_equal(variables: Sequence[Any]) -> None:
-    """Raises an error on all ranks if the values of these variables differ between ranks."""
     require_equal(
         exchange_objects(replicas.checksums(variables), runtime.wire(), "tp.start"),
         "All ranks must begin with the same weights",
@@ -216,11 +187,6 @@ def check_equal(variables: Sequence[Any]) -> None:
 def _share_memory(one: tf.Tensor, other: tf.Tensor) -> bool:
     is_on_host = "CPU" in one.device and "CPU" in other.device
     return is_on_host and bool(np.asarray(one).ctypes.data == np.asarray(other).ctypes.data)
-
-
-def is_finite(values: Any) -> tf.Tensor:
-    """Returns whether all values of a tensor or variable are finite, a bool scalar."""
-    return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(values)))
 
 
 def either(condition: tf.Tensor, yes: tf.Tensor, no: tf.Tensor) -> tf.Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import keras
@@ -24,7 +25,7 @@ from tfposeidon.exchange.means import JoinHook
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import with_merged_rows
-from tfposeidon.local import exchanges, outer_optimizers
+from tfposeidon.local import outer_optimizers
 from tfposeidon.local.global_weights import GlobalWeights, check_equal
 from tfposeidon.local.schedule import Schedule, notes_of_plan
 from tfposeidon.local.showing import Showing
@@ -33,6 +34,9 @@ from tfposeidon.optimizers.wrapper import settings
 from tfposeidon.state.placement import StateDescription, by_dtype
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
+
+_LEAST_SAMPLES = 1e-6
+"""Weight of a rank without samples, positive but negligible compared with other weights."""
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -111,7 +115,7 @@ class LocalUpdates(CommunicatingOptimizer):
         schedule = Schedule(sync_every, overlap_steps, warmup_steps)
         checks.check_flag("hierarchical", hierarchical, "Leave it out for separate ranks.")
         policy = policies.parse(scheme)
-        exchanges.check_policy(policy)
+        _check_policy(policy)
         super().__init__(
             inner_optimizer,
             policy,
@@ -125,12 +129,27 @@ class LocalUpdates(CommunicatingOptimizer):
         self._outer = outer_optimizers.parse(outer_optimizer)
         # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
-        self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
+        # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
+        sgd = keras.optimizers.SGD(1.0)
+        adding = SimpleNamespace(inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None)
+        agreed = self.agreed_settings
+        self._exchange = Step(adding, policy, bucket_bytes, sample_count, settings=agreed)
         self._node: Step | None = None
         if hierarchical:
-            self._node = exchanges.of_gradients_in_node(self, bucket_bytes, sample_count)
+            self._node = Step(
+                self,
+                policies.parse("allreduce"),
+                bucket_bytes,
+                sample_count,
+                runtime.node_wire,
+                # Use no number: numbers would differ, because nodes of one rank exchange nothing.
+                prefix=lambda: f"{self._exchange.exchangers[-1].prefix}.node",
+                settings=agreed,
+            )
+            # Share the number of absent ranks, because the node's exchange detects them first.
+            self._node.absence = self._exchange.absence
         self._synchronization: Synchronization | None = None
-        self._showing = Showing(lambda: self._synchronization, self._add_statistics)
+        self._showing = Showing(lambda: self._synchronization)
         self._model: Callable[[], Any] = lambda: None
 
     # ------------------------------------------------------------------ state
@@ -167,14 +186,9 @@ class LocalUpdates(CommunicatingOptimizer):
         outer_optimizers.warn_of_momentum(self._outer, self.inner_optimizer, every)
         has_state = self._exchange.exchanger(variables).states.exist
         outer_optimizers.check_nothing_counts_twice(self._outer, self.policy, has_state)
+        is_node = self._node is not None
         self._synchronization = Synchronization(
-            self._exchange,
-            lambda: self.inner_optimizer,
-            self._outer,
-            variables,
-            self._schedule,
-            self._number,
-            hierarchical=self._node is not None,
+            self, self._outer, variables, self._schedule, self._number, is_node
         )
 
     @property
@@ -245,21 +259,25 @@ class LocalUpdates(CommunicatingOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Saves the outer optimizer's state (Keras saves the inner), and refuses local weights."""
         super().save_own_variables(store)
-        if self._synchronization is not None:
-            self._synchronization.weights.check_may_be_saved()
-        for index, variable in enumerate(self._outer.variables):
-            store[str(index)] = variable.numpy()
-        if self.built:
-            store["synchronizations"] = self._number.numpy()
+        if self._synchronization is not None and self._synchronization.weights.is_apart:
+            raise RuntimeError(
+                "A model must be saved with its global weights. Received: a model whose "
+                "variables hold the local weights of this rank. Save it within `with "
+                "optimizer.global_weights():`."
+            )
+        for name, variable in self._saved_variables():
+            store[name] = variable.numpy()
 
     @override
     def load_own_variables(self, store: Any) -> None:
         """Loads the outer optimizer's state if the file contains it."""
-        for index, variable in enumerate(self._outer.variables):
-            if str(index) in store:
-                variable.assign(store[str(index)])
-        if self.built and "synchronizations" in store:
-            self._number.assign(store["synchronizations"][()])
+        for name, variable in self._saved_variables():
+            if name in store:
+                variable.assign(store[name][()])
+
+    def _saved_variables(self) -> Iterator[tuple[str, Any]]:
+        names = itertools.chain(["synchronizations"], map(str, itertools.count()))
+        return zip(names, self.variables, strict=False)
 
     # ------------------------------------------------------------------ steps
 
@@ -267,14 +285,13 @@ class LocalUpdates(CommunicatingOptimizer):
         self._exchange.exchanger(variables)
         if self._node is not None:
             self._node.exchanger(variables)
-        self._add_statistics()
-
-    def _add_statistics(self) -> None:
-        """Adds averaged state of the model's layers to the synchronization."""
         if self._synchronization is not None:
-            model = self._model()
-            statistics = [] if model is None else entries.statistics_of(model, self)
-            self._synchronization.prepare(statistics)
+            self._synchronization.prepare()
+
+    def statistics(self) -> list[Any]:
+        """Returns averaged state of the model's layers, which is synchronized like weights."""
+        model = self._model()
+        return [] if model is None else entries.statistics_of(model, self)
 
     @override
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
@@ -284,9 +301,11 @@ class LocalUpdates(CommunicatingOptimizer):
             self._update(grads, variables, count)
             return
         self._prepare(variables)
+        is_first = synchronization.exchanger.prefix is None
         # Ranks agree on the exchange when a step is traced. The exchange itself runs between steps.
         with self._exchange.call(variables, variables, count):
-            synchronization.weights.check_start()
+            if is_first:
+                synchronization.weights.check_equal()
         if not synchronization.weights.has_begun:
             with tf.init_scope():
                 synchronization.begin_step()
@@ -327,11 +346,18 @@ class LocalUpdates(CommunicatingOptimizer):
 
     def _update(self, grads: list[Any], variables: list[Any], count: Any) -> Any:
         """Updates this rank's weights; returns its number of samples, or `None` if unknown."""
-        if self._node is not None:
-            self._node.is_timed = self._exchange.is_timed
-            return exchanges.update_in_node(self._node, self.updater, grads, variables, count)
-        self.updater.apply(with_merged_rows(grads), variables)
-        return count
+        if self._node is None:
+            self.updater.apply(with_merged_rows(grads), variables)
+            return count
+        self._node.is_timed = self._exchange.is_timed
+        with self._node.call(grads, variables, count):
+            exchange, averaged = self._node.prepare(grads, variables, count)
+            means = averaged(*exchange())
+            means.update(lambda found: self.updater.apply(found, variables))
+        # A rank without samples applies the update of its node, too, so it needs a positive weight.
+        own = tf.maximum(tf.cast(1.0 if count is None else count, tf.float32), _LEAST_SAMPLES)
+        # If any rank of the node has exhausted its input, all ranks of the node drop the update.
+        return own if means.everybody is None else tf.where(means.everybody, own, 0.0)
 
     def agreed_settings(self) -> dict[str, Any]:
         """Returns the settings of both exchanges that must be equal on all ranks."""
@@ -366,7 +392,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def check_change(self, policy: policies.Policy) -> None:
-        exchanges.check_policy(policy)
+        _check_policy(policy)
         outer_optimizers.check_nothing_counts_twice(self._outer, policy, policy.keeps_state)
         if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
@@ -378,8 +404,7 @@ class LocalUpdates(CommunicatingOptimizer):
     # ------------------------------------------------------------------ global weights
 
     @override
-    @contextlib.contextmanager
-    def global_weights(self, assign: bool = False) -> Iterator[None]:
+    def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
         """Assigns the global weights to the variables within this context.
 
         Custom loops must evaluate and save models within it. Other scripts do not need it, because
@@ -402,13 +427,10 @@ class LocalUpdates(CommunicatingOptimizer):
           ...     print(weight.numpy())
           [1.]
         """
-        synchronization = self._synchronization
-        if synchronization is None:
-            yield
-            return
-        synchronization.check_steps_are_counted()
-        with synchronization.weights.shown(assign):
-            yield
+        if self._synchronization is None:
+            return contextlib.nullcontext()
+        self._synchronization.check_steps_are_counted()
+        return self._synchronization.weights.shown(assign)
 
     @override
     def fit_hooks(self, model: Any) -> FitHooks:
@@ -416,11 +438,16 @@ class LocalUpdates(CommunicatingOptimizer):
             return FitHooks()
         # The optimizer must not keep its model alive.
         self._model = weakref.ref(model)
-        hooks = self._showing.hooks(model, self._schedule.check_steps_per_execution)
-        check = functools.partial(communicating.check_saves_weights_only, "LocalUpdates")
         return dataclasses.replace(
-            hooks, prepare=self._prepare, check=check, join_hooks=self._join_hooks
+            self._showing.hooks(),
+            prepare=self._prepare,
+            check=self._check_fit,
+            join_hooks=self._join_hooks,
         )
+
+    def _check_fit(self, callbacks: Sequence[Any]) -> None:
+        communicating.check_saves_weights_only("LocalUpdates", callbacks)
+        self._schedule.check_steps_per_execution(self._model().steps_per_execution)
 
     def restart_from_weights(self) -> None:
         """Makes all ranks continue from the current variables as the new global weights.
@@ -446,3 +473,17 @@ class LocalUpdates(CommunicatingOptimizer):
         in_node = [] if self._node is None else self._node.join_hooks()
         # A synchronization runs as a graph in eager steps, too, and its collectives match by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]
+
+
+def _check_policy(policy: policies.Policy) -> None:
+    reasons = {
+        "it chooses by the times of steps that exchange gradients": not policy.is_fixed,
+        "it reads the graph of gradients": policy.reader is not None,
+        "pseudo-gradients have no velocity": policy.corrects_momentum,
+    }
+    for reason in (reason for reason, is_so in reasons.items() if is_so):
+        raise ValueError(
+            "`scheme` must support pseudo-gradients, which are differences of weights. "
+            f'Received: scheme={policy}, but {reason}. Use "torus2d" (the default), "allreduce", '
+            'tp.schemes.AllToAll(wire_dtype="float16"), "topk" or "hitopk".'
+        )

@@ -31,9 +31,6 @@ class Rule(ABC):
     weighs_samples: bool = True
     """True to weight ranks by samples since the last synchronization, False for equal weights."""
 
-    momentum: float = 0.0
-    """Momentum of the updates of the global weights."""
-
     @property
     def variables(self) -> list[Any]:
         """Variables that persist between synchronizations, equal on all ranks."""
@@ -191,11 +188,6 @@ class Outer(Rule):
 
     @property
     @override
-    def momentum(self) -> float:  # type: ignore[override]
-        return momentum_of(self.optimizer)
-
-    @property
-    @override
     def variables(self) -> list[Any]:
         return list(self.optimizer.variables)
 
@@ -214,10 +206,6 @@ class Outer(Rule):
 
     @override
     def __repr__(self) -> str:
-        return f"Outer({type(self.optimizer).__name__}, {self.optimizer.get_config()})"
-
-    @override
-    def __str__(self) -> str:
         return f"Outer({type(self.optimizer).__name__})"
 
 
@@ -254,18 +242,13 @@ class SlowMomentum(Outer):
     def get_config(self) -> dict[str, Any]:
         return {"momentum": self.optimizer.momentum, "rate": self.rate}
 
-    __repr__ = __str__ = Rule.__repr__
+    __repr__ = Rule.__repr__
 
 
 FEWEST_WITH_MOMENTUM = 8
 """Steps per synchronization below which inner and outer momentum together are harmful."""
 
-NAMES = {
-    "average": Average,
-    "elastic": Elastic,
-    "outer": Outer,
-    "slow_momentum": SlowMomentum,
-}
+NAMES = {"average": Average, "elastic": Elastic, "outer": Outer, "slow_momentum": SlowMomentum}
 """Outer optimizers by the names that `LocalUpdates` accepts."""
 
 
@@ -282,18 +265,17 @@ def check_nothing_counts_twice(outer: Rule, policy: Any, has_state: bool) -> Non
 
 
 def warn_of_momentum(outer: Rule, inner: Any, every: int) -> None:
-    """Warns if inner and outer momentum add up within few steps."""
-    if outer.momentum and momentum_of(inner) and every < FEWEST_WITH_MOMENTUM:
+    inside, outside = momentum_of(inner), momentum_of(outer)
+    if inside and outside and every < FEWEST_WITH_MOMENTUM:
         runtime.log_once(
             "tfposeidon: LocalUpdates(sync_every=%d): with inner momentum (%g) and outer "
             "momentum (%g), fewer than %d steps between synchronizations are known to be "
             "harmful. Use a larger `sync_every`, or an inner optimizer without momentum.",
-            *(every, momentum_of(inner), outer.momentum, FEWEST_WITH_MOMENTUM),
+            *(every, inside, outside, FEWEST_WITH_MOMENTUM),
         )
 
 
 def parse(outer: Any) -> Rule:
-    """Returns an outer optimizer: the argument, or one made from a name or Keras optimizer."""
     if isinstance(outer, Rule):
         return outer
     if isinstance(outer, keras.optimizers.Optimizer):
@@ -308,7 +290,7 @@ def parse(outer: Any) -> Rule:
 
 
 def momentum_of(optimizer: Any) -> float:
-    """Returns the momentum (or `beta_1`) of a Keras optimizer, wrapped or not; 0 for none."""
+    """Returns the momentum (or `beta_1`) of an optimizer, wrapped or not; 0 for none."""
     return max(
         float(getattr(leaf, "momentum", 0.0) or getattr(leaf, "beta_1", 0.0) or 0.0)
         for leaf in leaves(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -42,19 +42,14 @@ class Schedule:
 
     def check_steps_per_execution(self, steps: int) -> None:
         """Refuses `steps_per_execution` if synchronizations would fall within an execution."""
-        if steps > 1 and self.warmup_steps:
-            raise ValueError(
-                "`warmup_steps` requires steps_per_execution=1, because ranks synchronize after "
-                f"each step of the warm-up. Received: warmup_steps={self.warmup_steps}, "
-                f"steps_per_execution={steps}. Leave steps_per_execution out."
-            )
-        for name, value in (("sync_every", self.sync_every), ("overlap_steps", self.overlap_steps)):
-            if value % steps:
+        for name, value in asdict(self).items():
+            # Ranks synchronize after each step of the warm-up.
+            if (min(value, 1) if name == "warmup_steps" else value) % steps:
                 raise ValueError(
-                    f"`{name}` must be a multiple of steps_per_execution, because ranks "
-                    f"synchronize between executions. Received: {name}={value}, "
-                    f"steps_per_execution={steps}. Use a multiple of {steps}, or "
-                    "steps_per_execution=1."
+                    "`sync_every` and `overlap_steps` must be multiples of steps_per_execution, "
+                    "and `warmup_steps` requires steps_per_execution=1, because ranks synchronize "
+                    f"between executions. Received: {name}={value}, steps_per_execution={steps}. "
+                    "Use steps_per_execution=1, or other steps."
                 )
 
 
@@ -62,22 +57,18 @@ def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | N
     """Returns remarks on bytes per step, memory and exactness; `in_node` is the plan in a node."""
     every, overlaps = schedule.sync_every, bool(schedule.overlap_steps)
     length = readable_size(sum(description.bytes for description in plan.descriptions))
+    copies = (
+        f"3 x {length} of memory for an exchange and" if overlaps else f"{length} of memory for"
+    )
     notes = [
         f"pseudo-gradients, once in {every} steps: {readable_size(plan.cost.bytes / every)} per "
         f"step; outer optimizer {outer}",
-        f"{3 if overlaps else 1} x {length} of memory for the global weights"
-        + (" and an exchange in progress" if overlaps else "")
-        + ", and the state of the outer optimizer",
+        f"{copies} the global weights, and the state of the outer optimizer",
     ]
     if in_node is not None:
+        during = "; it waits for at most one of its buckets of weights" if overlaps else ""
         size = readable_size(in_node.cost.bytes)
-        during = (
-            "during an exchange of weights, the all-reduce waits for at most one of its buckets"
-        )
-        notes.append(
-            f"gradients: all-reduce within the node at every step, {size}"
-            + (f"; {during}" if overlaps else "")
-        )
+        notes.append(f"gradients: all-reduce within the node at every step, {size}{during}")
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
     rounding = "" if is_exact else "; the scheme rounds or selects"
     return [*notes, f"replicas are equal only in their global weights{rounding}"]
@@ -89,36 +80,32 @@ def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | N
 class Contribution(NamedTuple):
     """Contribution of this rank to a synchronization.
 
-    `differences` are trained weights minus global weights, and `statistics` are averaged state of
-    layers. `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite
+    `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite
     differences. `finite` is a bool scalar, equal on all ranks of a replica: True if all differences
-    are finite.
+    are finite. `values` are trained weights minus global weights, and then averaged state of
+    layers.
     """
 
-    differences: list[tf.Tensor]
-    statistics: list[tf.Tensor]
     count: tf.Tensor
     finite: tf.Tensor
+    values: list[tf.Tensor]
 
 
 class ExchangeResult(NamedTuple):
     """Result of an exchange, the same on all ranks except for the new scheme `states`.
 
-    `total` is the sum of all weights, a float32 scalar. `counts` is a bool scalar: True if any rank
-    contributed and the means are finite. `absent` is the number of ranks that have exhausted their
-    input, a float32 scalar.
+    `absent` is the number of ranks that have exhausted their input, a float32 scalar. `counts` is a
+    bool scalar: True if any rank contributed and the means of differences are finite. `means` are
+    the means of `Contribution.values`.
     """
 
-    means: list[tf.Tensor]
-    statistics: list[tf.Tensor]
-    states: list[tf.Tensor]
-    total: tf.Tensor
-    counts: tf.Tensor
     absent: tf.Tensor
+    counts: tf.Tensor
+    means: list[tf.Tensor]
+    states: list[tf.Tensor]
 
 
 def in_background(exchange: Callable[[], ExchangeResult]) -> Future[ExchangeResult]:
-    """Runs an exchange in a thread, and returns its result as a future."""
     future: Future[ExchangeResult] = Future()
 
     def run() -> None:

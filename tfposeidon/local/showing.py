@@ -7,13 +7,11 @@ become the new global weights.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfposeidon.checks import require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.local.synchronization import Synchronization
@@ -28,48 +26,35 @@ class Showing:
     All ranks continue from weights that are assigned while the global weights are shown.
     """
 
-    def __init__(
-        self, find: Callable[[], Synchronization | None], prepare: Callable[[], None]
-    ) -> None:
-        # `find` returns `None` before the optimizer is built. `prepare` runs before the first step,
-        # and adds averaged state of layers.
-        self._find, self._prepare = find, prepare
+    def __init__(self, find: Callable[[], Synchronization | None]) -> None:
+        # `find` returns `None` before the optimizer is built: some models build their optimizers
+        # only in the first step.
+        self._find = find
         # The first step after `fit` may communicate, because all ranks execute it together.
         self._checks_next_step = False
         self._shows_after_steps = True
 
-    def hooks(self, model: Any, check_steps: Callable[[int], None]) -> FitHooks:
-        reference: Callable[[], Any] = weakref.ref(model)
-
-        def begin_step() -> None:
-            check_steps(reference().steps_per_execution)
-            self._begin_step()
-
+    def hooks(self) -> FitHooks:
+        first = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: self.restart_if_assigned(),
+            on_test_begin=lambda logs: self.show(),
+            on_epoch_end=lambda epoch, logs: self.show(),
+            on_train_end=lambda logs: self._end_fit(),
+        )
+        # The user's callbacks may have assigned weights.
+        last = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: self.restart_if_assigned()
+        )
         return FitHooks(
-            first=[
-                keras.callbacks.LambdaCallback(
-                    # Weights may differ, because other callbacks may broadcast or restore them.
-                    on_train_begin=lambda logs: self.restart_if_assigned(are_equal=False),
-                    on_test_begin=lambda logs: self.show(),
-                    on_epoch_end=lambda epoch, logs: self.show(),
-                    on_train_end=lambda logs: self.end_fit(),
-                )
-            ],
-            # The user's callbacks may have assigned weights.
-            last=[
-                keras.callbacks.LambdaCallback(
-                    on_epoch_begin=lambda epoch, logs: self.restart_if_assigned(),
-                    on_train_end=lambda logs: self.show(),
-                )
-            ],
+            first=[first],
+            last=[last],
             around=self._around,
-            begin_step=begin_step,
+            begin_step=self._begin_step,
             end_step=self._end_step,
             is_in_step=False,
         )
 
     def show(self) -> None:
-        """Assigns the global weights to the variables, until the next step."""
         if (synchronization := self._find()) is not None:
             synchronization.weights.show()
 
@@ -80,6 +65,9 @@ class Showing:
         if self._checks_next_step:
             self._checks_next_step = False
             self.restart_if_assigned()
+            if not synchronization.weights.has_begun:
+                # In `fit`, `AgreedStop` compares assigned weights.
+                synchronization.weights.check_equal()
         elif synchronization.weights.was_assigned:
             raise RuntimeError(
                 "Weights must not be assigned between two steps, because the next "
@@ -87,13 +75,9 @@ class Showing:
                 "weights. Assign them before fit or between epochs; in a custom loop, call "
                 "LocalUpdates.restart_from_weights() afterwards, on all ranks."
             )
-        if not synchronization.weights.has_begun:
-            # Add statistics now, because the step changes them before it calls the optimizer.
-            self._prepare()
         synchronization.begin_step()
 
     def _end_step(self, steps: int) -> None:
-        # Some models build their optimizers only in the first step.
         if (synchronization := self._find()) is None:
             return
         synchronization.end_step(steps)
@@ -110,33 +94,24 @@ class Showing:
             self._shows_after_steps = True
             self.show()
 
-    def end_fit(self) -> None:
+    def _end_fit(self) -> None:
         """Ends a `fit`. The first step afterwards checks whether weights were assigned."""
         self.restart_if_assigned()
         self._checks_next_step = True
         if (synchronization := self._find()) is not None:
             synchronization.warn_if_none_has_completed()
 
-    def restart_if_assigned(self, are_equal: bool = True) -> None:
+    def restart_if_assigned(self) -> None:
         """Shows the global weights, and restarts all ranks if weights were assigned on any of them.
 
-        All ranks call it together. It raises an error on all ranks if their weights differ, unless
-        `are_equal` is False, as before a broadcast.
+        All ranks call it together.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:
             return
-        weights = synchronization.weights
-        weights.show()
-        own = [weights.was_assigned, weights.checksum()]
-        everybody = exchange_objects(own, runtime.wire(), "tp.assigned")
-        if are_equal:
-            require_equal(
-                [checksum for _, checksum in everybody],
-                "All ranks must begin with the same weights",
-                "Assign them on all ranks, or pass keras_callbacks.BroadcastVariables() to fit.",
-            )
-        if any(was_assigned for was_assigned, _ in everybody):
+        synchronization.weights.show()
+        was_assigned = synchronization.weights.was_assigned
+        if any(exchange_objects(was_assigned, runtime.wire(), "tp.assigned")):
             synchronization.restart()
 
 

@@ -179,8 +179,7 @@ class ShardedOptimizer(DistributedOptimizer):
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
         known, name = self._trainable_variables, "ShardedOptimizer"
         communicating.check_all_variables(name, variables, known, ", or DistributedOptimizer")
-        self._shards.use(self.updater)
-        self._afterwards = self._shards.afterwards
+        self._afterwards = self._shards.use(self.updater)
         super()._step(grads, variables, count)
 
     @override

@@ -43,10 +43,6 @@ class OwnParts(ParameterServer):
     ) -> list[tf.Tensor]:
         return tf.split(mean, [end - begin for begin, end in self.parts(descriptions, topology)])
 
-    def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
-        """Returns a whole bucket, `[length]`, from the parts `own` of all ranks."""
-        return stages.gather_by_levels(own, length, wire, name, None)
-
     def parts(
         self, descriptions: Sequence[Description], topology: Topology
     ) -> list[tuple[int, int]]:
@@ -64,8 +60,6 @@ class OwnParts(ParameterServer):
 
 @dataclass(frozen=True)
 class Sharded(Policy):
-    """Policy that replaces the scheme `ParameterServer` with `OwnParts`."""
-
     policy: Policy
 
     def __str__(self) -> str:
@@ -85,65 +79,49 @@ class Sharded(Policy):
 
     @property
     @override
-    def keeps_state(self) -> bool:
-        return self.policy.keeps_state
-
-    @property
-    @override
-    def corrects_momentum(self) -> bool:
-        return self.policy.corrects_momentum
+    def parts(self) -> tuple[Policy, ...]:
+        return (self.policy,)
 
 
 def clip_by_whole_norms(
-    gradients: list[Any], sharded: Sequence[int], optimizer: Any, wire: Wire, name: str
-) -> list[Any]:
+    gradients: dict[int, tf.Tensor], sharded: Sequence[int], optimizer: Any, wire: Wire, name: str
+) -> dict[int, tf.Tensor]:
     """Clips by norms of whole gradients, and propagates non-finite values to all ranks.
 
-    `gradients` holds this rank's parts at the indices in `sharded`, and whole gradients or `None`
-    elsewhere. If the optimizer clips by norm or scales losses, a non-finite part on any rank makes
-    all parts NaN on all ranks, so that all ranks skip the step.
+    `gradients` holds this rank's parts at the indices in `sharded`, and whole gradients elsewhere.
+    If the optimizer clips by norm or scales losses, a non-finite part on any rank makes all parts
+    NaN on all ranks, so that all ranks skip the step.
     """
     # The optimizer must not clip again afterwards, because norms of parts differ between ranks.
     inner = innermost(optimizer)
     limit = inner.clipnorm or inner.global_clipnorm
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if not (limit or (sharded and has_scale)):
+    if not (limit or has_scale):
         return gradients
-    result, squares = list(gradients), {}
+    squares = {m: _square(gradient) for m, gradient in gradients.items()}
     if sharded:
-        parts = [gradients[index] for index in sharded]
         # Count non-finite values separately, because squares of finite values may overflow.
-        unbounded = tf.add_n(
-            [tf.reduce_sum(tf.cast(~tf.math.is_finite(part), tf.float32)) for part in parts]
-        )
-        own = tf.stack([*map(_square, parts), unbounded])
+        are_finite = [tf.math.is_finite(gradients[m]) for m in sharded]
+        unbounded = tf.add_n([tf.reduce_sum(tf.cast(~one, tf.float32)) for one in are_finite])
+        own = tf.stack([*(squares[m] for m in sharded), unbounded])
         *sums, unbounded = tf.unstack(wire.all_reduce(own, wire.topology.world, name))
-        squares = dict(zip(sharded, sums, strict=True))
-        for index in sharded:
-            # One non-finite value affects the whole gradient, as on a single rank.
-            result[index] = tf.where(unbounded == 0.0, gradients[index], float("nan"))
-    return _clipped(result, squares, optimizer) if limit else result
-
-
-def _clipped(gradients: list[Any], squares: dict[int, tf.Tensor], optimizer: Any) -> list[Any]:
-    """Clips gradients by their norms; `squares` are the squared norms of sharded ones."""
-    inner, result = innermost(optimizer), list(gradients)
-    squares = {
-        m: squares[m] if m in squares else _square(g)
-        for m, g in enumerate(gradients)
-        if g is not None
-    }
+        squares |= zip(sharded, sums, strict=True)
+        # One non-finite value affects the whole gradient, as on a single rank.
+        bounded = {m: tf.where(unbounded == 0.0, gradients[m], float("nan")) for m in sharded}
+        gradients = gradients | bounded
+    if not limit:
+        return gradients
     if inner.global_clipnorm:
         squares = dict.fromkeys(squares, tf.add_n(list(squares.values())))
     # Clipping precedes the division by the loss scale, so the limit is scaled, too.
-    scale = tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
-    limit = (inner.clipnorm or inner.global_clipnorm) * scale
-    for index, square in squares.items():
-        norm = tf.sqrt(square)
-        # As in Keras, a non-finite norm makes all values NaN, because norm - norm is NaN then.
-        factor = limit / tf.maximum(norm, limit) + (norm - norm)
-        result[index] *= tf.cast(factor, result[index].dtype)
-    return result
+    limit *= tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)
+    return {m: gradient * _factor(squares[m], limit, gradient) for m, gradient in gradients.items()}
+
+
+def _factor(square: tf.Tensor, limit: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    norm = tf.sqrt(square)
+    # As in Keras, a non-finite norm makes all values NaN, because norm - norm is NaN then.
+    return tf.cast(limit / tf.maximum(norm, limit) + (norm - norm), gradient.dtype)
 
 
 def _square(gradient: Any) -> tf.Tensor:

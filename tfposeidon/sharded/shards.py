@@ -16,20 +16,15 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, zeros
+from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, pack, summed_dtype, zeros
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
 from tfposeidon.exchange.plan import Bucket
-from tfposeidon.gradients import (
-    describe,
-    distinct_paths,
-    is_overwritten,
-    of_tensorflow,
-)
+from tfposeidon.gradients import describe, distinct_paths, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapper import innermost
-from tfposeidon.schemes import Scheme
+from tfposeidon.schemes import Scheme, stages
 from tfposeidon.sharded.scheme import OwnParts, clip_by_whole_norms, sharded_norms
 from tfposeidon.state.placement import Placement, StateDescription
 
@@ -88,8 +83,7 @@ class Shards:
         self._zeros, self._sinks = Zeros(), Zeros()
         for _, bucket, _ in self._buckets:
             self._zeros[bucket.dtype], self._sinks[bucket.dtype]
-        # This function runs collectives after each exchange. It is a new object if they change.
-        self.afterwards: Afterwards = self._contribute_nothing
+        self._afterwards: Afterwards = self._contribute_nothing
         # Ranges of sharded variables that this rank owns, by index.
         self.parts = self._parts_of(exchanger.wire.topology.rank)
         # A rank without a part of a variable has a single zero instead. The optimizer can clip and
@@ -101,12 +95,11 @@ class Shards:
             }
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
         self.states: list[_ShardState] = []
-        self._gathered: tuple[int, dict[int, np.ndarray]] | None = None
-        self._loaded: dict[int, np.ndarray] = {}
-        self._loaded_at = 0
+        # The whole state of one step, by index in the optimizer's variables, if it was gathered or
+        # loaded on this rank.
+        self._whole: tuple[int, dict[int, np.ndarray]] = (0, {})
 
     def build(self, inner_optimizer: Any) -> None:
-        """Builds the unbuilt inner optimizer on shards, and redirects saving and loading."""
         self._updater, self._inner = inner_optimizer, innermost(inner_optimizer)
         self._exclude_from_weight_decay()
         members = {id(self.targets[member]): member for member in self.parts}
@@ -131,15 +124,18 @@ class Shards:
         self._inner.save_own_variables = self._save
         self._inner.load_own_variables = self._load
 
-    def use(self, updater: Any) -> None:
-        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one."""
+    def use(self, updater: Any) -> Afterwards:
+        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one.
+
+        Returns a function that runs the collectives after each exchange, a new one if they change.
+        """
         if updater is not self._updater:
             self._updater = updater
-            self.afterwards = functools.partial(self._contribute_nothing)
+            self._afterwards = functools.partial(self._contribute_nothing)
+        return self._afterwards
 
     @property
     def rank_state(self) -> Iterator[tuple[Any, StateDescription]]:
-        """Variables with the state of this rank's shards, and their descriptions."""
         descriptions = [describe(variable) for variable in self._variables]
         paths = distinct_paths(descriptions)
         for state in self.states:
@@ -174,16 +170,18 @@ class Shards:
                 # no part of a bucket, and the other ranks would wait for it.
                 self._sinks[dtype].assign(tf.reduce_sum(mean))
                 found[member] = zeros([1], self._zeros[dtype])
-        is_value = [is_overwritten(variable) for variable in self._variables]
-        gradients = [None if value else mean for mean, value in zip(found, is_value, strict=True)]
+        gradients = {
+            member: mean
+            for member, (mean, variable) in enumerate(zip(found, self._variables, strict=True))
+            if mean is not None and not is_overwritten(variable)
+        }
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.norms"
         clipped = clip_by_whole_norms(gradients, sharded, self._updater, wire, name)
-        rows = zip(found, is_value, clipped, strict=True)
-        return [mean if value else gradient for mean, value, gradient in rows]
+        return [clipped.get(member, mean) for member, mean in enumerate(found)]
 
     def apply(self, means: Means) -> None:
-        """Applies the inner optimizer to shards and whole variables, and gathers the new values."""
-        self._loaded = {}
+        # Release the memory of whole state, which the step makes invalid.
+        self._whole = (0, {})
         self.refresh()
         inner = self._inner
         limits = inner.clipnorm, inner.global_clipnorm
@@ -213,12 +211,10 @@ class Shards:
         )
 
     def finalize(self) -> None:
-        """Ends `fit` like the inner optimizer: `use_ema` replaces variables by their averages."""
         self._inner.finalize_variable_values(self.targets)
         self._gather_variables(constrained=set())
 
     def refresh(self) -> None:
-        """Copies variables into shards, because callbacks or loading may have changed them."""
         for member, (begin, end) in self.parts.items():
             if begin < end:
                 flat = tf.reshape(tf.convert_to_tensor(self._variables[member]), [-1])
@@ -244,7 +240,7 @@ class Shards:
         ]
         vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
-        whole = scheme.gather(vector, bucket.length, wire, name)
+        whole = stages.gather_by_levels(vector, bucket.length, wire, name, None)
         # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
@@ -258,78 +254,73 @@ class Shards:
     def gather_state(self, rank: int) -> None:
         """Gathers the state on one rank, which can save it until the next step; collective."""
         whole = {}
-        saves = self._exchanger.wire.topology.rank == rank
         for number, state in enumerate(self.states):
             value = self._gather(state, f"tp.gather_state_{number}")
-            if saves:
+            if self._exchanger.wire.topology.rank == rank:
                 whole[state.index_in(self._inner)] = value
-        self._gathered = (self._step(), whole) if saves else None
+        self._whole = self._step(), whole
 
     def scatter_state(self, rank: int) -> None:
         """Distributes state that one rank has loaded, if any, to its owners; collective."""
-        wire = self._exchanger.wire
-        # Ignore loaded state if later steps have replaced it.
-        is_loaded = bool(self._loaded) and self._loaded_at == self._step()
+        wire, whole = self._exchanger.wire, self._current_whole()
         # All ranks must take the same branch, but only one of them has loaded the state.
-        if not exchange_objects(is_loaded, wire, "tp.scatter_state")[rank]:
+        if not exchange_objects(bool(whole), wire, "tp.scatter_state")[rank]:
             return
         for number, state in enumerate(self.states):
-            whole = self._loaded.get(state.index_in(self._inner))
-            if whole is None:
-                # A broadcast ignores the values of the other ranks, which supply the shape.
-                whole = np.zeros(self._variables[state.member].shape)
-            dtype = tf.float32 if state.variable.dtype == "bfloat16" else state.variable.dtype
-            flat = wire.broadcast(
-                tf.reshape(tf.cast(whole, dtype), [-1]), rank, f"tp.scatter_state_{number}"
-            )
+            # A broadcast ignores the values of the other ranks, which supply the shape.
+            others = np.zeros(self._variables[state.member].shape)
+            value = whole.get(state.index_in(self._inner), others)
+            own = pack([value], summed_dtype([state.variable]))
+            flat = wire.broadcast(own, rank, f"tp.scatter_state_{number}")
             begin, end = self.parts[state.member]
             if begin < end:
                 state.variable.assign(flat[begin:end])
-        self._loaded = {}
+
+    def _current_whole(self) -> dict[int, np.ndarray]:
+        """Returns the whole state, if this rank has it; ignores state that steps have replaced."""
+        step, whole = self._whole
+        return whole if step == self._step() else {}
 
     def _gather(self, state: _ShardState, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self.parts[state.member]
-        # Leave out the single zero of a rank that owns no part.
-        own = tf.convert_to_tensor(state.variable)[: end - begin]
-        # Horovod does not support bfloat16; float32 represents all of its values.
-        own = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
+        # Horovod does not support bfloat16. Leave out the single zero of a rank without a part.
+        own = pack([state.variable], summed_dtype([state.variable]))[: end - begin]
         joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
-        whole, start = np.empty(joined.size, joined.dtype), 0
-        for rank in range(topology.size):
-            begin, end = self._parts_of(rank)[state.member]
-            whole[begin:end] = joined[start : start + end - begin]
-            start += end - begin
-        return whole.reshape(self._variables[state.member].shape)
+        parts = [self._parts_of(rank)[state.member] for rank in range(topology.size)]
+        pieces = np.split(joined, np.cumsum([end - begin for begin, end in parts])[:-1])
+        in_order = [pieces[rank] for rank in sorted(range(topology.size), key=parts.__getitem__)]
+        return np.concatenate(in_order).reshape(self._variables[state.member].shape)
 
     def _save(self, store: Any) -> None:
         if self._exchanger.wire.topology.size == 1:
             self.gather_state(0)
-        if self._gathered is None or self._gathered[0] != self._step():
-            when = f"gathered at step {self._gathered[0]}" if self._gathered else "not gathered"
+        whole = self._current_whole()
+        if len(whole) < len(self.states):
             raise RuntimeError(
                 "The sharded optimizer state must be gathered before it is saved. Received: saving "
-                f"at step {self._step()}, {when} on this rank. Call optimizer.gather_state() on "
-                "all ranks, pass keras_callbacks.GatherState() to fit before the callback that "
-                "saves, or save with keras_callbacks.Checkpoint, which needs no gathering."
+                f"at step {self._step()}, whose state was not gathered on this rank. Call "
+                "optimizer.gather_state() on all ranks, pass keras_callbacks.GatherState() to fit "
+                "before the callback that saves, or save with keras_callbacks.Checkpoint, which "
+                "needs no gathering."
             )
-        whole = self._gathered[1]
         for index, variable in enumerate(self._inner.variables):
             store[str(index)] = whole[index] if index in whole else variable.numpy()
 
     def _load(self, store: Any) -> None:
         # Keras passes a group of its file, which is not a mapping.
         arrays = {key: store[key] for key in store.keys()}  # noqa: SIM118
+        whole = {}
         for state in self.states:
             index = state.index_in(self._inner)
             if str(index) in arrays:
                 begin, end = self.parts[state.member]
-                # Retain the state until the first step, because `scatter_state` may send it.
-                self._loaded[index] = np.asarray(arrays[str(index)])
-                flat = self._loaded[index].reshape(-1)
+                whole[index] = np.asarray(arrays[str(index)])
+                flat = whole[index].reshape(-1)
                 arrays[str(index)] = flat[begin:end] if begin < end else state.variable.numpy()
         self._load_whole(arrays)
-        self._loaded_at = self._step()
+        # Retain the state until the first step, because `scatter_state` may send it.
+        self._whole = self._step(), whole
 
     def _step(self) -> int:
         return int(self._inner.iterations.numpy())
@@ -345,7 +336,6 @@ class Shards:
         }
 
     def _exclude_from_weight_decay(self) -> None:
-        """Excludes shards from weight decay if their variable is excluded, also by name."""
         excluded = []
         for variable, target in zip(self._variables, self.targets, strict=True):
             # Query with TensorFlow's variable, because its name also contains the layer's name.
@@ -357,7 +347,6 @@ class Shards:
 
 
 def _constrained(value: tf.Tensor, constraint: Any, counts: tf.Tensor | None) -> tf.Tensor:
-    """Applies a constraint, unless the update was dropped."""
     if constraint is None or counts is None:
         return value if constraint is None else constraint(value)
     # In a dropped step, ranks with exhausted input apply no constraint, and applying a constraint
