@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tfposeidon.lab import architectures, network
+from benchmarks import architectures
+from tfposeidon.lab import network
 from tfposeidon.lab.network import payload_bytes
 
 
@@ -21,7 +22,7 @@ class Task:
       text: JSON object with the attributes below.
 
     Attributes:
-      model: Name in `tfposeidon.lab.architectures`.
+      model: Name in `benchmarks.architectures`.
       shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
       systems: Systems to measure, in turn, in this job.
