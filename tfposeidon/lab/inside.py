@@ -33,6 +33,7 @@ from tfposeidon.lab.command import (
     read_request,
 )
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
+from tfposeidon.peers import rendezvous, store
 from tfposeidon.peers.runner import Runner, Start
 from tfposeidon.text import readable_size, sparkline, table
 
@@ -199,9 +200,9 @@ def main(arguments: list[str]) -> int:
 async def _run(options: argparse.Namespace) -> int:
     # Watch standard input first, so that a request to end is not missed while the network is built.
     _cancel_at_end_of_input()
-    cluster, command = read_request(options)
-    with network(cluster) as built, rendezvous(cluster) as environments:
-        job = Job(built, options.faults, show=None if options.show == "all" else {0})
+    cluster, faults, command = read_request(options)
+    with network(cluster) as built, serving_store(cluster) as environments:
+        job = Job(built, faults, show=None if options.show == "all" else {0})
         try:
             await job.run_on_nodes(command, environments)
         except asyncio.CancelledError:
@@ -229,27 +230,23 @@ def _cancel_at_end_of_input() -> None:
 
 
 @contextmanager
-def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
-    """Runs Horovod's key-value store at the switch; yields the environment of each rank."""
-    # Use internals of horovodrun, because its public interface reaches hosts only by SSH, not in
-    # network namespaces.
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
-
-    hosts = ",".join(f"{host_name(node)}:{cluster.per_node}" for node in range(cluster.nodes))
-    slots = get_host_assignments(parse_hosts(hosts), cluster.size)
-    server = RendezvousServer()
-    store_port = server.start()
-    server.init(slots)
+def serving_store(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
+    """Runs the job's key-value store at the switch; yields the environment of each rank."""
+    server = store.listen(SWITCH_ADDRESS, (0,), NAME, None)
+    client = rendezvous.Client(SWITCH_ADDRESS, server.server_address[1], server.prefix)
+    hosts = [host_name(node) for node in range(cluster.nodes) for _ in range(cluster.per_node)]
+    entries = [rendezvous.Entry(host, "") for host in hosts]
     # The user's variables override these defaults, and Horovod's variables override both. Output is
     # not buffered, so that the lab shows lines as soon as ranks write them.
     common = quiet.DEFAULTS | os.environ | {"PYTHONUNBUFFERED": "1"}
-    common |= create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
-    try:
-        yield [common | create_slot_env_vars(slot) for slot in slots]
-    finally:
-        server.stop()
+    common |= {rendezvous.INTERFACE: INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    with server.serving():
+        yield [
+            common
+            | rendezvous.horovod_variables(entries, rank, client)
+            | {"HOROVOD_HOSTNAME": host}
+            for rank, host in enumerate(hosts)
+        ]
 
 
 if __name__ == "__main__":
