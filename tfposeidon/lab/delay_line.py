@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import heapq
-import itertools
 import json
 import os
 import random
@@ -21,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -53,32 +52,28 @@ class DelayLine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)
-        # Each tuple is due time, number, target and frame. The number orders frames with the same
-        # due time by their arrival.
-        self._held: list[tuple[float, int, int, bytes]] = []
-        self._last_due: dict[int, float] = {}
-        self._numbers = itertools.count()
+        self._held: dict[int, deque[tuple[float, bytes]]] = {}
 
     def take(self, frame: bytes, target: int, now_s: float) -> None:
         """Drops a frame, or holds it until it is due; `target` is a descriptor of a TAP device."""
         if self._random.random() < self.loss:
             return
-        due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
+        due_s = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
         # Keep the order of frames, because TCP would mistake reordered frames for losses.
-        due = max(due, self._last_due.get(target, 0.0))
-        self._last_due[target] = due
-        heapq.heappush(self._held, (due, next(self._numbers), target, frame))
+        self._held.setdefault(target, deque()).append((due_s, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Removes and returns the frames that are due: (target, frame) pairs in due order."""
+        """Removes and returns the frames that are due, as (target, frame) pairs."""
         ready = []
-        while self._held and self._held[0][0] <= now_s:
-            ready.append(heapq.heappop(self._held)[2:])
+        for target, frames in self._held.items():
+            while frames and frames[0][0] <= now_s:
+                ready.append((target, frames.popleft()[1]))
         return ready
 
     def until_next(self, now_s: float) -> float | None:
         """Returns the seconds until the next frame is due, or `None` if no frame is held."""
-        return max(0.0, self._held[0][0] - now_s) if self._held else None
+        waits_s = [frames[0][0] - now_s for frames in self._held.values() if frames]
+        return max(0.0, min(waits_s)) if waits_s else None
 
 
 def start(

@@ -38,15 +38,11 @@ LABELS = {
 # benchmarks/figures.py defines these colors for the plots in docs/results.
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
-MODEL = architectures.model("vgg19_32").shrunk(4)
+MODEL = architectures.VGG19.shrunk(4)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
 TIME_LIMIT_S = 600
 STEP_LIMIT_S = 60
 """Time added to the limit per step of `--steps`: all schemes together take about 10 s."""
-
-
-class DemoError(Exception):
-    """Raised if the demo's job fails in the lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +87,8 @@ def main(options: argparse.Namespace) -> int:
     print(f"{ABOUT}; the accelerators and links are emulated.", flush=True)
     try:
         found = measure(options.steps)
-    except DemoError as error:
-        print(f"tfposeidon demo: {error}", file=sys.stderr)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"tfposeidon demo: {error}\n{(error.stderr or '')[-4000:]}", file=sys.stderr)
         return 1
     print("\n".join(["", *table(rows(found)), ""]))
     print(plot(found, options.plot))
@@ -112,14 +108,9 @@ def measure(steps: int) -> dict[str, Measured]:
         # measure networks of GPUs.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         limit_s = TIME_LIMIT_S + STEP_LIMIT_S * steps
-        try:
-            done = subprocess.run(
-                command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit_s
-            )
-        except subprocess.TimeoutExpired as error:
-            raise DemoError(str(error)) from error
-        if done.returncode:
-            raise DemoError(f"the lab exited with status {done.returncode}:\n{done.stderr[-4000:]}")
+        subprocess.run(
+            command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit_s, check=True
+        )
         found = json.loads(path.read_text())
     return {scheme: Measured(**figures) for scheme, figures in found.items()}
 
