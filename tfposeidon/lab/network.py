@@ -9,7 +9,6 @@ queue at its `eth0`, and packets to a node queue at its port.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,19 +80,23 @@ REPLACE_HOSTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
+    Shares are fractions of the link's capacity one way, or `None` if it is unshaped.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
     the delaying process did not read in time.
     """
 
+    rate_bits_per_s: float | None
     sent_bytes: int
     sent_packets: int
+    sent_share: float | None
     received_bytes: int
     received_packets: int
+    received_share: float | None
     dropped_packets: int
 
 
@@ -119,15 +122,25 @@ class Network:
         """Cuts a node's link permanently, at the switch."""
         _call("ip", "link", "set", "dev", port(node), "down")
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self, wall_s: float) -> list[Traffic]:
         """Returns the traffic over each node's link so far, counted by the queues at its ends."""
         ports, found = _queues("tc"), []
         for node in range(self.cluster.nodes):
             sent, received = _queues(*self.entering(node), "tc")[INTERFACE], ports[port(node)]
-            dropped = sent["drops"] + received["drops"] + self._unread_packets(node)
+            rate = self.cluster.rate(node)
+            shares = [
+                8 * one["bytes"] / (rate * wall_s) if rate else None for one in (sent, received)
+            ]
             found.append(
                 Traffic(
-                    sent["bytes"], sent["packets"], received["bytes"], received["packets"], dropped
+                    rate_bits_per_s=rate,
+                    sent_bytes=sent["bytes"],
+                    sent_packets=sent["packets"],
+                    sent_share=shares[0],
+                    received_bytes=received["bytes"],
+                    received_packets=received["packets"],
+                    received_share=shares[1],
+                    dropped_packets=sent["drops"] + received["drops"] + self._unread_packets(node),
                 )
             )
         return found
@@ -141,17 +154,12 @@ class Network:
         both = (_call(*show, port(node)), _call(*self.entering(node), *show, INTERFACE))
         return sum(json.loads(text)[0]["stats64"]["tx"]["dropped"] for text in both)
 
-    def byte_counts(self) -> list[int]:
-        """Returns how many bytes each node has sent; raises `UnavailableError` for dead links."""
-        # This is cheaper than `traffic`, but excludes the headers that segmentation adds later.
+    def require_line(self) -> None:
+        """Raises `UnavailableError` if the process that delays packets has ended."""
         if self.line is not None and self.line.poll() is not None:
             raise UnavailableError(
                 f"the process that delays packets exited with status {self.line.returncode}"
             )
-        # The first column counts received bytes: a port receives the packets that its node sends.
-        text = Path("/proc/self/net/dev").read_text()
-        counters = dict(re.findall(r"^ *(\w+): *(\d+)", text, re.MULTILINE))
-        return [int(counters[port(node)]) for node in range(self.cluster.nodes)]
 
 
 def host_name(node: int) -> str:
