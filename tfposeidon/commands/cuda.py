@@ -25,16 +25,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfposeidon.commands.versions import InstallError
+
 Version = tuple[int, int]
 # This is the first release whose Thrust has `tabulate_output_iterator`.
 OLDEST_NVCC = (12, 8)
 DRIVERS = {12: "525", 13: "580"}
 """First release of NVIDIA's driver that supports each major version of CUDA."""
 WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
-
-
-class CudaError(RuntimeError):
-    """Raised if a component of CUDA is missing or incompatible; the message has the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +76,6 @@ class Nccl:
         return str(self.library.parent)
 
 
-def driver_present() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or driver_version() is not None
-
-
 @functools.cache
 def driver_version() -> Version | None:
     """Returns the latest CUDA version that the driver supports; `None` without a driver."""
@@ -107,7 +101,7 @@ def require_toolkit() -> Toolkit:
     """Returns the first toolkit that can compile for this machine.
 
     Searches `HOROVOD_CUDA_HOME` if it is set, otherwise `PATH`, `/usr/local/cuda` and pip's wheels.
-    Raises `CudaError` if every toolkit is incomplete, too old, or too new for the driver.
+    Raises `InstallError` if every toolkit is incomplete, too old, or too new for the driver.
     """
     problems = []
     if given := os.environ.get("HOROVOD_CUDA_HOME"):
@@ -125,7 +119,7 @@ def require_toolkit() -> Toolkit:
             problems.append(problem)
     looked_in = given or "PATH and /usr/local/cuda"
     problems.append(f"GPU code requires nvcc, which was not found in {looked_in}.")
-    raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
+    raise InstallError(f"{problems[0]} {_how_to_get_nvcc()}")
 
 
 def _homes_of_nvcc() -> list[Path]:
@@ -181,7 +175,7 @@ def _version_of(nvcc: Path) -> Version:
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", output)
     if match is None:
-        raise CudaError(
+        raise InstallError(
             f"nvcc must run and print its release. Received from {nvcc} --version: {output!r}. "
             "Reinstall it, or set HOROVOD_CUDA_HOME to another toolkit."
         )
@@ -189,7 +183,7 @@ def _version_of(nvcc: Path) -> Version:
 
 
 def require_nccl(toolkit: Toolkit) -> Nccl:
-    """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or /usr, or raises `CudaError`."""
+    """Returns the NCCL of `HOROVOD_NCCL_HOME`, or else of pip, the toolkit or /usr."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     places = [*(place / "nccl" for place in folders_of("nvidia")), toolkit.home, Path("/usr")]
     for home in [Path(given)] if given else places:
@@ -200,7 +194,7 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
                 numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text)
                 version = ".".join(numbers)
                 return Nccl(include=header.parent, library=libraries[0], version=version)
-    raise CudaError(
+    raise InstallError(
         "Horovod on GPUs requires NCCL: nccl.h and libnccl.so were not found in "
         f"{given or 'pip packages, the toolkit and /usr'}. "
         "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "

@@ -27,17 +27,13 @@ import tempfile
 from pathlib import Path
 
 from tfposeidon.commands import cuda, versions
-from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
-from tfposeidon.commands.versions import UnsupportedVersionError
+from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION
+from tfposeidon.commands.versions import InstallError
 
 KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools>=77,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
 LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
-
-
-class InstallError(RuntimeError):
-    """Raised if an installation fails; the message has the cause and the remedy."""
 
 
 def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
@@ -115,15 +111,14 @@ def cache_key(with_cuda: bool) -> str:
         _tensorflow_version() or "none",
         platform.python_implementation() + platform.python_version(),
         platform.machine(),
-        _compiler_version(),
+        _printed_by(os.environ.get("CXX", "g++"), "-dumpfullversion", "-dumpversion"),
         repr(sorted(horovod_flags(with_cuda).items())),
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
     if os.environ.get("HOROVOD_WITH_MPI") == "1":
         # The printed flags name the MPI libraries, which differ between Open MPI, MPICH and
         # releases.
-        shown = subprocess.run(["mpicxx", "-show"], capture_output=True, text=True)
-        parts.append(shown.stdout)
+        parts.append(_printed_by("mpicxx", "-show"))
     if with_cuda:
         toolkit = cuda.require_toolkit()
         nccl = cuda.require_nccl(toolkit)
@@ -136,8 +131,6 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
 
     Raises `InstallError` if the installed TensorFlow is not of this release.
     """
-    if release:
-        versions.require_tensorflow("tensorflow", release)
     present = _tensorflow_version()
     if present is None:
         requirement = tensorflow_requirement(with_cuda, release)
@@ -305,11 +298,9 @@ def _tensorflow_version() -> str | None:
     return None
 
 
-def _compiler_version() -> str:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+def _printed_by(*command: str) -> str:
+    if shutil.which(command[0]) is None:
         return "none"
-    command = [compiler, "-dumpfullversion", "-dumpversion"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -329,7 +320,7 @@ def _say(text: str) -> None:
 
 def for_gpus() -> bool:
     """Returns the default of `--cuda`: true with a driver, unless TensorFlow is for CPUs."""
-    if not cuda.driver_present():
+    if cuda.driver_version() is None:
         return False
     present = _tensorflow_version()
     if present and cuda.tensorflow_cuda() is None:
@@ -348,7 +339,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tensorflow",
-        choices=versions.TENSORFLOW,
+        choices=versions.tensorflow_releases(),
         help="release of TensorFlow to install if it is missing "
         "(default: that of the native library, or else the newest for this Python)",
     )
@@ -357,7 +348,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the exit status: 1 if an installation failed, else 0."""
     try:
-        versions.require_python()
         with_cuda = for_gpus() if options.cuda is None else options.cuda
         if with_cuda:
             # Fail before pip downloads gigabytes.
@@ -365,7 +355,7 @@ def main(options: argparse.Namespace) -> int:
         if not options.horovod_only:
             install_tensorflow(with_cuda, options.tensorflow)
         install_horovod(with_cuda)
-    except (InstallError, CorrectionError, cuda.CudaError, UnsupportedVersionError) as error:
+    except InstallError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

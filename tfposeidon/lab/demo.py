@@ -206,6 +206,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
 
     import tfposeidon
     from tfposeidon.autotune.choose_plan import TIMED_STEPS, UNTIMED_STEPS
+    from tfposeidon.autotune.forecast import forecasts_of
     from tfposeidon.communication import runtime
     from tfposeidon.communication.wire import exchange_objects
     from tfposeidon.lab.network import payload_bytes
@@ -243,18 +244,10 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)
-        _show_choice(optimizer.plan)
-    return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
-
-
-def _show_choice(plan: Any) -> None:
-    """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
-    from tfposeidon.autotune.forecast import forecasts_of
-
-    for forecast in forecasts_of(plan):
-        if forecast.others:
-            lines = [f"chosen plan: {forecast.chosen}", *forecast.lines()]
+        for forecast in forecasts_of(optimizer.plan) if scheme == "auto" else ():
+            lines = (f"chosen plan: {forecast.chosen}", *forecast.lines())
             print("\n".join(f"  {line}" for line in lines), flush=True)
+    return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
 
 
 if __name__ == "__main__":
