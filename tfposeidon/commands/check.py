@@ -199,19 +199,15 @@ def gpu_rows(gpus: int) -> list[tuple[str, str]]:
     Horovod and TensorFlow must be loaded. `gpus` is the number of GPUs that TensorFlow sees.
     """
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
-    latest = cuda.driver_version()
-    if not (gpus or latest or horovod_cuda or tensorflow_cuda):
+    if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]
     for what, version in (("Horovod", horovod_cuda), ("TensorFlow", tensorflow_cuda)):
         if gpus and version and (problem := cuda.problem_with_driver(version)):
             raise InstallError(f"{what} was built for CUDA {version}. {problem}")
-    driver = "none"
-    if latest:
-        driver = f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(latest)}".strip()
     built_for = f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for {horovod_cuda or 'CPUs'}"
     return [
         ("GPUs", _gpus(gpus, tensorflow_cuda)),
-        ("NVIDIA driver", driver),
+        ("NVIDIA driver", cuda.driver_text()),
         ("CUDA", built_for),
         ("NCCL", _nccl()),
         ("native ops", _native_ops(gpus)),

@@ -90,11 +90,13 @@ def driver_version() -> Version | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def driver_release() -> str | None:
-    """Returns the driver's release, such as `"580.95.05"`, or `None` if the kernel reports none."""
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.exists() else None
-    return match[1] if match else None
+def driver_text() -> str:
+    """Returns the driver's release, if the kernel reports it, and its latest CUDA version."""
+    latest, path = driver_version(), Path("/proc/driver/nvidia/version")
+    if latest is None:
+        return "none"
+    match = re.search(r"\s(\d+\.\d+[.\d]*\s)", path.read_text()) if path.exists() else None
+    return f"{match[1] if match else ''}for CUDA up to {dotted(latest)}"
 
 
 def require_toolkit() -> Toolkit:
@@ -154,7 +156,7 @@ def problem_with_driver(built_for: str) -> str | None:
     needed = DRIVERS.get(major, "for this CUDA")
     return (
         f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. "
-        f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
+        f"Received: driver {driver_text()}. "
         "Update the driver, or compile with an older nvcc."
     )
 

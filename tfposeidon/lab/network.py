@@ -214,17 +214,17 @@ def network(cluster: Cluster) -> Iterator[Network]:
     # with their namespace.
     try:
         if cluster.delays:
-            line = _plug_delayed(cluster, names, holders)
-        else:
-            for node, holder in enumerate(holders):
-                peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
-                _call("ip", "link", "add", "name", port(node), "type", "veth", *peer)
+            ports = [port(node) for node in range(cluster.nodes)]
+            # Delay only frames to the switch: each direction of a round trip crosses one such link,
+            # so each link adds half of the delay.
+            delay = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
+            line = delay_line.start(names, ports, delay)
         built = Network(cluster, holders, line)
         for node in range(cluster.nodes):
             _connect(built, node)
         yield built
     finally:
-        for process in (*([line] if line else []), *holders):
+        for process in filter(None, (line, *holders)):
             process.kill()
             process.wait()
 
@@ -240,20 +240,13 @@ def _hold(name: str) -> subprocess.Popen[str]:
     return holder
 
 
-def _plug_delayed(
-    cluster: Cluster, ends: list[str], holders: list[subprocess.Popen[str]]
-) -> subprocess.Popen[str]:
-    # Delay only frames to the switch: each direction of a round trip crosses one such link, so each
-    # link adds half of the delay.
-    line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
-    process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
-    for end, holder in zip(ends, holders, strict=True):
-        _call("ip", "link", "set", "dev", end, "netns", str(holder.pid), "name", INTERFACE)
-    return process
-
-
 def _connect(built: Network, node: int) -> None:
-    inside = built.entering(node)
+    inside, namespace = built.entering(node), ("netns", str(built.holders[node].pid))
+    if built.line is None:
+        peer = ("type", "veth", "peer", "name", INTERFACE, *namespace)
+        _call("ip", "link", "add", "name", port(node), *peer)
+    else:
+        _call("ip", "link", "set", "dev", host_name(node), *namespace, "name", INTERFACE)
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
     _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
