@@ -49,17 +49,16 @@ def main(options: argparse.Namespace) -> int:
         topology = runtime.init(ranks_per_node=options.ranks_per_node)
         ranks_here = launcher.ranks_of_node() or topology.node.size
         rows += [*horovod_build(ranks_here), ("topology", str(topology))]
-        problems = _problems_of_all()
+        _require_averages()
+        rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
         if options.network:
             rows += _measured_links(topology, options.network)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
     if topology.rank == 0:
-        if not problems:
-            rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
-        print("\n".join([*table(rows), *problems]))
-    return 1 if problems else 0
+        print("\n".join(table(rows)))
+    return 0
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -138,8 +137,8 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
     return [("horovod with", text), *gpu_rows(gpus)]
 
 
-def _problems_of_all() -> list[str]:
-    """Averages a vector with every scheme; returns all ranks' messages about wrong averages."""
+def _require_averages() -> None:
+    """Averages a vector with every scheme; raises `InstallError` on all ranks if any is wrong."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -148,17 +147,19 @@ def _problems_of_all() -> list[str]:
 
     wire = runtime.wire()
     expected = (wire.topology.size - 1) / 2
-    problems = []
+    wrong = []
     for name, make in REGISTRY.items():
         exchange = tf.function(functools.partial(_exchanged, make(), wire, name), autograph=False)
         mean = exchange(tf.constant([float(wire.topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
-            problems.append(
-                f"PROBLEM: scheme {name!r} returned {mean} instead of {expected}. "
-                "Reinstall Horovod: python -m tfposeidon install --horovod-only"
-            )
-    of_ranks = exchange_objects(problems, wire, "check.problems")
-    return [f"rank {rank}: {one}" for rank, own in enumerate(of_ranks) for one in own]
+            wrong.append(f"{mean} by {name!r} on rank {wire.topology.rank}")
+    of_ranks = exchange_objects(wrong, wire, "check.averages")
+    if any(of_ranks):
+        raise InstallError(
+            f"All schemes must average the ranks to {expected}. Received: "
+            f"{'; '.join(one for own in of_ranks for one in own)}. "
+            "Reinstall Horovod: python -m tfposeidon install --horovod-only"
+        )
 
 
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:

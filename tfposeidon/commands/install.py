@@ -243,14 +243,11 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
     """
     toolkit = cuda.require_toolkit()
     nccl = cuda.require_nccl(toolkit)
-    for_tensorflow = cuda.tensorflow_cuda() or "unknown"
+    needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
     _say(
-        f"using nvcc {cuda.dotted(toolkit.version)} in {toolkit.home} (TensorFlow: CUDA "
-        f"{for_tensorflow}) and NCCL {nccl.version} of {nccl.library}"
+        f"using NCCL {nccl.version} of {nccl.library}, and nvcc {cuda.dotted(toolkit.version)} in "
+        f"{toolkit.home}, whose code requires NVIDIA's driver {needed} or later on each machine"
     )
-    if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
-        needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
-        _say(f"the GPU code requires NVIDIA's driver {needed} or later on each machine")
     # Link the libraries under unversioned names, because CMake looks for those: wheels contain only
     # libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
