@@ -186,8 +186,7 @@ def _build_into(folder: Path, with_cuda: bool) -> Path:
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
-        compile_horovod(source, Path(scratch) / "wheel", Path(scratch), with_cuda)
-        wheel = next((Path(scratch) / "wheel").glob("horovod-*.whl"))
+        wheel = compile_horovod(source, Path(scratch), with_cuda)
         folder.mkdir(exist_ok=True)
         os.replace(wheel, folder / wheel.name)
     return folder / wheel.name
@@ -208,14 +207,14 @@ def _corrected_source(scratch: Path) -> Path:
     return source
 
 
-def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) -> None:
-    """Compiles a wheel of Horovod into `target`; raises `InstallError` with the end of the log."""
+def compile_horovod(source: Path, scratch: Path, with_cuda: bool) -> Path:
+    """Compiles a wheel of Horovod in `scratch`; raises `InstallError` with the end of the log."""
     environment = os.environ | horovod_flags(with_cuda) | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if with_cuda:
         environment |= cuda_environment(scratch)
     # Without isolation, the build finds the headers and flags of the installed TensorFlow.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
-    command += ["-w", str(target), str(source)]
+    command += ["-w", str(scratch / "wheel"), str(source)]
     log = cache_folder() / "horovod-build.log"
     with log.open("w") as stream:
         result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
@@ -224,16 +223,14 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
         # Cut the long messages that setup.py and pip print last, which do not contain the cause.
         for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
             text = text.partition(closing)[0]
+        last_lines = "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
         raise InstallError(
-            f"{_last_lines(text)}\n\nHorovod could not be built; the full log is {log}. "
+            f"{last_lines}\n\nHorovod could not be built; the full log is {log}. "
             "The build requires a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev "
             "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    return next((scratch / "wheel").glob("horovod-*.whl"))
 
 
 def cuda_environment(scratch: Path) -> dict[str, str]:
@@ -289,7 +286,7 @@ def _tensorflow_version() -> str | None:
     # folders, because pip may have installed TensorFlow after this process started.
     importlib.invalidate_caches()
     path = _path_of_environment(dict(os.environ))
-    for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
+    for name in ("tensorflow", "tensorflow-cpu"):
         for found in importlib.metadata.distributions(name=name, path=path):
             return f"{name} {found.version}"
     return None
@@ -302,13 +299,10 @@ def _printed_by(*command: str) -> str:
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if result.returncode:
-        raise InstallError(
-            f"{_last_lines(result.stderr)}\n\n`pip {' '.join(arguments)}` failed; its last lines "
-            "are above."
-        )
+    # With -qq, pip prints errors only.
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", *arguments]
+    if subprocess.run(command).returncode:
+        raise InstallError(f"`pip {' '.join(arguments)}` failed; its messages are above.")
 
 
 def _say(text: str) -> None:
