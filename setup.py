@@ -149,7 +149,7 @@ class BuildNative(build_ext):
                 sys.exit(f"\n{error}\n")
             self.warn(f"native ops on GPU tensors run on the CPU: {error}")
             return
-        nvcc = str(toolkit.nvcc)
+        nvcc = str(toolkit.home / "bin" / "nvcc")
         known = subprocess.run(
             [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
         ).stdout.split()

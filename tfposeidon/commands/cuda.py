@@ -47,10 +47,6 @@ class Toolkit:
     version: Version
 
     @property
-    def nvcc(self) -> Path:
-        return self.home / "bin" / "nvcc"
-
-    @property
     def static_runtime(self) -> Path:
         """Path of the CUDA runtime that Horovod and the native ops link; it may not exist."""
         # NVIDIA's installers, Debian's package and the wheels use different folders.
@@ -115,13 +111,18 @@ def require_toolkit() -> Toolkit:
         nvcc = home / "bin" / "nvcc"
         if nvcc.exists():
             toolkit = Toolkit(home=home, version=_version_of(nvcc))
-            problem = _problem_with(toolkit)
-            if problem is None:
+            if (problem := _problem_with(toolkit)) is None:
                 return toolkit
             problems.append(problem)
     looked_in = given or "PATH and /usr/local/cuda"
     problems.append(f"GPU code requires nvcc, which was not found in {looked_in}.")
-    raise InstallError(f"{problems[0]} {_how_to_get_nvcc()}")
+    release = "{}-{}".format(*OLDEST_NVCC)
+    raise InstallError(
+        f"{problems[0]} Install nvcc {dotted(OLDEST_NVCC)} from NVIDIA's repository (apt-get "
+        f"install cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers "
+        f"{DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). "
+        "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
+    )
 
 
 def _homes_of_nvcc() -> list[Path]:
@@ -158,18 +159,6 @@ def problem_with_driver(built_for: str) -> str | None:
         f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. "
         f"Received: driver {driver_text()}. "
         "Update the driver, or compile with an older nvcc."
-    )
-
-
-def _how_to_get_nvcc() -> str:
-    major, minor = map(int, (tensorflow_cuda() or "12.5").split(".")[:2])
-    cuda = max((major, minor), OLDEST_NVCC)
-    release = "{}-{}".format(*cuda)
-    return (
-        f"Install nvcc {dotted(cuda)} from NVIDIA's repository (apt-get install "
-        f"cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers "
-        f"{DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). "
-        "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
     )
 
 

@@ -254,8 +254,13 @@ def main(options: argparse.Namespace) -> int:
 
 def read_request(options: argparse.Namespace) -> tuple[Cluster, list[Fault], list[str]]:
     """Checks the options; returns the cluster, the faults, and the command of each rank."""
-    texts = {name: text for name in OPTIONS if (text := getattr(options, name)) is not None}
-    values = {name: OPTIONS[name][0](text) for name, text in texts.items()}
+    values = {}
+    for name, (reader, *_) in OPTIONS.items():
+        if (text := getattr(options, name)) is not None:
+            try:
+                values[name] = reader(text)
+            except ValueError as error:
+                raise ValueError(f"{error} for --{name}") from None
     cluster = Cluster(nodes=options.nodes, per_node=options.per_node, **values)
     faults = [
         fault for kind in FAULTS for text in getattr(options, kind) for fault in _faults(kind, text)
