@@ -195,10 +195,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; raises `InstallError` if the driver is too old.
-
-    Horovod and TensorFlow must be loaded. `gpus` is the number of GPUs that TensorFlow sees.
-    """
+    """Returns table rows about GPUs; TensorFlow must be loaded, and see `gpus` of them."""
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
     if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]

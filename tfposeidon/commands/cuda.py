@@ -37,11 +37,7 @@ WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
 
 @dataclass(frozen=True, kw_only=True)
 class Toolkit:
-    """CUDA toolkit: nvcc with its headers and its runtime.
-
-    `home` is the folder with `bin/nvcc` and `include`. `version` is the CUDA version for which nvcc
-    compiles, such as `(12, 9)`.
-    """
+    """CUDA toolkit of one version: the folder with `bin/nvcc`, its headers and its runtime."""
 
     home: Path
     version: Version
@@ -96,11 +92,7 @@ def driver_text() -> str:
 
 
 def require_toolkit() -> Toolkit:
-    """Returns the first toolkit that can compile for this machine.
-
-    Searches `HOROVOD_CUDA_HOME` if it is set, otherwise `PATH`, `/usr/local/cuda` and pip's wheels.
-    Raises `InstallError` if every toolkit is incomplete, too old, or too new for the driver.
-    """
+    """Returns the first toolkit that is complete, new enough, and not too new for the driver."""
     problems = []
     if given := os.environ.get("HOROVOD_CUDA_HOME"):
         homes = [Path(given)]
@@ -119,9 +111,9 @@ def require_toolkit() -> Toolkit:
     release = "{}-{}".format(*OLDEST_NVCC)
     raise InstallError(
         f"{problems[0]} Install nvcc {dotted(OLDEST_NVCC)} from NVIDIA's repository (apt-get "
-        f"install cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers "
-        f"{DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). "
-        "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
+        f"install cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for "
+        f"drivers {DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). Set "
+        "HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
     )
 
 

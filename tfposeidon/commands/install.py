@@ -127,10 +127,7 @@ def cache_key(with_cuda: bool) -> str:
 
 
 def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
-    """Installs TensorFlow and Keras, unless a TensorFlow is installed.
-
-    Raises `InstallError` if the installed TensorFlow is not of this release.
-    """
+    """Installs TensorFlow and Keras, unless a TensorFlow of this release is installed."""
     present = _tensorflow_version()
     if present is None:
         requirement = tensorflow_requirement(with_cuda, release)
@@ -146,11 +143,7 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
 
 
 def install_horovod(with_cuda: bool) -> None:
-    """Installs Horovod from the cache, after building its wheel if necessary.
-
-    A build with NCCL requires nvcc, but no driver. If the build fails, the `InstallError` contains
-    the compiler's last lines and the packages to install.
-    """
+    """Installs Horovod from the cache, after building its wheel if necessary."""
     present = _tensorflow_version()
     if present is None:
         raise InstallError(
@@ -234,10 +227,7 @@ def compile_horovod(source: Path, scratch: Path, with_cuda: bool) -> Path:
 
 
 def cuda_environment(scratch: Path) -> dict[str, str]:
-    """Returns variables that pass the CUDA toolkit and NCCL to Horovod's build.
-
-    Some of them refer to links that this function creates in `scratch`.
-    """
+    """Returns variables that pass the CUDA toolkit and NCCL, linked in `scratch`, to the build."""
     toolkit = cuda.require_toolkit()
     nccl = cuda.require_nccl(toolkit)
     needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")

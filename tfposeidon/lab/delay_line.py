@@ -79,11 +79,7 @@ class DelayLine:
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Starts a process that creates TAP devices in this network namespace and forwards frames.
-
-    The devices stay connected when they are moved to other namespaces. The process runs until it is
-    killed. Raises `UnavailableError` if the machine has no TAP devices.
-    """
+    """Starts a process that creates TAP devices in this namespace, and forwards frames for ever."""
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": asdict(line)})
     command = [*python("tfposeidon.lab.delay_line"), argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -40,21 +40,16 @@ COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hito
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
 MODEL = architectures.VGG19.shrunk(4)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
-TIME_LIMIT_S = 600
-STEP_LIMIT_S = 60
-"""Time added to the limit per step of `--steps`: all schemes together take about 10 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Step time and traffic of a scheme.
-
-    `step_s` is the slowest rank's time, as the median over the steps. `sent_bytes` is the number of
-    bytes that a rank sends to other nodes per step, without headers.
-    """
+    """Step time and traffic of a scheme."""
 
     step_s: float
+    """Time of the slowest rank, as the median over the steps."""
     sent_bytes: float
+    """Bytes that a rank sends to other nodes per step, without headers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +102,8 @@ def measure(steps: int) -> dict[str, Measured]:
         # Hide real GPUs, because NCCL would refuse ranks that share one, and `auto` does not
         # measure networks of GPUs.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        limit_s = TIME_LIMIT_S + STEP_LIMIT_S * steps
+        # All schemes together take about 10 s per step.
+        limit_s = 600 + 60 * steps
         subprocess.run(
             command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit_s, check=True
         )

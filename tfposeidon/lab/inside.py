@@ -49,11 +49,7 @@ class Job(Runner):
         self._faults = faults
 
     async def run_on_nodes(self, command: list[str], environments: list[dict[str, str]]) -> None:
-        """Runs one rank per environment, and returns when all have ended.
-
-        Raises `CancelledError` if the task is cancelled or standard output is closed, or
-        `UnavailableError` if the network fails, but always ends all ranks first.
-        """
+        """Runs one rank per environment; raises `UnavailableError` if the network fails."""
         per_node = self._network.cluster.per_node
         starts = [
             Start(number, node, [*self._network.entering(node), *command], variables)

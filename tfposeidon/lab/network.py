@@ -190,11 +190,7 @@ def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[Network]:
-    """Builds the nodes and their links in the lab's namespaces; they exist during the context.
-
-    Raises `CalledProcessError` with the kernel's message, or `UnavailableError` if delays are asked
-    for and the machine has no TAP devices.
-    """
+    """Builds the nodes and their links in the lab's namespaces; they exist during the context."""
     names = [host_name(node) for node in range(cluster.nodes)]
     lines = [[address(node), name] for node, name in enumerate(names)]
     # Remove the nodes' names from this machine's own lines, which may define another node0. Keep
