@@ -93,10 +93,7 @@ def _versions() -> list[tuple[str, str]]:
 
 def version_of(name: str) -> str | None:
     """Returns the version of a distribution, or `None` if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
 
 
 def peer_rows() -> list[tuple[str, str]]:

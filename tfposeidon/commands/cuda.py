@@ -173,9 +173,8 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
         for pattern in ("lib/libnccl.so*", "lib64/libnccl.so*", "lib/*-linux-gnu/libnccl.so*"):
             libraries, header = sorted(home.glob(pattern)), home / "include" / "nccl.h"
             if libraries and header.exists():
-                text = header.read_text(errors="replace")
-                numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text)
-                version = ".".join(numbers)
+                definition = r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)"
+                version = ".".join(re.findall(definition, header.read_text(errors="replace")))
                 return Nccl(include=header.parent, library=libraries[0], version=version)
     raise InstallError(
         "Horovod on GPUs requires NCCL: nccl.h and libnccl.so were not found in "
@@ -202,8 +201,7 @@ def tensorflow_cuda() -> str | None:
     for folder in folders_of("tensorflow"):
         path = folder / "python/platform/build_info.py"
         text = path.read_text() if path.exists() else ""
-        match = re.search(r"'cuda_version', '([0-9.]+)'", text)
-        if match:
+        if match := re.search(r"'cuda_version', '([0-9.]+)'", text):
             return match[1]
     return None
 

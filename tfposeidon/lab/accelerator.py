@@ -9,6 +9,7 @@ factors.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -60,23 +61,17 @@ class Accelerator:
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Identity layer with real parameters, whose passes take `forward_s` and `backward_s` seconds.
+    """Identity layer with real parameters, whose forward and backward pass take `times` seconds.
 
     `first` marks the first layer of a model, which starts a step.
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        forward_s: float,
-        backward_s: float,
-        accelerator: Accelerator,
-        *,
-        first: bool,
+        self, layer: Layer, times: Sequence[float], accelerator: Accelerator, *, first: bool
     ) -> None:
         super().__init__(name=layer.name.replace("/", "_"))
         self._layer, self._first, self._accelerator = layer, first, accelerator
-        self._forward_s, self._backward_s = forward_s, backward_s
+        self._forward_s, self._backward_s = times
 
     @override
     def build(self, input_shape: tuple[int | None, ...]) -> None:
@@ -134,7 +129,6 @@ def emulated_model(
     accelerator = Accelerator(model.largest, stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
     for layer, times in zip(model.layers, model.times(), strict=True):
-        forward_s, backward_s = (dilation * seconds for seconds in times)
-        first = value is inputs
-        value = EmulatedLayer(layer, forward_s, backward_s, accelerator, first=first)(value)
+        dilated = [dilation * seconds for seconds in times]
+        value = EmulatedLayer(layer, dilated, accelerator, first=value is inputs)(value)
     return keras.Model(inputs, value, name=model.name.replace("/", "_by_"))

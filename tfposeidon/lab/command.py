@@ -108,11 +108,6 @@ class Cluster:
         """Returns the rate of a node's link in bits per second, or `None` if it is unshaped."""
         return self.slow.get(node, self.inter)
 
-    @property
-    def delays(self) -> bool:
-        """Whether packets must be delayed or dropped, which token buckets cannot do."""
-        return self.rtt > 0 or self.loss > 0
-
     def check(self, option: str, what: str, number: int) -> None:
         """Raises `ValueError` if an option names a "node" or a "rank" that does not exist."""
         count = self.nodes if what == "node" else self.size

@@ -151,8 +151,9 @@ def main() -> None:
     with contextlib.suppress(PermissionError):
         os.nice(-20)
     try:
-        nodes = [_tap(name, offload) for name in request["nodes"]]
-        switch = [_tap(name, offload) for name in request["switch"]]
+        nodes, switch = (
+            [_tap(name, offload) for name in request[end]] for end in ("nodes", "switch")
+        )
     except OSError as error:
         print(error, flush=True)
         sys.exit(1)

@@ -56,13 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="timed steps per scheme (default: 3)"
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("tfposeidon-demo.png"),
-        metavar="FILE",
-        help="file of the plot (default: tfposeidon-demo.png)",
-    )
+    default, text = "tfposeidon-demo.png", "file of the plot (default: %(default)s)"
+    parser.add_argument("--plot", type=Path, default=default, metavar="FILE", help=text)
 
 
 def main(options: argparse.Namespace) -> int:

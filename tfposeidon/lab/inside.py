@@ -43,12 +43,13 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SI
 class Job(Runner):
     """Runs the ranks of a job on the nodes of a network."""
 
-    def __init__(self, network: Network, faults: list[Fault], show: set[int] | None) -> None:
+    def __init__(self, network: Network, show: set[int] | None) -> None:
         super().__init__(NAME, show=show)
         self._network = network
-        self._faults = faults
 
-    async def run_on_nodes(self, command: list[str], environments: list[dict[str, str]]) -> None:
+    async def run_on_nodes(
+        self, command: list[str], environments: list[dict[str, str]], faults: list[Fault]
+    ) -> None:
         """Runs one rank per environment; raises `UnavailableError` if the network fails."""
         per_node = self._network.cluster.per_node
         starts = [
@@ -56,8 +57,8 @@ class Job(Runner):
             for number, variables in enumerate(environments)
             for node in (number // per_node,)
         ]
-        faults = (partial(self._inject, fault) for fault in self._faults)
-        await self.run(starts, [*faults, self._watch_network])
+        injections = (partial(self._inject, fault) for fault in faults)
+        await self.run(starts, [*injections, self._watch_network])
 
     async def _inject(self, fault: Fault) -> None:
         # `at_s` counts from the job's start, but this task starts later, after all ranks.
@@ -69,9 +70,10 @@ class Job(Runner):
             self.ranks[fault.target].signal(SIGNALS[fault.kind])
 
     async def _watch_network(self) -> None:
-        while True:
-            self._network.require_line()
+        line = self._network.line
+        while line is None or line.poll() is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
+        raise UnavailableError(f"the process that delays packets exited with {line.returncode}")
 
     def report(self, command: list[str]) -> Report:
         """Returns the report of the ended job; its network must still exist."""
@@ -144,9 +146,9 @@ async def _run(options: argparse.Namespace) -> int:
     _cancel_at_end_of_input()
     cluster, faults, command = read_request(options)
     with network(cluster) as built, serving_store(cluster) as environments:
-        job = Job(built, faults, show=None if options.show == "all" else {0})
+        job = Job(built, show=None if options.show == "all" else {0})
         try:
-            await job.run_on_nodes(command, environments)
+            await job.run_on_nodes(command, environments, faults)
         except asyncio.CancelledError:
             job.say("interrupted; ended all ranks")
             return ENDED

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tfposeidon.lab import delay_line
-from tfposeidon.lab.command import Cluster, UnavailableError
+from tfposeidon.lab.command import Cluster
 from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
@@ -154,13 +154,6 @@ class Network:
         both = (_call(*show, port(node)), _call(*self.entering(node), *show, INTERFACE))
         return sum(json.loads(text)[0]["stats64"]["tx"]["dropped"] for text in both)
 
-    def require_line(self) -> None:
-        """Raises `UnavailableError` if the process that delays packets has ended."""
-        if self.line is not None and self.line.poll() is not None:
-            raise UnavailableError(
-                f"the process that delays packets exited with status {self.line.returncode}"
-            )
-
 
 def host_name(node: int) -> str:
     return f"node{node}"
@@ -209,7 +202,8 @@ def network(cluster: Cluster) -> Iterator[Network]:
     # End only the processes: the kernel removes a namespace with its last process, and interfaces
     # with their namespace.
     try:
-        if cluster.delays:
+        # Token buckets cannot delay or drop packets.
+        if cluster.rtt or cluster.loss:
             ports = [port(node) for node in range(cluster.nodes)]
             # Delay only frames to the switch: each direction of a round trip crosses one such link,
             # so each link adds half of the delay.
