@@ -130,8 +130,10 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
             f"{ranks_here} rank(s) and {gpus} GPU(s) on this node, and Horovod without NCCL. "
             "Run: python -m tfposeidon install --horovod-only --cuda"
         )
-    text = f"{', '.join(built)}; ranks connect over {controller}"
-    return [("horovod with", text), *gpu_rows(gpus)]
+    return [
+        ("horovod with", f"{', '.join(built)}; ranks connect over {controller}"),
+        *gpu_rows(gpus),
+    ]
 
 
 def _require_averages() -> None:

@@ -75,10 +75,9 @@ class EmulatedLayer(keras.layers.Layer):
 
     @override
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        shapes = {"kernel": self._layer.kernel}
-        shapes |= {f"vector_{index}": (n,) for index, n in enumerate(self._layer.vectors)}
-        for name, shape in shapes.items():
-            self.add_weight(shape=shape, initializer="zeros", name=name)
+        self.add_weight(shape=self._layer.kernel, initializer="zeros", name="kernel")
+        for index, length in enumerate(self._layer.vectors):
+            self.add_weight(shape=(length,), initializer="zeros", name=f"vector_{index}")
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
