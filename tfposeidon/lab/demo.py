@@ -78,7 +78,9 @@ def main(options: argparse.Namespace) -> int:
     try:
         found = measure(options.steps)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"tfposeidon demo: {error}\n{(error.stderr or '')[-4000:]}", file=sys.stderr)
+        # After a timeout, the output may be bytes or missing.
+        output = error.stderr if isinstance(error.stderr, str) else ""
+        print(f"tfposeidon demo: {error}\n{output[-4000:]}", file=sys.stderr)
         return 1
     print("\n".join(["", *table(rows(found)), ""]))
     print(plot(found, options.plot))
