@@ -184,6 +184,7 @@ def test_check_wants_nccl_where_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
         mock.patch("horovod.tensorflow.nccl_built", return_value=nccl),
+        mock.patch.object(check, "_nccl", return_value="none"),
         pytest.raises(InstallError, match="--horovod-only --cuda")
         if refused
         else contextlib.nullcontext(),
