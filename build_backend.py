@@ -36,5 +36,5 @@ def _tensorflow() -> list[str]:
     if install.target_has("tensorflow"):
         return []
     # CUDA's libraries are not needed to compile.
-    package = "tensorflow" if cuda.driver_present() else "tensorflow-cpu"
+    package = "tensorflow" if cuda.driver_version() else "tensorflow-cpu"
     return [f"{package}=={versions.tensorflow_releases()[-1]}.*"]

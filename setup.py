@@ -17,7 +17,7 @@ from tfposeidon.commands import versions
 try:
     # Before modules whose syntax an older Python lacks.
     versions.require_python()
-except versions.UnsupportedVersionError as error:
+except versions.InstallError as error:
     sys.exit(f"\n{error}\n")
 
 from tfposeidon.commands import cuda, install
@@ -108,7 +108,7 @@ class BuildNative(build_ext):
         tensorflow, flags, links, has_gpus = tensorflow_flags()
         try:
             versions.require_tensorflow("tensorflow", tensorflow)
-        except versions.UnsupportedVersionError as error:
+        except versions.InstallError as error:
             sys.exit(f"\n{error}\n")
         # What an earlier build has left is of this Python, but perhaps of another TensorFlow.
         self.force = self.force or tensorflow != self.built_for()
@@ -144,12 +144,12 @@ class BuildNative(build_ext):
         """Compiles the GPU's library with nvcc, and adds it and its kernels."""
         try:
             toolkit = cuda.require_toolkit()
-        except cuda.CudaError as error:
+        except versions.InstallError as error:
             if self.cuda:
                 sys.exit(f"\n{error}\n")
             self.warn(f"native ops on GPU tensors run on the CPU: {error}")
             return
-        nvcc = str(toolkit.nvcc)
+        nvcc = str(toolkit.home / "bin" / "nvcc")
         known = subprocess.run(
             [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
         ).stdout.split()

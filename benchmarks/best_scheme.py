@@ -8,11 +8,10 @@ The choice for each fully connected layer is computed from byte counts in second
 
 import argparse
 
-from benchmarks import harness
+from benchmarks import architectures, harness
 from tfposeidon.communication.topology import Topology
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients import Description
-from tfposeidon.lab import architectures
 from tfposeidon.policies import HybComm
 
 # Batches of Poseidon, section 1 and Table 3.
@@ -28,7 +27,7 @@ def parse_arguments():
         "--models",
         nargs="*",
         default=list(BATCHES),
-        help=f"names in tfposeidon.lab.architectures ({', '.join(BATCHES)})",
+        help=f"names in benchmarks.architectures ({', '.join(BATCHES)})",
     )
     parser.add_argument(
         "--workers",
@@ -44,7 +43,7 @@ def parse_arguments():
 def rows_of(model, batch, workers):
     """Yields a row per fully connected layer: the choice and its ratio, by number of workers."""
     for layer in model.layers:
-        if layer.kind != "dense":
+        if not layer.rows:
             continue
         m, n = layer.kernel
         factors = FactorShape(batch * layer.rows, m, n, "float32")

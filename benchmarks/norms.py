@@ -15,9 +15,8 @@ import time
 
 import tensorflow as tf
 
-from benchmarks import figures, harness
+from benchmarks import architectures, figures, harness
 from tfposeidon import ops
-from tfposeidon.lab import architectures
 
 SHORT = {"models": ["resnet50"], "layouts": ["4x1"]}
 FULL = {"models": ["resnet50", "transformer_110m"], "layouts": ["4x1", "8x1", "16x1", "2x2", "4x4"]}

@@ -7,8 +7,7 @@ Steps, models and links are those of `benchmarks.scaling`. Bandwidths and times 
 real cluster. An interrupted run resumes.
 """
 
-from benchmarks import figures, harness, scaling
-from tfposeidon.lab import architectures
+from benchmarks import architectures, figures, harness, scaling
 
 SYSTEMS = (
     *("horovod", "ddp", "ddp-powersgd", "jax"),

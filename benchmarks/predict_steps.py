@@ -4,7 +4,7 @@ import dataclasses
 import json
 import statistics
 
-from benchmarks import grid, harness
+from benchmarks import architectures, grid, harness
 from benchmarks.exchanges import one_server_each, scheme_named
 from tfposeidon import policies, schemes
 from tfposeidon.autotune import search
@@ -12,7 +12,6 @@ from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
 from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients import Description
-from tfposeidon.lab import architectures
 
 STEPS = ("scaling", "sparse_scaling", "poseidon", "overview", "auto")
 SHOWS = 1.15
@@ -33,7 +32,7 @@ def descriptions_of(model):
     found = []
     for layer in model.layers:
         factors = None
-        if layer.kind == "dense":
+        if layer.rows:
             rows = model.batch * layer.rows
             factors = FactorShape(rows, *layer.kernel, dtype="float32")
         found.append((Description(f"{layer.name}/kernel", layer.kernel, "float32", factors), layer))
@@ -55,7 +54,7 @@ def timeline_of(model, dilation, links):
     for layer, (_, backward_s) in reversed(list(zip(model.layers, times, strict=True))):
         now_s += dilation * backward_s
         ready[layer.name] = now_s
-        if layer.kind == "dense":
+        if layer.rows:
             operations = 2 * model.batch * layer.rows * layer.kernel[0] * layer.kernel[1]
             cpu_s = max(cpu_s, now_s) + operations * links.rates.operation_s
             ready[layer.name] = cpu_s

@@ -18,8 +18,7 @@ import math
 import statistics
 from typing import NamedTuple
 
-from benchmarks import figures, harness
-from tfposeidon.lab import architectures
+from benchmarks import architectures, figures, harness
 
 SYSTEMS = ("alone", "allreduce", "alltoall", "alltoall:float16", "torus2d", "torus2d:float16")
 PEERS = ("horovod", "horovod-fp16", "ddp", "ddp-fp16", "ddp-powersgd", "jax", "mirrored-packs")

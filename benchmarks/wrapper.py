@@ -21,9 +21,8 @@ import statistics
 
 import numpy as np
 
-from benchmarks import figures, harness
+from benchmarks import architectures, figures, harness
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
-from tfposeidon.lab import architectures
 
 COMMON = {
     "pairs": 101,

@@ -10,7 +10,7 @@ from tfposeidon.commands import versions
 
 try:
     versions.require_python()
-except versions.UnsupportedVersionError as error:
+except versions.InstallError as error:
     sys.exit(str(error))
 
 # Import these modules after the check, because older versions of Python reject their syntax.

@@ -1,4 +1,4 @@
-"""Parses and formats sizes, rates and durations; draws tables, sparklines and progress bars.
+"""Parses and formats sizes, rates and durations; draws tables and progress bars.
 
 As in `tc`, prefixes may be in upper or lower case. k, M, G and T are powers of ten; Ki, Mi, Gi and
 Ti are powers of two. For example, "1.5gb" is 1.5e9 bytes, and "1.5GiB" is 1.5 x 2^30 bytes.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-LEVELS = "▁▂▃▄▅▆▇█"
 DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
@@ -122,15 +121,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Draws one bar per value, which is a fraction; values above 1 are drawn as 1.
-
-    >>> sparkline([0, 0.5, 1])
-    '▁▅█'
-    """
-    return "".join(LEVELS[min(len(LEVELS) - 1, int(value * len(LEVELS)))] for value in values)
 
 
 class ProgressBar:

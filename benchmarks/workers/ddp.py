@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab.accelerator import Stream, gradient_values
+from tfposeidon.lab.architectures import Stream, gradient_values
 
 try:
     import torch
@@ -167,7 +167,7 @@ class EmulatedLayer(torch.nn.Module):
     def __init__(self, layer, batch, pool, wait_forward, wait_backward):
         super().__init__()
         self.wait_forward, self.wait_backward = wait_forward, wait_backward
-        self._layer, self._rows, self._pool = layer, batch * layer.rows, pool
+        self._rows, self._pool = batch * layer.rows, pool
         shapes = [torch_shape(layer), *((length,) for length in layer.vectors)]
         self.own = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
@@ -181,7 +181,7 @@ class EmulatedLayer(torch.nn.Module):
         A dense layer's kernel gets a real product, all else values from the pool.
         """
         kernel, *vectors = [parameter.shape for parameter in self.own]
-        if self._layer.kind != "dense":
+        if not self._rows:
             return [self._pool.values(shape) for shape in (kernel, *vectors)]
         outputs, inputs = (self._pool.values((self._rows, width)) for width in kernel)
         return [outputs.t() @ inputs, *map(self._pool.values, vectors)]
@@ -205,7 +205,7 @@ class Work(torch.autograd.Function):
 
 
 class Pool:
-    """Values near zero with heavy tails, as `tfposeidon.lab.accelerator` has them.
+    """Values near zero with heavy tails, as `tfposeidon.lab.architectures` has them.
 
     Args:
       length: Number of values of the largest tensor.
@@ -225,12 +225,7 @@ class Pool:
 
 
 def torch_shape(layer):
-    """Returns the kernel's shape in PyTorch: outputs before inputs, and windows last.
-
-    Embeddings are as in Keras.
-    """
-    if layer.kind == "embedding":
-        return layer.kernel
+    """Returns the kernel's shape in PyTorch: outputs before inputs, and windows last."""
     *window, inputs, outputs = layer.kernel
     return (outputs, inputs, *window)
 

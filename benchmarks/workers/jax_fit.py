@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from typing_extensions import override
 
 from benchmarks.workers.task import Task
-from tfposeidon.lab.accelerator import Stream, gradient_values
+from tfposeidon.lab.architectures import Stream, gradient_values
 
 SYSTEM = "jax"
 BATCH = "batch"
@@ -176,7 +176,7 @@ class EmulatedLayer(keras.layers.Layer):
         def values(shape):
             return jax.lax.dynamic_slice(pool, [offset], [math.prod(shape)]).reshape(shape)
 
-        if self.layer.kind != "dense":
+        if not self.layer.rows:
             kernel = values(self.layer.kernel)
         else:
             rows = self._accelerator.batch * self.layer.rows

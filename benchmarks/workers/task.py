@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tfposeidon.lab import architectures, network
+from benchmarks import architectures
+from tfposeidon.lab import network
 from tfposeidon.lab.network import payload_bytes
 
 
@@ -21,7 +22,7 @@ class Task:
       text: JSON object with the attributes below.
 
     Attributes:
-      model: Name in `tfposeidon.lab.architectures`.
+      model: Name in `benchmarks.architectures`.
       shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
       systems: Systems to measure, in turn, in this job.
@@ -58,12 +59,11 @@ class Task:
         Args:
           rank: Rank that listens.
         """
-        in_lab = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") == network.SWITCH_ADDRESS
-        host = (
-            network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"]))
-            if in_lab
-            else "127.0.0.1"
-        )
+        store = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        if store.startswith(network.SWITCH_ADDRESS):
+            host = network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"]))
+        else:
+            host = "127.0.0.1"
         # Counted from the launcher's port, which jobs at the same time do not share.
         rendezvous = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
         return f"{host}:{10_000 + rendezvous % 20_000 + rank}"

@@ -11,8 +11,8 @@ from benchmarks.exchanges import SCHEMES, one_server_each
 from tests import contract
 from tests.in_process import Cluster
 from tests.schemes.test_schemes import LAYOUTS
-from tfposeidon.lab import architectures
 from tfposeidon.lab.accelerator import emulated_model
+from tfposeidon.lab.architectures import VGG19
 
 
 @pytest.mark.parametrize("name", baselines.SYSTEMS)
@@ -25,7 +25,7 @@ def test_their_names_are_those_of_results_alone(name):
 
 def test_each_dense_kernel_has_a_server():
     """As the emulated models name them."""
-    model = emulated_model(architectures.model("vgg19_32").shrunk(16), dilation=1.0, seed=0)
+    model = emulated_model(VGG19.shrunk(16), dilation=1.0, seed=0)
     lengths = {v.path: v.value.shape.num_elements() for v in model.trainable_variables}
     *kernels, rest = one_server_each(lengths, ranks=2)
     assert [(pattern, scheme.server) for pattern, scheme in kernels] == [

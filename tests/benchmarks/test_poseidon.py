@@ -2,11 +2,7 @@
 
 import pytest
 
-from benchmarks import (
-    best_scheme,
-    poseidon,
-)
-from tfposeidon.lab import architectures
+from benchmarks import architectures, best_scheme, poseidon
 
 
 def test_best_scheme_says_what_poseidon_says():

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tests.launch import ROOT
 from tfposeidon import native, ops
 from tfposeidon.commands import check, cuda, install
+from tfposeidon.commands.versions import InstallError
 
 NCCL_H = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
 
@@ -75,7 +76,7 @@ def test_what_cannot_compile_is_refused(monkeypatch, tmp_path, release, driver, 
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
     monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: "12.5.1")
     monkeypatch.setattr(cuda, "driver_version", lambda: driver)
-    with pytest.raises(cuda.CudaError, match=message):
+    with pytest.raises(InstallError, match=message):
         cuda.require_toolkit()
 
 
@@ -87,7 +88,7 @@ def test_a_toolkit_that_does_not_suit_hides_no_other(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "exists", lambda path: "/usr/local" not in str(path) and real(path))
     assert cuda.require_toolkit().home == wheel
     (wheel / "lib64" / "libcudart_static.a").unlink()
-    with pytest.raises(cuda.CudaError, match=r"Received: nvcc 11\.5"):
+    with pytest.raises(InstallError, match=r"Received: nvcc 11\.5"):
         cuda.require_toolkit()
 
 
@@ -95,7 +96,7 @@ def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     (home / "lib64" / "libcudart_static.a").unlink()
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
-    with pytest.raises(cuda.CudaError, match=r"requires libcudart_static.a.*cuda-cudart-dev-12-8"):
+    with pytest.raises(InstallError, match=r"requires libcudart_static.a.*cuda-cudart-dev-12-8"):
         cuda.require_toolkit()
 
 
@@ -132,7 +133,7 @@ def test_nccl_of_a_wheel_is_found_beside_horovod(monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(named))
     assert cuda.require_nccl(toolkit).rpath == str(named / "lib" / "x86_64-linux-gnu")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(tmp_path / "empty"))
-    with pytest.raises(cuda.CudaError, match="pip install nvidia-nccl-cu12"):
+    with pytest.raises(InstallError, match="pip install nvidia-nccl-cu12"):
         cuda.require_nccl(toolkit)
 
 
@@ -148,7 +149,6 @@ def test_tensorflows_cuda_is_read_without_importing_it(tmp_path, place):
 
 def report(monkeypatch, gpus, driver=None, tensorflow=None, horovod=None):
     monkeypatch.setattr(cuda, "driver_version", lambda: driver)
-    monkeypatch.setattr(cuda, "driver_present", lambda: driver is not None)
     monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: tensorflow)
     monkeypatch.setattr(check, "_horovod_cuda", lambda: horovod)
     return dict(check.gpu_rows(gpus))
@@ -166,7 +166,7 @@ def test_the_report_names_what_does_not_go_together(monkeypatch):
     assert rows["CUDA"] == "TensorFlow for 12.5.1, Horovod for 12.5.82"
     rows = report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
     assert rows["GPUs"] == "1"
-    with pytest.raises(check.CheckError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
+    with pytest.raises(InstallError, match=r"Horovod was built for CUDA 13\.0\.88.*580"):
         report(monkeypatch, 1, driver=(12, 8), tensorflow="12.5.1", horovod="13.0.88")
 
 
@@ -177,7 +177,7 @@ def test_native_ops_for_another_gpu_are_named(monkeypatch):
     monkeypatch.setattr(native, "has_gpu_kernels", lambda: True)
     monkeypatch.setattr(ops, "l2_norms", fail)
     message = "architecture of this GPU. Received: no kernel image"
-    with pytest.raises(check.CheckError, match=message):
+    with pytest.raises(InstallError, match=message):
         report(monkeypatch, 1, driver=(13, 0), tensorflow="12.5.1", horovod="13.0.88")
 
 

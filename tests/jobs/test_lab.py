@@ -290,10 +290,7 @@ def _python_of_others():
     Root's home may be closed to that user there and open outside: in some containers a process that
     changes its user keeps its rights.
     """
-    needed = (
-        "import sys, horovod.runner.http.http_server; "
-        f"sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
-    )
+    needed = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
         tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
         if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
+from benchmarks import architectures, harness
 from tests.launch import ahead, lab
-from tfposeidon.lab import architectures
 
 RANKS = 2
 MODEL, SHRINK = "alexnet", 4

@@ -1,4 +1,4 @@
-"""The lab's parts that need no namespaces: its delay line, its report, and what it refuses."""
+"""The lab's parts that need no namespaces: its delay line, and what it refuses."""
 
 import json
 import subprocess
@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tfposeidon.lab import command, demo
-from tfposeidon.lab.command import Cluster
 from tfposeidon.lab.delay_line import DelayLine
-from tfposeidon.lab.inside import Report
 
 
 def test_packets_are_late_within_bounds_and_never_overtake():
@@ -41,21 +39,6 @@ def test_packets_are_lost_in_the_share_that_was_asked_for():
     assert 800 < 10_000 - len(line.due(1.0)) < 1200
 
 
-def test_load_over_time_is_a_share_of_the_link():
-    cluster = Cluster(nodes=1, inter=8e6)
-    samples = [(0.0, [0]), (0.5, [250_000]), (1.5, [1_250_000]), (1.6, [1_250_000])]
-    report = Report(
-        cluster=cluster,
-        command=["x"],
-        exit_status=0,
-        wall_s=1.6,
-        ranks=[],
-        traffic=[],
-        sent_over_time=samples,
-    )
-    assert report.load(0) == pytest.approx([0.5, 1.0, 0.0])
-
-
 REFUSED = {
     "--nodes 2 --": "A command is required. Received: [",
     "--nodes 0 -- true": "`--nodes` must be in 1..250. Received: 0",
@@ -64,7 +47,7 @@ REFUSED = {
     "--nodes 2 --inter fast -- true": "A rate must be a number with a unit, such as 200mbit",
     "--nodes 2 --rtt 1 -- true": "A duration must be a number with a unit",
     "--nodes 2 --rtt 1ms --jitter 1ms -- true": "`--jitter` must not exceed half of `--rtt`",
-    "--nodes 2 --loss 100% -- true": "`--loss` must be below 100%",
+    "--nodes 2 --loss 100% -- true": "`--loss` must be a number in [0, 1). Received: --loss=1.0",
     "--nodes 2 --kill 1 -- true": (
         "`--kill` must have the form RANK@SECONDS, such as 1@30. Received: '1'"
     ),

@@ -22,13 +22,10 @@ from typing import Any
 
 from tfposeidon.commands import cuda, install, versions
 from tfposeidon.commands.corrections import CORRECTED_MARK
+from tfposeidon.commands.versions import InstallError
 from tfposeidon.peers import rendezvous, sources
 from tfposeidon.quiet import import_tensorflow
 from tfposeidon.text import table
-
-
-class CheckError(RuntimeError):
-    """Raised if a check fails; the message names the remedy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,17 +50,16 @@ def main(options: argparse.Namespace) -> int:
         topology = runtime.init(ranks_per_node=options.ranks_per_node)
         ranks_here = launcher.ranks_of_node() or topology.node.size
         rows += [*horovod_build(ranks_here), ("topology", str(topology))]
-        problems = _problems_of_all()
+        _require_averages()
+        rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
         if options.network:
             rows += _measured_links(topology, options.network)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         print(f"tfposeidon check: {error}", file=sys.stderr)
         return 1
     if topology.rank == 0:
-        if not problems:
-            rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
-        print("\n".join([*table(rows), *problems]))
-    return 1 if problems else 0
+        print("\n".join(table(rows)))
+    return 0
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -72,23 +68,23 @@ def _versions() -> list[tuple[str, str]]:
     for name in ("tensorflow", "keras", "horovod", "numpy"):
         version = version_of(package if name == "tensorflow" else name)
         if version is None:
-            raise CheckError(f"tfposeidon requires {name}. Run: python -m tfposeidon install")
+            raise InstallError(f"tfposeidon requires {name}. Run: python -m tfposeidon install")
         found[name] = version
     versions.require_tensorflow(package, found["tensorflow"])
     built_for = install.built_for()
     if built_for and versions.release_of(built_for) != versions.release_of(found["tensorflow"]):
-        raise CheckError(
+        raise InstallError(
             "The native library must be built for the TensorFlow that loads it. "
             f"Received: TensorFlow {found['tensorflow']} and a library for {built_for}. "
             "Run in tfposeidon's folder: pip install --force-reinstall --no-deps ."
         )
     if not found["keras"].startswith(install.KERAS_VERSION.rstrip("*")):
-        raise CheckError(
+        raise InstallError(
             f"tfposeidon requires Keras {install.KERAS_VERSION}. Received: {found['keras']}. Run: "
             f"pip install 'keras=={install.KERAS_VERSION}'"
         )
     if not found["horovod"].endswith(CORRECTED_MARK):
-        raise CheckError(
+        raise InstallError(
             "Horovod requires patches to work over several hosts. Received: "
             f"{found['horovod']} without patches. "
             "Run: python -m tfposeidon install --horovod-only"
@@ -98,10 +94,7 @@ def _versions() -> list[tuple[str, str]]:
 
 def version_of(name: str) -> str | None:
     """Returns the version of a distribution, or `None` if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
 
 
 def peer_rows() -> list[tuple[str, str]]:
@@ -124,7 +117,7 @@ def peer_rows() -> list[tuple[str, str]]:
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
-    """Returns table rows about Horovod and GPUs; raises `CheckError` if NCCL is missing."""
+    """Returns table rows about Horovod and GPUs; raises `InstallError` if NCCL is missing."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -132,17 +125,19 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     gpus = len(tf.config.list_physical_devices("GPU"))
     if ranks_here <= gpus and "nccl" not in built:
-        raise CheckError(
+        raise InstallError(
             "Horovod must be built with NCCL if each rank has its own GPU. Received: "
             f"{ranks_here} rank(s) and {gpus} GPU(s) on this node, and Horovod without NCCL. "
             "Run: python -m tfposeidon install --horovod-only --cuda"
         )
-    text = f"{', '.join(built)}; ranks connect over {controller}"
-    return [("horovod with", text), *gpu_rows(gpus)]
+    return [
+        ("horovod with", f"{', '.join(built)}; ranks connect over {controller}"),
+        *gpu_rows(gpus),
+    ]
 
 
-def _problems_of_all() -> list[str]:
-    """Averages a vector with every scheme; returns all ranks' messages about wrong averages."""
+def _require_averages() -> None:
+    """Averages a vector with every scheme; raises `InstallError` on all ranks if any is wrong."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -151,17 +146,19 @@ def _problems_of_all() -> list[str]:
 
     wire = runtime.wire()
     expected = (wire.topology.size - 1) / 2
-    problems = []
+    wrong = []
     for name, make in REGISTRY.items():
         exchange = tf.function(functools.partial(_exchanged, make(), wire, name), autograph=False)
         mean = exchange(tf.constant([float(wire.topology.rank)] * 5)).numpy()
         if abs(mean - expected).max() > 1e-3:
-            problems.append(
-                f"PROBLEM: scheme {name!r} returned {mean} instead of {expected}. "
-                "Reinstall Horovod: python -m tfposeidon install --horovod-only"
-            )
-    of_ranks = exchange_objects(problems, wire, "check.problems")
-    return [f"rank {rank}: {one}" for rank, own in enumerate(of_ranks) for one in own]
+            wrong.append(f"{mean} by {name!r} on rank {wire.topology.rank}")
+    of_ranks = exchange_objects(wrong, wire, "check.averages")
+    if any(of_ranks):
+        raise InstallError(
+            f"All schemes must average the ranks to {expected}. Received: "
+            f"{'; '.join(one for own in of_ranks for one in own)}. "
+            "Reinstall Horovod: python -m tfposeidon install --horovod-only"
+        )
 
 
 def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
@@ -177,7 +174,7 @@ def _exchanged(scheme: Any, wire: Any, name: str, vector: Any) -> Any:
 def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
     """Measures the network between ranks, writes its profile on rank 0, and returns table rows."""
     if topology.size == 1:
-        raise CheckError(
+        raise InstallError(
             "`--network` requires at least 2 ranks. Received: 1 rank. Run: horovodrun -np 2 "
             "python -m tfposeidon check --network FILE"
         )
@@ -190,68 +187,32 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
         part = Path(f"{path}.part")
         part.write_text(links.to_json())
         part.replace(path)
-    both = (("within nodes", links.node), ("between nodes", links.across))
-    return [
-        *((f"link {where}", _link_text(link)) for where, link in both if link is not None),
-        ("start of a collective", f"{1e3 * links.collective_s:.3g} ms"),
-        ("compute of a rank", _rates_text(links.rates)),
-        ("profile", f"{path}, {links.measured_at}; bandwidth uncertain by {links.uncertainty:.0%}"),
-    ]
-
-
-def _link_text(link: Any) -> str:
-    from tfposeidon.communication.network_profile import readable_rate_of_payload as readable
-
-    flow = link.flow_bytes_per_s
-    limit = f", {readable(flow)} per connection" if flow else ""
-    return f"{readable(link.bytes_per_s)}{limit}, {1e3 * link.latency_s:.3g} ms per message step"
-
-
-def _rates_text(rates: Any) -> str:
-    nanoseconds = {
-        "add an element": rates.sum_s,
-        "cast an element to 16 bits": rates.encode_s,
-        "scan an element for selection": rates.select_s,
-        "pack a pair of index and value": rates.pair_s,
-    }
-    parts = [f"{name}: {1e9 * seconds:.3g} ns" for name, seconds in nanoseconds.items()]
-    return f"{', '.join(parts)}, with all ranks busy"
+    return [("network", str(links)), ("profile", path)]
 
 
 # ------------------------------------------------------------------ GPUs
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; raises `CheckError` if the driver is too old.
-
-    Horovod and TensorFlow must be loaded. `gpus` is the number of GPUs that TensorFlow sees.
-    """
-    import horovod.tensorflow as hvd
-
-    tensorflow_cuda = cuda.tensorflow_cuda()
-    horovod_cuda = _horovod_cuda()
-    if not (gpus or cuda.driver_present() or horovod_cuda or tensorflow_cuda):
+    """Returns table rows about GPUs; TensorFlow must be loaded, and see `gpus` of them."""
+    tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
+    if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]
     for what, version in (("Horovod", horovod_cuda), ("TensorFlow", tensorflow_cuda)):
         if gpus and version and (problem := cuda.problem_with_driver(version)):
-            raise CheckError(f"{what} was built for CUDA {version}. {problem}")
-    driver = "none"
-    if latest := cuda.driver_version():
-        driver = f"{cuda.driver_release() or ''} for CUDA up to {cuda.dotted(latest)}".strip()
-    # Only Horovod builds by `install` record their CUDA version.
-    built_for = horovod_cuda or ("an unknown version of CUDA" if hvd.cuda_built() else "CPUs")
+            raise InstallError(f"{what} was built for CUDA {version}. {problem}")
+    built_for = f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for {horovod_cuda or 'CPUs'}"
     return [
         ("GPUs", _gpus(gpus, tensorflow_cuda)),
-        ("NVIDIA driver", driver),
-        ("CUDA", f"TensorFlow for {tensorflow_cuda or 'CPUs'}, Horovod for {built_for}"),
-        ("cuDNN", _cudnn()),
+        ("NVIDIA driver", cuda.driver_text()),
+        ("CUDA", built_for),
         ("NCCL", _nccl()),
         ("native ops", _native_ops(gpus)),
     ]
 
 
 def _gpus(gpus: int, tensorflow_cuda: str | None) -> str:
-    if gpus or not cuda.driver_present():
+    if gpus or cuda.driver_version() is None:
         return str(gpus)
     if tensorflow_cuda is None:
         return (
@@ -272,48 +233,25 @@ def _horovod_cuda() -> str | None:
     """Returns the CUDA version in the metadata of Horovod's build, or `None` if it has none."""
     import horovod
 
-    path = Path(horovod.__file__).with_name("metadata.json")
-    return json.loads(path.read_text()).get("cuda") if path.exists() else None
-
-
-def _cudnn() -> str:
-    library = _loaded_library("libcudnn.so.9", "cudnn/lib")
-    if library is None:
-        return "not found"
-    library.cudnnGetVersion.restype = ctypes.c_size_t
-    return _version_text(library.cudnnGetVersion())
+    return json.loads(Path(horovod.__file__).with_name("metadata.json").read_text()).get("cuda")
 
 
 def _nccl() -> str:
     import horovod.tensorflow as hvd
 
-    library = _loaded_library("libnccl.so.2", "nccl/lib")
+    if not (built := hvd.nccl_built()):
+        return "none"
     number = ctypes.c_int()
-    if library is None or library.ncclGetVersion(ctypes.byref(number)):
-        return "not found"
-    text, built = _version_text(number.value), hvd.nccl_built()
-    if built:
-        text += f", Horovod for {_version_text(built)}"
-    if built > number.value:
-        # NVIDIA does not guarantee that an older NCCL works, but an older one passed all tests on
-        # an H200.
-        text += f"; if collectives fail: pip install 'nvidia-nccl-cu12>={_version_text(built)}'"
-    return text
-
-
-def _version_text(code: int) -> str:
-    """Formats a version code of cuDNN or NCCL: 22707 is 2.27.7."""
-    return f"{code // 10000}.{code % 10000 // 100}.{code % 100}"
-
-
-def _loaded_library(name: str, place: str) -> ctypes.CDLL | None:
-    # Try the bare name first: it finds the library that TensorFlow has loaded, if any.
-    for path in (name, *(str(folder / place / name) for folder in cuda.folders_of("nvidia"))):
-        try:
-            return ctypes.CDLL(path)
-        except OSError:
-            continue
-    return None
+    # Horovod has loaded this library.
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    # Version 2.27.7 has the number 22707.
+    used, built_for = (
+        f"{code // 10000}.{code % 10000 // 100}.{code % 100}" for code in (number.value, built)
+    )
+    # NVIDIA does not guarantee that an older NCCL works, but an older one passed all tests on an
+    # H200.
+    older = f"; if collectives fail: pip install 'nvidia-nccl-cu12>={built_for}'"
+    return f"{used}, Horovod for {built_for}{older if built > number.value else ''}"
 
 
 def _native_ops(gpus: int) -> str:
@@ -333,7 +271,7 @@ def _native_ops(gpus: int) -> str:
             with tf.device("/GPU:0"):
                 ops.l2_norms([tf.ones([1])])
     except tf.errors.InternalError as error:
-        raise CheckError(
+        raise InstallError(
             "The native ops must be compiled for the architecture of this GPU. Received: "
             f"{error.message}. In tfposeidon's folder, name the architecture in setup.cfg "
             "([build_ext] gpus=70 for a V100, 60 for a P100) and run: pip install "

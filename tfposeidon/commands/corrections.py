@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfposeidon.commands.versions import InstallError
+
 HOROVOD_VERSION = "0.28.1"
 CORRECTED_MARK = "+tfposeidon.3"
-
-
-class CorrectionError(RuntimeError):
-    """Raised if a patch does not match Horovod's source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +20,11 @@ class Correction:
     right: str
 
     def apply(self, source: Path) -> None:
-        """Patches the file; raises `CorrectionError` unless `wrong` occurs exactly once."""
+        """Patches the file; raises `InstallError` unless `wrong` occurs exactly once."""
         path = source / self.file
         text = path.read_text()
         if text.count(self.wrong) != 1:
-            raise CorrectionError(
+            raise InstallError(
                 f"A patch must match Horovod's source exactly once. Received: "
                 f"{text.count(self.wrong)} matches in {self.file}. "
                 f"Only horovod=={HOROVOD_VERSION} is supported."

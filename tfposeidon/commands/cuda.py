@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfposeidon.commands.versions import InstallError
+
 Version = tuple[int, int]
 # This is the first release whose Thrust has `tabulate_output_iterator`.
 OLDEST_NVCC = (12, 8)
@@ -33,24 +35,12 @@ DRIVERS = {12: "525", 13: "580"}
 WHEELS_OF_NVCC = "nvidia-cuda-nvcc nvidia-cuda-cccl"
 
 
-class CudaError(RuntimeError):
-    """Raised if a component of CUDA is missing or incompatible; the message has the remedy."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Toolkit:
-    """CUDA toolkit: nvcc with its headers and its runtime.
-
-    `home` is the folder with `bin/nvcc` and `include`. `version` is the CUDA version for which nvcc
-    compiles, such as `(12, 9)`.
-    """
+    """CUDA toolkit of one version: the folder with `bin/nvcc`, its headers and its runtime."""
 
     home: Path
     version: Version
-
-    @property
-    def nvcc(self) -> Path:
-        return self.home / "bin" / "nvcc"
 
     @property
     def static_runtime(self) -> Path:
@@ -78,10 +68,6 @@ class Nccl:
         return str(self.library.parent)
 
 
-def driver_present() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or driver_version() is not None
-
-
 @functools.cache
 def driver_version() -> Version | None:
     """Returns the latest CUDA version that the driver supports; `None` without a driver."""
@@ -96,19 +82,17 @@ def driver_version() -> Version | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def driver_release() -> str | None:
-    """Returns the driver's release, such as `"580.95.05"`, or `None` if the kernel reports none."""
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\s(\d+\.\d+[.\d]*)\s", path.read_text()) if path.exists() else None
-    return match[1] if match else None
+def driver_text() -> str:
+    """Returns the driver's release, if the kernel reports it, and its latest CUDA version."""
+    latest, path = driver_version(), Path("/proc/driver/nvidia/version")
+    if latest is None:
+        return "none"
+    match = re.search(r"\s(\d+\.\d+[.\d]*\s)", path.read_text()) if path.exists() else None
+    return f"{match[1] if match else ''}for CUDA up to {dotted(latest)}"
 
 
 def require_toolkit() -> Toolkit:
-    """Returns the first toolkit that can compile for this machine.
-
-    Searches `HOROVOD_CUDA_HOME` if it is set, otherwise `PATH`, `/usr/local/cuda` and pip's wheels.
-    Raises `CudaError` if every toolkit is incomplete, too old, or too new for the driver.
-    """
+    """Returns the first toolkit that is complete, new enough, and not too new for the driver."""
     problems = []
     if given := os.environ.get("HOROVOD_CUDA_HOME"):
         homes = [Path(given)]
@@ -119,13 +103,18 @@ def require_toolkit() -> Toolkit:
         nvcc = home / "bin" / "nvcc"
         if nvcc.exists():
             toolkit = Toolkit(home=home, version=_version_of(nvcc))
-            problem = _problem_with(toolkit)
-            if problem is None:
+            if (problem := _problem_with(toolkit)) is None:
                 return toolkit
             problems.append(problem)
     looked_in = given or "PATH and /usr/local/cuda"
     problems.append(f"GPU code requires nvcc, which was not found in {looked_in}.")
-    raise CudaError(f"{problems[0]} {_how_to_get_nvcc()}")
+    release = "{}-{}".format(*OLDEST_NVCC)
+    raise InstallError(
+        f"{problems[0]} Install nvcc {dotted(OLDEST_NVCC)} from NVIDIA's repository (apt-get "
+        f"install cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for "
+        f"drivers {DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). Set "
+        "HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
+    )
 
 
 def _homes_of_nvcc() -> list[Path]:
@@ -160,20 +149,8 @@ def problem_with_driver(built_for: str) -> str | None:
     needed = DRIVERS.get(major, "for this CUDA")
     return (
         f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. "
-        f"Received: driver {driver_release() or ''} for CUDA up to {dotted(driver)}. "
+        f"Received: driver {driver_text()}. "
         "Update the driver, or compile with an older nvcc."
-    )
-
-
-def _how_to_get_nvcc() -> str:
-    major, minor = map(int, (tensorflow_cuda() or "12.5").split(".")[:2])
-    cuda = max((major, minor), OLDEST_NVCC)
-    release = "{}-{}".format(*cuda)
-    return (
-        f"Install nvcc {dotted(cuda)} from NVIDIA's repository (apt-get install "
-        f"cuda-nvcc-{release} cuda-cudart-dev-{release} cuda-cccl-{release}), or, for drivers "
-        f"{DRIVERS[13]} and later, nvcc 13 (pip install {WHEELS_OF_NVCC}). "
-        "Set HOROVOD_CUDA_HOME to use a toolkit in another folder, or run install --no-cuda."
     )
 
 
@@ -181,7 +158,7 @@ def _version_of(nvcc: Path) -> Version:
     output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", output)
     if match is None:
-        raise CudaError(
+        raise InstallError(
             f"nvcc must run and print its release. Received from {nvcc} --version: {output!r}. "
             "Reinstall it, or set HOROVOD_CUDA_HOME to another toolkit."
         )
@@ -189,18 +166,17 @@ def _version_of(nvcc: Path) -> Version:
 
 
 def require_nccl(toolkit: Toolkit) -> Nccl:
-    """Returns the NCCL of `HOROVOD_NCCL_HOME`, pip, the toolkit or /usr, or raises `CudaError`."""
+    """Returns the NCCL of `HOROVOD_NCCL_HOME`, or else of pip, the toolkit or /usr."""
     given = os.environ.get("HOROVOD_NCCL_HOME")
     places = [*(place / "nccl" for place in folders_of("nvidia")), toolkit.home, Path("/usr")]
     for home in [Path(given)] if given else places:
         for pattern in ("lib/libnccl.so*", "lib64/libnccl.so*", "lib/*-linux-gnu/libnccl.so*"):
             libraries, header = sorted(home.glob(pattern)), home / "include" / "nccl.h"
             if libraries and header.exists():
-                text = header.read_text(errors="replace")
-                numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)", text)
-                version = ".".join(numbers)
+                definition = r"#define NCCL_(?:MAJOR|MINOR|PATCH) +(\d+)"
+                version = ".".join(re.findall(definition, header.read_text(errors="replace")))
                 return Nccl(include=header.parent, library=libraries[0], version=version)
-    raise CudaError(
+    raise InstallError(
         "Horovod on GPUs requires NCCL: nccl.h and libnccl.so were not found in "
         f"{given or 'pip packages, the toolkit and /usr'}. "
         "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
@@ -225,8 +201,7 @@ def tensorflow_cuda() -> str | None:
     for folder in folders_of("tensorflow"):
         path = folder / "python/platform/build_info.py"
         text = path.read_text() if path.exists() else ""
-        match = re.search(r"'cuda_version', '([0-9.]+)'", text)
-        if match:
+        if match := re.search(r"'cuda_version', '([0-9.]+)'", text):
             return match[1]
     return None
 

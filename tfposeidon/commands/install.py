@@ -27,17 +27,13 @@ import tempfile
 from pathlib import Path
 
 from tfposeidon.commands import cuda, versions
-from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION, CorrectionError
-from tfposeidon.commands.versions import UnsupportedVersionError
+from tfposeidon.commands.corrections import CORRECTIONS, HOROVOD_VERSION
+from tfposeidon.commands.versions import InstallError
 
 KERAS_VERSION = f"{versions.KERAS}.*"
 BUILD_TOOLS = ("setuptools>=77,<80", "wheel", "packaging", "cloudpickle", "psutil", "pyyaml")
 TAIL_LINES = 25
 LIBRARY = Path(__file__).parents[1] / "native" / "_ops.so"
-
-
-class InstallError(RuntimeError):
-    """Raised if an installation fails; the message has the cause and the remedy."""
 
 
 def tensorflow_requirement(with_cuda: bool, release: str | None = None) -> str:
@@ -115,15 +111,14 @@ def cache_key(with_cuda: bool) -> str:
         _tensorflow_version() or "none",
         platform.python_implementation() + platform.python_version(),
         platform.machine(),
-        _compiler_version(),
+        _printed_by(os.environ.get("CXX", "g++"), "-dumpfullversion", "-dumpversion"),
         repr(sorted(horovod_flags(with_cuda).items())),
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
     if os.environ.get("HOROVOD_WITH_MPI") == "1":
         # The printed flags name the MPI libraries, which differ between Open MPI, MPICH and
         # releases.
-        shown = subprocess.run(["mpicxx", "-show"], capture_output=True, text=True)
-        parts.append(shown.stdout)
+        parts.append(_printed_by("mpicxx", "-show"))
     if with_cuda:
         toolkit = cuda.require_toolkit()
         nccl = cuda.require_nccl(toolkit)
@@ -132,12 +127,7 @@ def cache_key(with_cuda: bool) -> str:
 
 
 def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
-    """Installs TensorFlow and Keras, unless a TensorFlow is installed.
-
-    Raises `InstallError` if the installed TensorFlow is not of this release.
-    """
-    if release:
-        versions.require_tensorflow("tensorflow", release)
+    """Installs TensorFlow and Keras, unless a TensorFlow of this release is installed."""
     present = _tensorflow_version()
     if present is None:
         requirement = tensorflow_requirement(with_cuda, release)
@@ -153,11 +143,7 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
 
 
 def install_horovod(with_cuda: bool) -> None:
-    """Installs Horovod from the cache, after building its wheel if necessary.
-
-    A build with NCCL requires nvcc, but no driver. If the build fails, the `InstallError` contains
-    the compiler's last lines and the packages to install.
-    """
+    """Installs Horovod from the cache, after building its wheel if necessary."""
     present = _tensorflow_version()
     if present is None:
         raise InstallError(
@@ -193,8 +179,7 @@ def _build_into(folder: Path, with_cuda: bool) -> Path:
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as scratch:
         source = _corrected_source(Path(scratch))
         _say("building Horovod against TensorFlow (about two minutes on two cores)")
-        compile_horovod(source, Path(scratch) / "wheel", Path(scratch), with_cuda)
-        wheel = next((Path(scratch) / "wheel").glob("horovod-*.whl"))
+        wheel = compile_horovod(source, Path(scratch), with_cuda)
         folder.mkdir(exist_ok=True)
         os.replace(wheel, folder / wheel.name)
     return folder / wheel.name
@@ -215,14 +200,14 @@ def _corrected_source(scratch: Path) -> Path:
     return source
 
 
-def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) -> None:
-    """Compiles a wheel of Horovod into `target`; raises `InstallError` with the end of the log."""
+def compile_horovod(source: Path, scratch: Path, with_cuda: bool) -> Path:
+    """Compiles a wheel of Horovod in `scratch`; raises `InstallError` with the end of the log."""
     environment = os.environ | horovod_flags(with_cuda) | {"MAKEFLAGS": f"-j{os.cpu_count()}"}
     if with_cuda:
         environment |= cuda_environment(scratch)
     # Without isolation, the build finds the headers and flags of the installed TensorFlow.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
-    command += ["-w", str(target), str(source)]
+    command += ["-w", str(scratch / "wheel"), str(source)]
     log = cache_folder() / "horovod-build.log"
     with log.open("w") as stream:
         result = subprocess.run(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
@@ -231,33 +216,25 @@ def compile_horovod(source: Path, target: Path, scratch: Path, with_cuda: bool) 
         # Cut the long messages that setup.py and pip print last, which do not contain the cause.
         for closing in ("error: subprocess-exited-with-error", "Traceback (most recent call last)"):
             text = text.partition(closing)[0]
+        last_lines = "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
         raise InstallError(
-            f"{_last_lines(text)}\n\nHorovod could not be built; the full log is {log}. "
+            f"{last_lines}\n\nHorovod could not be built; the full log is {log}. "
             "The build requires a C++17 compiler, cmake, make and Python's headers: "
             "apt-get install g++ cmake make python3-dev "
             "(and libopenmpi-dev for HOROVOD_WITH_MPI=1)."
         )
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    return next((scratch / "wheel").glob("horovod-*.whl"))
 
 
 def cuda_environment(scratch: Path) -> dict[str, str]:
-    """Returns variables that pass the CUDA toolkit and NCCL to Horovod's build.
-
-    Some of them refer to links that this function creates in `scratch`.
-    """
+    """Returns variables that pass the CUDA toolkit and NCCL, linked in `scratch`, to the build."""
     toolkit = cuda.require_toolkit()
     nccl = cuda.require_nccl(toolkit)
-    for_tensorflow = cuda.tensorflow_cuda() or "unknown"
+    needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
     _say(
-        f"using nvcc {cuda.dotted(toolkit.version)} in {toolkit.home} (TensorFlow: CUDA "
-        f"{for_tensorflow}) and NCCL {nccl.version} of {nccl.library}"
+        f"using NCCL {nccl.version} of {nccl.library}, and nvcc {cuda.dotted(toolkit.version)} in "
+        f"{toolkit.home}, whose code requires NVIDIA's driver {needed} or later on each machine"
     )
-    if not for_tensorflow.startswith(f"{toolkit.version[0]}."):
-        needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")
-        _say(f"the GPU code requires NVIDIA's driver {needed} or later on each machine")
     # Link the libraries under unversioned names, because CMake looks for those: wheels contain only
     # libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
@@ -299,28 +276,23 @@ def _tensorflow_version() -> str | None:
     # folders, because pip may have installed TensorFlow after this process started.
     importlib.invalidate_caches()
     path = _path_of_environment(dict(os.environ))
-    for name in ("tensorflow", "tensorflow-cpu", "tensorflow_cpu"):
+    for name in ("tensorflow", "tensorflow-cpu"):
         for found in importlib.metadata.distributions(name=name, path=path):
             return f"{name} {found.version}"
     return None
 
 
-def _compiler_version() -> str:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+def _printed_by(*command: str) -> str:
+    if shutil.which(command[0]) is None:
         return "none"
-    command = [compiler, "-dumpfullversion", "-dumpversion"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-    result = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if result.returncode:
-        raise InstallError(
-            f"{_last_lines(result.stderr)}\n\n`pip {' '.join(arguments)}` failed; its last lines "
-            "are above."
-        )
+    # With -qq, pip prints errors only.
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", *arguments]
+    if subprocess.run(command).returncode:
+        raise InstallError(f"`pip {' '.join(arguments)}` failed; its messages are above.")
 
 
 def _say(text: str) -> None:
@@ -329,7 +301,7 @@ def _say(text: str) -> None:
 
 def for_gpus() -> bool:
     """Returns the default of `--cuda`: true with a driver, unless TensorFlow is for CPUs."""
-    if not cuda.driver_present():
+    if cuda.driver_version() is None:
         return False
     present = _tensorflow_version()
     if present and cuda.tensorflow_cuda() is None:
@@ -348,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tensorflow",
-        choices=versions.TENSORFLOW,
+        choices=versions.tensorflow_releases(),
         help="release of TensorFlow to install if it is missing "
         "(default: that of the native library, or else the newest for this Python)",
     )
@@ -357,7 +329,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Returns the exit status: 1 if an installation failed, else 0."""
     try:
-        versions.require_python()
         with_cuda = for_gpus() if options.cuda is None else options.cuda
         if with_cuda:
             # Fail before pip downloads gigabytes.
@@ -365,7 +336,7 @@ def main(options: argparse.Namespace) -> int:
         if not options.horovod_only:
             install_tensorflow(with_cuda, options.tensorflow)
         install_horovod(with_cuda)
-    except (InstallError, CorrectionError, cuda.CudaError, UnsupportedVersionError) as error:
+    except InstallError as error:
         print(error, file=sys.stderr)
         return 1
     return 0

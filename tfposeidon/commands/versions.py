@@ -17,8 +17,8 @@ FIRST_TENSORFLOW = {"3.13": "2.20"}
 KERAS = "3.15"
 
 
-class UnsupportedVersionError(RuntimeError):
-    """Raised for an unsupported release; the message has the supported ones and the remedy."""
+class InstallError(RuntimeError):
+    """Raised if a component is missing, unsupported or broken; the message has the remedy."""
 
 
 def running_python() -> str:
@@ -27,10 +27,10 @@ def running_python() -> str:
 
 
 def require_python() -> None:
-    """Raises `UnsupportedVersionError` unless tfposeidon supports the running Python."""
+    """Raises `InstallError` unless tfposeidon supports the running Python."""
     if running_python() not in PYTHON:
         received = ".".join(map(str, sys.version_info[:3]))
-        raise UnsupportedVersionError(
+        raise InstallError(
             f"tfposeidon requires Python {either(PYTHON)}. "
             f"Received: Python {received} in {sys.executable}. "
             f"Create an environment with one of them: python{PYTHON[-1]} -m venv .venv"
@@ -47,13 +47,13 @@ def tensorflow_releases(python: str | None = None) -> tuple[str, ...]:
 
 
 def require_tensorflow(package: str, version: str) -> None:
-    """Raises `UnsupportedVersionError` for unsupported versions, such as `"2.21.0"` or `"2.21"`."""
+    """Raises `InstallError` for unsupported versions, such as `"2.21.0"` or `"2.21"`."""
     release = release_of(version)
     releases = tensorflow_releases()
     if release in releases:
         return
     where = f" on Python {running_python()}" if release in TENSORFLOW else ""
-    raise UnsupportedVersionError(
+    raise InstallError(
         f"tfposeidon requires TensorFlow {either(releases)}{where}. Received: {package} {version}. "
         f"Run: pip install '{package}=={releases[-1]}.*', "
         "then python -m tfposeidon install --horovod-only"

@@ -9,71 +9,19 @@ factors.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from tfposeidon import checks
-from tfposeidon.lab import architectures
-from tfposeidon.lab.architectures import Layer
+from tfposeidon.lab.architectures import Layer, Model, Stream, gradient_values
 
-SCALE = 1e-3
-"""Scale of gradient values."""
 ALIGNED = 16
 """Slices of the buffer begin at multiples of this length, so that TensorFlow does not copy them."""
-
-
-class Stream:
-    """Queue of work that an emulated accelerator executes in order.
-
-    As on a real accelerator, the work of a step is queued ahead: a kernel starts when the previous
-    one ended, even if the host noticed its end late. The load of the machine therefore does not
-    increase the time of a step. Tests replace `clock` and `sleep`.
-
-    >>> now_s = [0.0]
-    >>> stream = Stream(clock=lambda: now_s[0], sleep=lambda s: now_s.append(now_s.pop() + s))
-    >>> stream.begin()
-    >>> stream.run(0.5)
-    >>> stream.busy_s, now_s
-    (0.5, [0.5])
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._clock, self._sleep = clock, sleep
-        self._free_s = clock()
-        self.busy_s = 0.0
-        """Seconds that the accelerator has worked so far."""
-
-    def begin(self) -> None:
-        """Starts a step: the accelerator is free now."""
-        self._free_s = self._clock()
-
-    def run(self, seconds: float) -> None:
-        """Queues work of this many seconds, and waits until it would be done."""
-        # Work starts at the end of the previous work, not at the time of the call, so a late call
-        # sleeps less.
-        self._free_s += seconds
-        self.busy_s += seconds
-        wait_s = self._free_s - self._clock()
-        if wait_s > 0:
-            self._sleep(wait_s)
-
-
-def gradient_values(length: int, generator: np.random.Generator) -> NDArray[np.float32]:
-    """Returns `[length]` float32: normal values with log-normal scales."""
-    values = generator.standard_normal(length, dtype=np.float32)
-    values *= np.exp(generator.standard_normal(length, dtype=np.float32)) * SCALE
-    return values
 
 
 class Accelerator:
@@ -113,32 +61,23 @@ class Accelerator:
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Identity layer with real parameters, whose passes take `forward_s` and `backward_s` seconds.
+    """Identity layer with real parameters, whose forward and backward pass take `times` seconds.
 
-    `first` marks the first layer of a model, which starts a step. `options` are
-    further arguments of `keras.layers.Layer`.
+    `first` marks the first layer of a model, which starts a step.
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        forward_s: float,
-        backward_s: float,
-        accelerator: Accelerator,
-        *,
-        first: bool = False,
-        **options: Any,
+        self, layer: Layer, times: Sequence[float], accelerator: Accelerator, *, first: bool
     ) -> None:
-        super().__init__(name=layer.name.replace("/", "_"), **options)
+        super().__init__(name=layer.name.replace("/", "_"))
         self._layer, self._first, self._accelerator = layer, first, accelerator
-        self._forward_s, self._backward_s = forward_s, backward_s
+        self._forward_s, self._backward_s = times
 
     @override
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        shapes = {"kernel": self._layer.kernel}
-        shapes |= {f"vector_{index}": (n,) for index, n in enumerate(self._layer.vectors)}
-        for name, shape in shapes.items():
-            self.add_weight(shape=shape, initializer="zeros", name=name)
+        self.add_weight(shape=self._layer.kernel, initializer="zeros", name="kernel")
+        for index, length in enumerate(self._layer.vectors):
+            self.add_weight(shape=(length,), initializer="zeros", name=f"vector_{index}")
 
     @override
     def call(self, token: tf.Tensor) -> tf.Tensor:
@@ -162,20 +101,16 @@ class EmulatedLayer(keras.layers.Layer):
         return input_shape
 
     def _kernel_gradient(self, batch: int, offset: tf.Tensor) -> tf.Tensor:
-        if self._layer.kind != "dense":
+        rows = batch * self._layer.rows
+        if not rows:
             return self._accelerator.values(self._layer.kernel, offset)
         # Compute a real product, because the exchange finds factors at the op that multiplies them.
-        rows = batch * self._layer.rows
         factors = (self._accelerator.values((rows, n), offset) for n in self._layer.kernel)
         return tf.matmul(*factors, transpose_a=True)
 
 
 def emulated_model(
-    model: architectures.Model,
-    *,
-    dilation: float = 1.0,
-    seed: int = 0,
-    stream: Stream | None = None,
+    model: Model, *, dilation: float = 1.0, seed: int = 0, stream: Stream | None = None
 ) -> keras.Model:
     """Returns a Keras model with the parameters and the timing of `model`.
 
@@ -185,15 +120,14 @@ def emulated_model(
     should have its own `seed`.
 
     >>> from tfposeidon.lab import architectures
-    >>> resnet = emulated_model(architectures.model("resnet50").shrunk(16), dilation=0.1)
-    >>> resnet.input_shape, resnet.count_params()
-    ((16, 1), 103490)
+    >>> vgg19 = emulated_model(architectures.VGG19.shrunk(16), dilation=0.1)
+    >>> vgg19.input_shape, vgg19.count_params()
+    ((2, 1), 562034)
     """
     checks.check_number("dilation", dilation, checks.POSITIVE, "Use 1 for the papers' times.")
     accelerator = Accelerator(model.largest, stream or Stream(), seed)
     value = inputs = keras.Input((1,), batch_size=model.batch)
     for layer, times in zip(model.layers, model.times(), strict=True):
-        forward_s, backward_s = (dilation * seconds for seconds in times)
-        first = value is inputs
-        value = EmulatedLayer(layer, forward_s, backward_s, accelerator, first=first)(value)
+        dilated = [dilation * seconds for seconds in times]
+        value = EmulatedLayer(layer, dilated, accelerator, first=value is inputs)(value)
     return keras.Model(inputs, value, name=model.name.replace("/", "_by_"))

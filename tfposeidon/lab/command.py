@@ -11,8 +11,6 @@ or with user namespaces.
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
 import os
 import re
 import shlex
@@ -20,8 +18,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +38,7 @@ from tfposeidon.text import (
 
 MOST_NODES = 250
 """Largest number of nodes, with addresses 10.99.0.1 to 10.99.0.250; the switch has 10.99.0.254."""
-RANK_BYTES = 4e8
+RANK_MEMORY = "400MB"
 """Memory that TensorFlow alone uses in each rank."""
 TOOLS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
@@ -65,7 +63,7 @@ class UnavailableError(Exception):
 class Cluster:
     """Emulated machines and the links between them.
 
-    >>> cluster = Cluster(nodes=2, per_node=2, inter=2e8, slow=((1, 5e7),))
+    >>> cluster = Cluster(nodes=2, per_node=2, inter=2e8, slow={1: 5e7})
     >>> print(cluster)
     2 x 2 ranks, 200 Mb/s between nodes, 50 Mb/s for node 1
     >>> cluster.rate(0), cluster.rate(1)
@@ -86,7 +84,7 @@ class Cluster:
     rtt: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
-    slow: Sequence[tuple[int, float]] = ()
+    slow: Mapping[int, float] = field(default_factory=dict)
     flow: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +96,8 @@ class Cluster:
                 "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "
                 f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
             )
-        for node, _ in self.slow:
+        checks.check_number("--loss", self.loss, checks.BELOW_1, "At 100% no packet arrives.")
+        for node in self.slow:
             self.check("--slow", "node", node)
 
     @property
@@ -107,12 +106,7 @@ class Cluster:
 
     def rate(self, node: int) -> float | None:
         """Returns the rate of a node's link in bits per second, or `None` if it is unshaped."""
-        return dict(self.slow).get(node, self.inter)
-
-    @property
-    def delays(self) -> bool:
-        """Whether packets must be delayed or dropped, which token buckets cannot do."""
-        return self.rtt > 0 or self.loss > 0
+        return self.slow.get(node, self.inter)
 
     def check(self, option: str, what: str, number: int) -> None:
         """Raises `ValueError` if an option names a "node" or a "rank" that does not exist."""
@@ -126,7 +120,7 @@ class Cluster:
         parts = [f"{self.nodes} x {self.per_node} ranks"]
         parts += [f"{readable_rate(self.inter)} between nodes"]
         parts += [f"{readable_rate(self.intra)} within"] if self.intra else []
-        parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow]
+        parts += [f"{readable_rate(rate)} for node {node}" for node, rate in self.slow.items()]
         parts += [f"{readable_rate(self.flow)} per connection"] if self.flow else []
         parts += [f"{1e3 * self.rtt:g} ms round trip"] if self.rtt else []
         parts += [f"{1e3 * self.jitter:g} ms jitter"] if self.jitter else []
@@ -153,48 +147,70 @@ class Fault:
         return f"{self.kind} {what} after {self.at_s:g} s"
 
 
+def _slow(texts: list[str]) -> dict[int, float]:
+    found = {}
+    for text in texts:
+        node, equals, rate = text.partition("=")
+        if not equals or not node.isdigit():
+            raise ValueError(
+                f"`--slow` must have the form NODE=RATE, such as 1=50mbit. Received: {text!r}"
+            )
+        found[int(node)] = parse_rate(rate)
+    return found
+
+
+def _faults(kind: str, text: str) -> Iterator[Fault]:
+    """Yields the fault that an option describes; "stop" also yields the end of the stop.
+
+    >>> [str(fault) for fault in _faults("stop", "1@30+5")]
+    ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
+    """
+    found = re.fullmatch(r"(\d+)@(\d*\.?\d+)(?:\+(\d*\.?\d+))?", text)
+    if not found or (found[3] is None) == (kind == "stop"):
+        example = "1@30+5" if kind == "stop" else "1@30"
+        raise ValueError(
+            f"`--{kind}` must have the form {FAULTS[kind][0]}, such as {example}. "
+            f"Received: {text!r}"
+        )
+    target, at_s = int(found[1]), float(found[2])
+    yield Fault(kind=kind, target=target, at_s=at_s)
+    if kind == "stop":
+        yield Fault(kind="continue", target=target, at_s=at_s + float(found[3]))
+
+
+OPTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "inter": (parse_rate, "RATE", "rate of each node's link per direction, such as 200mbit"),
+    "intra": (parse_rate, "RATE", "rate that a node's ranks share within it, such as 10gbit"),
+    "flow": (parse_rate, "RATE", "limit of each TCP connection between nodes, such as 5gbit"),
+    "rtt": (parse_duration, "TIME", "time added to each round trip, such as 1ms"),
+    "jitter": (parse_duration, "TIME", "variation one way, up to half of --rtt, e.g. 100us"),
+    "loss": (parse_share, "SHARE", "share of lost packets, such as 0.1%%"),
+    "slow": (_slow, "NODE=RATE", "rate of one node's link, such as 1=50mbit; repeatable"),
+}
+"""Readers, forms and help texts of options that set fields of `Cluster`."""
+FAULTS = {
+    "kill": ("RANK@SECONDS", "kill a rank"),
+    "stop": ("RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
+    "cut": ("NODE@SECONDS", "cut a node's link permanently"),
+}
+"""Forms and help texts of options that cause faults."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    # `inside` calls this function as well, to parse the same command line. `Cluster` has the
-    # defaults of options without a default here.
+    # `inside` calls this function as well, to parse the same command line.
     cluster = parser.add_argument_group("cluster (default: links without limits and delays)")
     cluster.add_argument("--nodes", type=int, required=True, metavar="M", help="number of nodes")
     cluster.add_argument(
         "--per-node", type=int, default=1, metavar="N", help="ranks on each node (default: 1)"
     )
-    for name, reader, form, text in (
-        ("--inter", parse_rate, "RATE", "rate of each node's link per direction, such as 200mbit"),
-        ("--intra", parse_rate, "RATE", "rate that a node's ranks share within it, such as 10gbit"),
-        ("--flow", parse_rate, "RATE", "limit of each TCP connection between nodes, such as 5gbit"),
-        ("--rtt", parse_duration, "TIME", "time added to each round trip, such as 1ms"),
-        ("--jitter", parse_duration, "TIME", "variation one way, up to half of --rtt, e.g. 100us"),
-        ("--loss", _loss, "SHARE", "share of lost packets, such as 0.1%%"),
-        ("--slow", _slow, "NODE=RATE", "rate of one node's link, such as 1=50mbit; repeatable"),
-    ):
-        cluster.add_argument(
-            name,
-            type=_type(reader),
-            action="append" if name == "--slow" else "store",
-            default=argparse.SUPPRESS,
-            metavar=form,
-            help=text,
-        )
+    for name, (_, form, text) in OPTIONS.items():
+        action = "append" if name == "slow" else "store"
+        cluster.add_argument(f"--{name}", action=action, metavar=form, help=text)
     faults = parser.add_argument_group(
         "faults (may be repeated; seconds count from the start of the ranks)"
     )
-    for kind, form, text in (
-        ("kill", "RANK@SECONDS", "kill a rank"),
-        ("stop", "RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
-        ("cut", "NODE@SECONDS", "cut a node's link permanently"),
-    ):
-        faults.add_argument(
-            f"--{kind}",
-            dest="faults",
-            type=_type(functools.partial(_faults, kind, form)),
-            action="extend",
-            default=[],
-            metavar=form,
-            help=text,
-        )
+    for kind, (form, text) in FAULTS.items():
+        faults.add_argument(f"--{kind}", action="append", default=[], metavar=form, help=text)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--show",
@@ -205,10 +221,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--report", type=Path, metavar="FILE", help="also write the report as JSON")
     output.add_argument(
         "--rank-memory",
-        type=_type(parse_size),
-        default=RANK_BYTES,
+        default=RANK_MEMORY,
         metavar="SIZE",
-        help="memory that each rank requires, such as 1.5GB (default: 400MB)",
+        help="memory that each rank requires, such as 1.5GB (default: %(default)s)",
     )
     parser.add_argument(
         "command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of each rank"
@@ -219,7 +234,7 @@ def main(options: argparse.Namespace) -> int:
     """Returns the job's exit status, or 2 if the lab could not start."""
     try:
         # Check all options before creating anything. `inside` parses `options.arguments` again.
-        cluster, _ = read_request(options)
+        cluster, *_ = read_request(options)
         path = options.report
         if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
             raise ValueError(
@@ -232,24 +247,28 @@ def main(options: argparse.Namespace) -> int:
         return 2
 
 
-def read_request(options: argparse.Namespace) -> tuple[Cluster, list[str]]:
-    """Checks the options; returns the cluster, and the command of each rank."""
-    names = {field.name for field in fields(Cluster)}
-    cluster = Cluster(**{name: value for name, value in vars(options).items() if name in names})
-    for fault in options.faults:
+def read_request(options: argparse.Namespace) -> tuple[Cluster, list[Fault], list[str]]:
+    """Checks the options; returns the cluster, the faults, and the command of each rank."""
+    values = {}
+    for name, (reader, *_) in OPTIONS.items():
+        if (text := getattr(options, name)) is not None:
+            try:
+                values[name] = reader(text)
+            except ValueError as error:
+                raise ValueError(f"{error} for --{name}") from None
+    cluster = Cluster(nodes=options.nodes, per_node=options.per_node, **values)
+    faults = [
+        fault for kind in FAULTS for text in getattr(options, kind) for fault in _faults(kind, text)
+    ]
+    for fault in faults:
         cluster.check(f"--{fault.kind}", "node" if fault.kind == "cut" else "rank", fault.target)
-    return cluster, read_command(options.command_line)
+    return cluster, faults, read_command(options.command_line)
 
 
-def check_machine(cluster: Cluster, rank_bytes: float = RANK_BYTES) -> None:
-    """Raises `ValueError` if this machine has no Horovod, or too little memory for all ranks."""
-    if not importlib.util.find_spec("horovod"):
-        raise ValueError(
-            "The lab requires Horovod, whose rendezvous server connects the ranks. Run: "
-            "python -m tfposeidon install"
-        )
+def check_machine(cluster: Cluster, rank_memory: str = RANK_MEMORY) -> None:
+    """Raises `ValueError` if this machine has too little memory for all ranks."""
     # Check the memory now: the kernel would kill ranks that do not fit one by one, minutes later.
-    free_bytes = available_memory()
+    rank_bytes, free_bytes = parse_size(rank_memory), available_memory()
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
             f"All ranks must fit into memory. Received: {cluster.size} ranks of "
@@ -257,54 +276,6 @@ def check_machine(cluster: Cluster, rank_bytes: float = RANK_BYTES) -> None:
             f"{readable_size(free_bytes)} free. "
             "Start fewer ranks, or lower --rank-memory if they need less."
         )
-
-
-def _faults(kind: str, form: str, text: str) -> list[Fault]:
-    """Parses the value of `--kill`, `--stop` or `--cut`.
-
-    >>> [str(fault) for fault in _faults("stop", "RANK@SECONDS+SECONDS", "1@30+5")]
-    ['stop rank 1 after 30 s', 'continue rank 1 after 35 s']
-    """
-    pattern = re.sub("RANK|NODE", r"(\\d+)", re.escape(form))
-    found = re.fullmatch(pattern.replace("SECONDS", r"(\d+\.?\d*|\.\d+)"), text.strip())
-    if not found:
-        example = "1@30+5" if kind == "stop" else "1@30"
-        raise ValueError(
-            f"`--{kind}` must have the form {form}, such as {example}. Received: {text!r}"
-        )
-    target, at_s, *for_s = map(float, found.groups())
-    times = [(kind, at_s), *(("continue", at_s + seconds) for seconds in for_s)]
-    return [Fault(kind=kind, target=int(target), at_s=at_s) for kind, at_s in times]
-
-
-def _slow(text: str) -> tuple[int, float]:
-    node, equals, rate = text.partition("=")
-    if not equals or not node.isdigit():
-        raise ValueError(
-            f"`--slow` must have the form NODE=RATE, such as 1=50mbit. Received: {text!r}"
-        )
-    return int(node), parse_rate(rate)
-
-
-def _loss(text: str) -> float:
-    share = parse_share(text)
-    if share == 1:
-        raise ValueError(
-            f"`--loss` must be below 100%. Received: {text!r}. At 100% no packet arrives."
-        )
-    return share
-
-
-def _type(reader: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a `type` for argparse that shows the message of a `ValueError` of `reader`."""
-
-    def read(text: str) -> Any:
-        try:
-            return reader(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 # ------------------------------------------------------------------ namespaces

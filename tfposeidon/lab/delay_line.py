@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import heapq
-import itertools
 import json
 import os
 import random
@@ -21,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -53,42 +52,34 @@ class DelayLine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(0)
-        # Each tuple is due time, number, target and frame. The number orders frames with the same
-        # due time by their arrival.
-        self._held: list[tuple[float, int, int, bytes]] = []
-        self._last_due: dict[int, float] = {}
-        self._numbers = itertools.count()
+        self._held: dict[int, deque[tuple[float, bytes]]] = {}
 
     def take(self, frame: bytes, target: int, now_s: float) -> None:
         """Drops a frame, or holds it until it is due; `target` is a descriptor of a TAP device."""
         if self._random.random() < self.loss:
             return
-        due = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
+        due_s = now_s + self.delay_s + self._random.uniform(-self.jitter_s, self.jitter_s)
         # Keep the order of frames, because TCP would mistake reordered frames for losses.
-        due = max(due, self._last_due.get(target, 0.0))
-        self._last_due[target] = due
-        heapq.heappush(self._held, (due, next(self._numbers), target, frame))
+        self._held.setdefault(target, deque()).append((due_s, frame))
 
     def due(self, now_s: float) -> list[tuple[int, bytes]]:
-        """Removes and returns the frames that are due: (target, frame) pairs in due order."""
+        """Removes and returns the frames that are due, as (target, frame) pairs."""
         ready = []
-        while self._held and self._held[0][0] <= now_s:
-            ready.append(heapq.heappop(self._held)[2:])
+        for target, frames in self._held.items():
+            while frames and frames[0][0] <= now_s:
+                ready.append((target, frames.popleft()[1]))
         return ready
 
     def until_next(self, now_s: float) -> float | None:
         """Returns the seconds until the next frame is due, or `None` if no frame is held."""
-        return max(0.0, self._held[0][0] - now_s) if self._held else None
+        waits_s = [frames[0][0] - now_s for frames in self._held.values() if frames]
+        return max(0.0, min(waits_s)) if waits_s else None
 
 
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Starts a process that creates TAP devices in this network namespace and forwards frames.
-
-    The devices stay connected when they are moved to other namespaces. The process runs until it is
-    killed. Raises `UnavailableError` if the machine has no TAP devices.
-    """
+    """Starts a process that creates TAP devices in this namespace, and forwards frames for ever."""
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": asdict(line)})
     command = [*python("tfposeidon.lab.delay_line"), argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -160,8 +151,9 @@ def main() -> None:
     with contextlib.suppress(PermissionError):
         os.nice(-20)
     try:
-        nodes = [_tap(name, offload) for name in request["nodes"]]
-        switch = [_tap(name, offload) for name in request["switch"]]
+        nodes, switch = (
+            [_tap(name, offload) for name in request[end]] for end in ("nodes", "switch")
+        )
     except OSError as error:
         print(error, flush=True)
         sys.exit(1)

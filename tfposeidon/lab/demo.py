@@ -38,40 +38,26 @@ LABELS = {
 # benchmarks/figures.py defines these colors for the plots in docs/results.
 COLORS = {"allreduce": "#6abf8b", "auto": "#0072b2", "hybcomm": "#d6006e", "hitopk": "#7d4fd6"}
 CLUSTER = Cluster(nodes=2, per_node=2, inter=2e8)
-MODEL = architectures.model("vgg19_32").shrunk(4)
+MODEL = architectures.VGG19.shrunk(4)
 ABOUT = f"VGG-19 shrunk to {MODEL.parameters / 1e6:.1f} M parameters, {CLUSTER}"
-TIME_LIMIT_S = 600
-STEP_LIMIT_S = 60
-"""Time added to the limit per step of `--steps`: all schemes together take about 10 s."""
-
-
-class DemoError(Exception):
-    """Raised if the demo's job fails in the lab."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Step time and traffic of a scheme.
-
-    `step_s` is the slowest rank's time, as the median over the steps. `sent_bytes` is the number of
-    bytes that a rank sends to other nodes per step, without headers.
-    """
+    """Step time and traffic of a scheme."""
 
     step_s: float
+    """Time of the slowest rank, as the median over the steps."""
     sent_bytes: float
+    """Bytes that a rank sends to other nodes per step, without headers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="timed steps per scheme (default: 3)"
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("tfposeidon-demo.png"),
-        metavar="FILE",
-        help="file of the plot (default: tfposeidon-demo.png)",
-    )
+    default, text = "tfposeidon-demo.png", "file of the plot (default: %(default)s)"
+    parser.add_argument("--plot", type=Path, default=default, metavar="FILE", help=text)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -91,8 +77,10 @@ def main(options: argparse.Namespace) -> int:
     print(f"{ABOUT}; the accelerators and links are emulated.", flush=True)
     try:
         found = measure(options.steps)
-    except DemoError as error:
-        print(f"tfposeidon demo: {error}", file=sys.stderr)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        # After a timeout, the output may be bytes or missing.
+        output = error.stderr if isinstance(error.stderr, str) else ""
+        print(f"tfposeidon demo: {error}\n{output[-4000:]}", file=sys.stderr)
         return 1
     print("\n".join(["", *table(rows(found)), ""]))
     print(plot(found, options.plot))
@@ -111,15 +99,11 @@ def measure(steps: int) -> dict[str, Measured]:
         # Hide real GPUs, because NCCL would refuse ranks that share one, and `auto` does not
         # measure networks of GPUs.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        limit_s = TIME_LIMIT_S + STEP_LIMIT_S * steps
-        try:
-            done = subprocess.run(
-                command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit_s
-            )
-        except subprocess.TimeoutExpired as error:
-            raise DemoError(str(error)) from error
-        if done.returncode:
-            raise DemoError(f"the lab exited with status {done.returncode}:\n{done.stderr[-4000:]}")
+        # All schemes together take about 10 s per step.
+        limit_s = 600 + 60 * steps
+        subprocess.run(
+            command, env=environment, stderr=subprocess.PIPE, text=True, timeout=limit_s, check=True
+        )
         found = json.loads(path.read_text())
     return {scheme: Measured(**figures) for scheme, figures in found.items()}
 
@@ -151,21 +135,15 @@ def plot(found: Mapping[str, Measured], path: Path) -> str:
     """Draws a bar for each scheme into a PNG file; returns a message for the user."""
     try:
         # Import Matplotlib only here, because it is optional.
-        matplotlib = importlib.import_module("matplotlib")
+        figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 2.8))
     except ImportError:
         return "The plot was skipped: Matplotlib is missing. Run: pip install matplotlib"
-    # This backend needs no display.
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axis = pyplot.subplots(figsize=(8, 2.8))
-    _draw(axis, found)
+    _draw(figure.subplots(), found)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130, bbox_inches="tight")
     except OSError as error:
         return f"The plot was not written: {error}"
-    finally:
-        pyplot.close(figure)
     return f"wrote {path}"
 
 
@@ -178,8 +156,6 @@ def _draw(axis: Any, found: Mapping[str, Measured]) -> None:
     compute_ms = 1e3 * MODEL.step_s
     axis.axvline(compute_ms, color="black", linestyle="--", linewidth=1)
     axis.text(compute_ms, -0.55, "without communication", fontsize=8, ha="center", va="bottom")
-    for label, scheme in zip(axis.get_yticklabels(), found, strict=True):
-        label.set_fontweight("normal" if scheme == "allreduce" else "bold")
     axis.set_title(ABOUT, fontsize=10, pad=16)
     axis.figure.suptitle("A training step on a slow network", y=1.12, fontweight="bold")
     axis.set_xlabel("milliseconds per step; labels: megabytes that a rank sends to other nodes")
@@ -215,6 +191,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
 
     import tfposeidon
     from tfposeidon.autotune.choose_plan import TIMED_STEPS, UNTIMED_STEPS
+    from tfposeidon.autotune.forecast import forecasts_of
     from tfposeidon.communication import runtime
     from tfposeidon.communication.wire import exchange_objects
     from tfposeidon.lab.network import payload_bytes
@@ -252,18 +229,10 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     step_s = float(np.median(np.max(steps_s, axis=0)))
     if wire.topology.rank == 0:
         print(f"{scheme}: {1e3 * step_s:.0f} ms per step", flush=True)
-        _show_choice(optimizer.plan)
-    return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
-
-
-def _show_choice(plan: Any) -> None:
-    """Prints the schemes and predictions of a plan that was chosen by predicted step times."""
-    from tfposeidon.autotune.forecast import forecasts_of
-
-    for forecast in forecasts_of(plan):
-        if forecast.others:
-            lines = [f"chosen plan: {forecast.chosen}", *forecast.lines()]
+        for forecast in forecasts_of(optimizer.plan) if scheme == "auto" else ():
+            lines = (f"chosen plan: {forecast.chosen}", *forecast.lines())
             print("\n".join(f"  {line}" for line in lines), flush=True)
+    return {"step_s": step_s, "sent_bytes": float(np.mean(sent_bytes))}
 
 
 if __name__ == "__main__":

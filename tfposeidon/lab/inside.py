@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import shlex
@@ -20,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tfposeidon import quiet
@@ -33,45 +31,34 @@ from tfposeidon.lab.command import (
     read_request,
 )
 from tfposeidon.lab.network import INTERFACE, SWITCH_ADDRESS, Network, Traffic, host_name, network
+from tfposeidon.peers import rendezvous, store
 from tfposeidon.peers.runner import Rank, Runner
-from tfposeidon.text import readable_size, sparkline, table
+from tfposeidon.text import readable_size, table
 
 NAME = "tfposeidon lab"
-SAMPLE_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.5
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
-LONGEST_BARS = 40
-"""Largest number of bars that the report draws for a node."""
 
 
 class Job(Runner):
-    """Runs the ranks of a job on the nodes of a network.
+    """Runs the ranks of a job on the nodes of a network."""
 
-    `samples` holds pairs of the seconds since the start and the bytes sent by each node so far.
-    """
-
-    def __init__(self, network: Network, faults: list[Fault], show: set[int] | None) -> None:
+    def __init__(self, network: Network, show: set[int] | None) -> None:
         super().__init__(NAME, show=show)
         self._network = network
-        self._faults = faults
-        self.samples: list[tuple[float, list[int]]] = []
 
-    async def run_on_nodes(self, command: list[str], environments: list[dict[str, str]]) -> None:
-        """Runs one rank per environment, and returns when all have ended.
-
-        Raises `CancelledError` if the task is cancelled or standard output is closed, or
-        `UnavailableError` if the network fails, but always ends all ranks first.
-        """
+    async def run_on_nodes(
+        self, command: list[str], environments: list[dict[str, str]], faults: list[Fault]
+    ) -> None:
+        """Runs one rank per environment; raises `UnavailableError` if the network fails."""
         per_node = self._network.cluster.per_node
         ranks = [
             Rank(number, node, [*self._network.entering(node), *command], variables)
             for number, variables in enumerate(environments)
             for node in (number // per_node,)
         ]
-        faults = (partial(self._inject, fault) for fault in self._faults)
-        try:
-            await self.run(ranks, *faults, self._sample)
-        finally:
-            self._take_sample()
+        injections = (partial(self._inject, fault) for fault in faults)
+        await self.run(ranks, *injections, self._watch_network)
 
     async def _inject(self, fault: Fault) -> None:
         # `at_s` counts from the job's start, but this task starts later, after all ranks.
@@ -82,13 +69,11 @@ class Job(Runner):
         else:
             self.ranks[fault.target].signal(SIGNALS[fault.kind])
 
-    async def _sample(self) -> None:
-        while True:
-            self._take_sample()
-            await asyncio.sleep(SAMPLE_INTERVAL_S)
-
-    def _take_sample(self) -> None:
-        self.samples.append((time.monotonic() - self._begin, self._network.byte_counts()))
+    async def _watch_network(self) -> None:
+        line = self._network.line
+        while line is None or line.poll() is None:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        raise UnavailableError(f"the process that delays packets exited with {line.returncode}")
 
     def report(self, command: list[str]) -> Report:
         """Returns the report of the ended job; its network must still exist."""
@@ -101,12 +86,8 @@ class Job(Runner):
                 {"rank": r.number, "node": r.node, "status": r.status, "wall_s": r.wall_s}
                 for r in self.ranks
             ],
-            traffic=self._network.traffic(),
-            sent_over_time=self.samples,
+            traffic=self._network.traffic(self.wall_s),
         )
-
-
-# ------------------------------------------------------------------ report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +95,7 @@ class Report:
     """Report of a job that has ended.
 
     `wall_s` is the time in seconds from the start of the job to the end of the slowest rank. The
-    status in `ranks` is negative for a signal. `sent_over_time` holds pairs of the seconds since
-    the start and the bytes sent by each node so far.
+    status in `ranks` is negative for a signal.
     """
 
     cluster: Cluster
@@ -124,25 +104,6 @@ class Report:
     wall_s: float
     ranks: Sequence[dict[str, Any]]
     traffic: Sequence[Traffic]
-    sent_over_time: Sequence[tuple[float, Sequence[int]]]
-
-    def link_share(self, node: int, size_bytes: int) -> float | None:
-        """Returns a size as a fraction of a link's capacity one way; `None` if it is unshaped."""
-        rate = self.cluster.rate(node)
-        return 8 * size_bytes / (rate * self.wall_s) if rate and self.wall_s else None
-
-    def write(self, path: Path) -> None:
-        """Writes all fields, and each link's rate and shares, as JSON in one atomic step."""
-        content = asdict(self)
-        for node, row in enumerate(content["traffic"]):
-            row["rate_bits_per_s"] = self.cluster.rate(node)
-            row["sent_share"] = self.link_share(node, row["sent_bytes"])
-            row["received_share"] = self.link_share(node, row["received_bytes"])
-        # The temporary file is in the same folder, because a rename is atomic only within one file
-        # system.
-        temporary = path.with_name(f".{path.name}.part")
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
-        temporary.replace(path)
 
     def __str__(self) -> str:
         slowest = max(self.ranks, key=lambda rank: rank["wall_s"])["rank"]
@@ -151,32 +112,16 @@ class Report:
             f"{self.wall_s:.1f} s (the slowest was rank {slowest}), exit status {self.exit_status}"
         )
         way = ("packets", "used")
-        rows = [["node", "sent", *way, "received", *way, "dropped", "sent over time"]]
+        rows = [("node", "sent", *way, "received", *way, "dropped")]
         for node, one in enumerate(self.traffic):
-            sent = self._one_way(node, one.sent_bytes, one.sent_packets)
-            received = self._one_way(node, one.received_bytes, one.received_packets)
-            bars = sparkline(self.load(node))
-            rows.append([host_name(node), *sent, *received, str(one.dropped_packets), bars])
+            sent = _one_way(one.sent_bytes, one.sent_packets, one.sent_share)
+            received = _one_way(one.received_bytes, one.received_packets, one.received_share)
+            rows.append((host_name(node), *sent, *received, str(one.dropped_packets)))
         return "\n".join(["", what, outcome, *table(rows)])
 
-    def _one_way(self, node: int, size_bytes: int, packets: int) -> tuple[str, str, str]:
-        share = self.link_share(node, size_bytes)
-        return readable_size(size_bytes), str(packets), "" if share is None else f"{share:.0%}"
 
-    def load(self, node: int) -> list[float]:
-        """Returns a link's load over time as fractions of its rate, or of its peak if unshaped."""
-        # Merge intervals, so that the bars fit on a line.
-        points = [(at_s, counts[node]) for at_s, counts in self.sent_over_time]
-        stride = -(-len(points) // LONGEST_BARS) or 1
-        # Keep the last point for any stride, because it is the end of the job.
-        points = [*points[:-1:stride], *points[-1:]]
-        rates = [
-            8 * (after - before) / (b - a)
-            for (a, before), (b, after) in itertools.pairwise(points)
-            if b > a
-        ]
-        full = self.cluster.rate(node) or max([*rates, 1.0])
-        return [rate / full for rate in rates]
+def _one_way(size_bytes: int, packets: int, share: float | None) -> tuple[str, str, str]:
+    return readable_size(size_bytes), str(packets), "" if share is None else f"{share:.0%}"
 
 
 def main(arguments: list[str]) -> int:
@@ -196,18 +141,18 @@ def main(arguments: list[str]) -> int:
 async def _run(options: argparse.Namespace) -> int:
     # Watch standard input first, so that a request to end is not missed while the network is built.
     _cancel_at_end_of_input()
-    cluster, command = read_request(options)
-    with network(cluster) as built, rendezvous(cluster) as environments:
-        job = Job(built, options.faults, show=None if options.show == "all" else {0})
+    cluster, faults, command = read_request(options)
+    with network(cluster) as built, serving_store(cluster) as environments:
+        job = Job(built, show=None if options.show == "all" else {0})
         try:
-            await job.run_on_nodes(command, environments)
+            await job.run_on_nodes(command, environments, faults)
         except asyncio.CancelledError:
             job.say("interrupted; ended all ranks")
             return ENDED
         # Read the counters inside the context, because they disappear with the interfaces.
         report = job.report(command)
     if options.report:
-        report.write(options.report)
+        options.report.write_text(json.dumps(asdict(report), indent=2) + "\n")
     print(report, file=sys.stderr)
     return job.status
 
@@ -226,27 +171,23 @@ def _cancel_at_end_of_input() -> None:
 
 
 @contextmanager
-def rendezvous(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
-    """Runs Horovod's key-value store at the switch; yields the environment of each rank."""
-    # Use internals of horovodrun, because its public interface reaches hosts only by SSH, not in
-    # network namespaces.
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
-
-    hosts = ",".join(f"{host_name(node)}:{cluster.per_node}" for node in range(cluster.nodes))
-    slots = get_host_assignments(parse_hosts(hosts), cluster.size)
-    server = RendezvousServer()
-    store_port = server.start()
-    server.init(slots)
+def serving_store(cluster: Cluster) -> Iterator[list[dict[str, str]]]:
+    """Runs the job's key-value store at the switch; yields the environment of each rank."""
+    server = store.listen(SWITCH_ADDRESS, (0,), NAME, None)
+    client = rendezvous.Client(SWITCH_ADDRESS, server.server_address[1], server.prefix)
+    hosts = [host_name(node) for node in range(cluster.nodes) for _ in range(cluster.per_node)]
+    entries = [rendezvous.Entry(host, "") for host in hosts]
     # The user's variables override these defaults, and Horovod's variables override both. Output is
     # not buffered, so that the lab shows lines as soon as ranks write them.
     common = quiet.DEFAULTS | os.environ | {"PYTHONUNBUFFERED": "1"}
-    common |= create_run_env_vars(SWITCH_ADDRESS, [INTERFACE], str(store_port))
-    try:
-        yield [common | create_slot_env_vars(slot) for slot in slots]
-    finally:
-        server.stop()
+    common |= {rendezvous.INTERFACE: INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
+    with server.serving():
+        yield [
+            common
+            | rendezvous.horovod_variables(entries, rank, client)
+            | {"HOROVOD_HOSTNAME": host}
+            for rank, host in enumerate(hosts)
+        ]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ queue at its `eth0`, and packets to a node queue at its port.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tfposeidon.lab import delay_line
-from tfposeidon.lab.command import Cluster, UnavailableError
+from tfposeidon.lab.command import Cluster
 from tfposeidon.lab.delay_line import DelayLine
 
 SWITCH_ADDRESS = "10.99.0.254"
@@ -81,19 +80,23 @@ REPLACE_HOSTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
+    Shares are fractions of the link's capacity one way, or `None` if it is unshaped.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
     the delaying process did not read in time.
     """
 
+    rate_bits_per_s: float | None
     sent_bytes: int
     sent_packets: int
+    sent_share: float | None
     received_bytes: int
     received_packets: int
+    received_share: float | None
     dropped_packets: int
 
 
@@ -119,15 +122,25 @@ class Network:
         """Cuts a node's link permanently, at the switch."""
         _call("ip", "link", "set", "dev", port(node), "down")
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self, wall_s: float) -> list[Traffic]:
         """Returns the traffic over each node's link so far, counted by the queues at its ends."""
         ports, found = _queues("tc"), []
         for node in range(self.cluster.nodes):
             sent, received = _queues(*self.entering(node), "tc")[INTERFACE], ports[port(node)]
-            dropped = sent["drops"] + received["drops"] + self._unread_packets(node)
+            rate = self.cluster.rate(node)
+            shares = [
+                8 * one["bytes"] / (rate * wall_s) if rate else None for one in (sent, received)
+            ]
             found.append(
                 Traffic(
-                    sent["bytes"], sent["packets"], received["bytes"], received["packets"], dropped
+                    rate_bits_per_s=rate,
+                    sent_bytes=sent["bytes"],
+                    sent_packets=sent["packets"],
+                    sent_share=shares[0],
+                    received_bytes=received["bytes"],
+                    received_packets=received["packets"],
+                    received_share=shares[1],
+                    dropped_packets=sent["drops"] + received["drops"] + self._unread_packets(node),
                 )
             )
         return found
@@ -140,18 +153,6 @@ class Network:
         show = ("ip", "-s", "-j", "link", "show", "dev")
         both = (_call(*show, port(node)), _call(*self.entering(node), *show, INTERFACE))
         return sum(json.loads(text)[0]["stats64"]["tx"]["dropped"] for text in both)
-
-    def byte_counts(self) -> list[int]:
-        """Returns how many bytes each node has sent; raises `UnavailableError` for dead links."""
-        # This is cheaper than `traffic`, but excludes the headers that segmentation adds later.
-        if self.line is not None and self.line.poll() is not None:
-            raise UnavailableError(
-                f"the process that delays packets exited with status {self.line.returncode}"
-            )
-        # The first column counts received bytes: a port receives the packets that its node sends.
-        text = Path("/proc/self/net/dev").read_text()
-        counters = dict(re.findall(r"^ *(\w+): *(\d+)", text, re.MULTILINE))
-        return [int(counters[port(node)]) for node in range(self.cluster.nodes)]
 
 
 def host_name(node: int) -> str:
@@ -182,11 +183,7 @@ def payload_bytes(interface: str = INTERFACE, direction: Literal["tx", "rx"] = "
 
 @contextmanager
 def network(cluster: Cluster) -> Iterator[Network]:
-    """Builds the nodes and their links in the lab's namespaces; they exist during the context.
-
-    Raises `CalledProcessError` with the kernel's message, or `UnavailableError` if delays are asked
-    for and the machine has no TAP devices.
-    """
+    """Builds the nodes and their links in the lab's namespaces; they exist during the context."""
     names = [host_name(node) for node in range(cluster.nodes)]
     lines = [[address(node), name] for node, name in enumerate(names)]
     # Remove the nodes' names from this machine's own lines, which may define another node0. Keep
@@ -205,18 +202,19 @@ def network(cluster: Cluster) -> Iterator[Network]:
     # End only the processes: the kernel removes a namespace with its last process, and interfaces
     # with their namespace.
     try:
-        if cluster.delays:
-            line = _plug_delayed(cluster, names, holders)
-        else:
-            for node, holder in enumerate(holders):
-                peer = ("peer", "name", INTERFACE, "netns", str(holder.pid))
-                _call("ip", "link", "add", "name", port(node), "type", "veth", *peer)
+        # Token buckets cannot delay or drop packets.
+        if cluster.rtt or cluster.loss:
+            ports = [port(node) for node in range(cluster.nodes)]
+            # Delay only frames to the switch: each direction of a round trip crosses one such link,
+            # so each link adds half of the delay.
+            delay = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
+            line = delay_line.start(names, ports, delay)
         built = Network(cluster, holders, line)
         for node in range(cluster.nodes):
             _connect(built, node)
         yield built
     finally:
-        for process in (*([line] if line else []), *holders):
+        for process in filter(None, (line, *holders)):
             process.kill()
             process.wait()
 
@@ -232,20 +230,13 @@ def _hold(name: str) -> subprocess.Popen[str]:
     return holder
 
 
-def _plug_delayed(
-    cluster: Cluster, ends: list[str], holders: list[subprocess.Popen[str]]
-) -> subprocess.Popen[str]:
-    # Delay only frames to the switch: each direction of a round trip crosses one such link, so each
-    # link adds half of the delay.
-    line = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
-    process = delay_line.start(ends, [port(node) for node in range(cluster.nodes)], line)
-    for end, holder in zip(ends, holders, strict=True):
-        _call("ip", "link", "set", "dev", end, "netns", str(holder.pid), "name", INTERFACE)
-    return process
-
-
 def _connect(built: Network, node: int) -> None:
-    inside = built.entering(node)
+    inside, namespace = built.entering(node), ("netns", str(built.holders[node].pid))
+    if built.line is None:
+        peer = ("type", "veth", "peer", "name", INTERFACE, *namespace)
+        _call("ip", "link", "add", "name", port(node), *peer)
+    else:
+        _call("ip", "link", "set", "dev", host_name(node), *namespace, "name", INTERFACE)
     _call("ip", "link", "set", "dev", port(node), "master", "switch", "up")
     _call(*inside, "ip", "addr", "add", f"{address(node)}/24", "dev", INTERFACE)
     _call(*inside, "ip", "link", "set", "dev", INTERFACE, "up")
