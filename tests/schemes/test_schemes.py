@@ -275,10 +275,3 @@ def test_all_reduce_points_elsewhere_for_bfloat16():
 def test_schemes_print_what_differs_from_their_defaults():
     assert str(schemes.Torus2D()) == "torus2d"
     assert str(schemes.AllToAll(wire_dtype="float16")) == "alltoall(wire_dtype=float16)"
-
-
-def test_a_pair_size_must_be_positive():
-    with pytest.raises(
-        ValueError, match=r"`pair_bytes` must be a finite number > 0. Received: pair_bytes=0"
-    ):
-        schemes.ParameterServer(pair_bytes=0)

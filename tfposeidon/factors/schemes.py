@@ -22,7 +22,7 @@ from tfposeidon.gradients import Description, Structure
 from tfposeidon.policies.base import Choice, Policy
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.dense import PAIR_BYTES, ParameterServer
+from tfposeidon.schemes.dense import ParameterServer
 from tfposeidon.schemes.stages import Stage
 from tfposeidon.text import readable_size
 
@@ -219,13 +219,6 @@ class HybComm(Policy):
     one node, each rank counts as a node. Each step chooses by the batch rows of all ranks; the plan
     shows the choice of the last step.
 
-    Args:
-      pair_bytes: Size of Poseidon's key-value pairs in bytes (default 2 MiB), as in
-        `ParameterServer`.
-
-    Raises:
-      ValueError: If `pair_bytes` is not positive.
-
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: any product of two
     matrices counts as fully connected; K is the number of sent batch rows, averaged over ranks and
     counted in each step; and bytes are compared, because factors may have 16 bits, and batch rows
@@ -241,23 +234,16 @@ class HybComm(Policy):
       'factors 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
 
-    pair_bytes: int = PAIR_BYTES
-
-    def __post_init__(self) -> None:
-        # Build it now, so that invalid arguments are refused at construction.
-        _ = self._store
-
-    @property
-    def _store(self) -> ParameterServer:
-        return ParameterServer(pair_bytes=self.pair_bytes)
-
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
         factors = shape_of(description)
         if factors is None:
             unknown = "the first step determines whether it has factors"
-            return Choice(self._store, description.why_no_structure or unknown)
-        nodes, ranks_per_node = _workers(topology)
+            return Choice(ParameterServer(), description.why_no_structure or unknown)
+        nodes, ranks_per_node = len(topology.nodes), max(map(len, topology.nodes))
+        if nodes == 1:
+            # In a job on one node, ranks take the role of Poseidon's nodes.
+            nodes, ranks_per_node = ranks_per_node, 1
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
@@ -267,7 +253,7 @@ class HybComm(Policy):
         # Up to this limit, sums in the node do not send fewer bytes than factors.
         few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
-        by_rows = ByRows(few=few, many=self._store, limit=limit)
+        by_rows = ByRows(few=few, many=ParameterServer(), limit=limit)
         if factors.rows is None:
             return Choice(by_rows, f"factors up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
@@ -281,13 +267,6 @@ class HybComm(Policy):
     @override
     def reader(self) -> FactorReader:
         return Factors.reader
-
-
-def _workers(topology: Topology) -> tuple[int, int]:
-    """Returns Poseidon's number of nodes P, and the number of ranks in each."""
-    ranks = max(len(node) for node in topology.nodes)
-    # In a job on one node, ranks take the role of Poseidon's nodes.
-    return (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
 
 
 def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:

@@ -35,7 +35,8 @@ class OwnParts(ParameterServer):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        return stages.own_mean_by_levels(gradient, wire, name, None), state
+        levels = stages.Levels(gradient.shape[0], wire.topology)
+        return levels.own_mean(gradient, wire, name, None), state
 
     @override
     def unpack(
@@ -45,7 +46,7 @@ class OwnParts(ParameterServer):
 
     def gather(self, own: tf.Tensor, length: int, wire: Wire, name: str) -> tf.Tensor:
         """Returns a whole bucket, `[length]`, from the parts `own` of all ranks."""
-        return stages.gather_by_levels(own, length, wire, name, None)
+        return stages.Levels(length, wire.topology).gather(own, wire, name, None)
 
     def parts(
         self, descriptions: Sequence[Description], topology: Topology
@@ -77,7 +78,7 @@ class Sharded(Policy):
         # Compare the exact class, because subclasses have their own exchange.
         if type(choice.scheme) is not ParameterServer:
             return choice
-        return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
+        return replace(choice, scheme=OwnParts())
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:
