@@ -7,6 +7,7 @@ sends them over the slow network. In `TopK` (NaiveAG), every rank is a node of i
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ MAX_LENGTH = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Scheme that sends the largest elements, usually with error feedback and momentum correction.
+    """Scheme that sends the largest elements, with error feedback and possibly momentum correction.
 
     Error feedback adds the elements that are not sent to the next gradient. Momentum correction
     accumulates velocity before the selection, and masks it where elements were sent (Lin et al.
@@ -43,7 +44,6 @@ class SparseScheme(ResidualScheme):
     density: float = 0.01
     select: str = "mstopk"
     wire_dtype: str | None = None
-    error_feedback: bool = True
     momentum: float = 0.0
     warmup_steps: int = 0
     min_elements: int = 4096
@@ -57,12 +57,6 @@ class SparseScheme(ResidualScheme):
             checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
         ops.check_method(self.select)
         checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
-        if self.momentum and not self.error_feedback:
-            raise ValueError(
-                "Momentum correction requires error feedback. Received: "
-                f"momentum={self.momentum}, error_feedback=False. Use error_feedback=True, or "
-                "momentum=0.0."
-            )
 
     @property
     @override
@@ -79,7 +73,7 @@ class SparseScheme(ResidualScheme):
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
         levels = self._levels(length, topology)
         shape, offset = (levels.shard_length,), levels.node.offset_of(topology.rank)
-        names = ["residual"] * self.error_feedback + ["velocity"] * self.corrects_momentum
+        names = ["residual", *["velocity"] * self.corrects_momentum]
         shard = [Slot(name=name, shape=shape, offset=offset) for name in names]
         return (Slot(name="steps", shape=()), *shard)
 
@@ -92,7 +86,8 @@ class SparseScheme(ResidualScheme):
         levels = self._levels(gradient.shape[0], wire.topology)
         # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the owner of
         # each shard of the sum stores its residual.
-        steps, kept_before = self._unpack_state(state, levels)
+        self._check_state(state, levels)
+        steps, *kept_before = state
         shard = stages.scatter_sum(gradient, levels.node, wire, f"{name}.node_scatter", None)
         # Residuals are float32: in 16 bits, additions of small values would be lost.
         shard = tf.ensure_shape(tf.cast(shard, tf.float32), [levels.shard_length])
@@ -104,10 +99,7 @@ class SparseScheme(ResidualScheme):
 
         def sparse() -> tuple[tf.Tensor, State]:
             k = self._selected_count(levels.shard_length, steps)
-            # Seeds differ between steps, and between up to a million ranks. If MSTopK's window were
-            # fixed and there were no residual, some tied elements would never be sent.
-            seed = tf.cast(steps, tf.int64) * 1_000_003 + wire.topology.rank
-            packed, kept = self._select(shard, kept_before, k, seed)
+            packed, kept = self._select(shard, kept_before, k)
             return self._sparse_mean(packed, levels, steps, wire, name), kept
 
         if self._is_dense(levels):
@@ -119,35 +111,36 @@ class SparseScheme(ResidualScheme):
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
     def _select(
-        self, gradient: tf.Tensor, kept: State, k: Any, seed: tf.Tensor
+        self, gradient: tf.Tensor, kept: Sequence[tf.Tensor], k: Any
     ) -> tuple[tf.Tensor, State]:
         """Returns a message with `k` pairs, and the new residual and velocity.
 
-        With a residual, values are already rounded to the wire dtype, and the residual includes the
-        rounding errors.
+        Values are already rounded to the wire dtype, and the residual includes the rounding errors.
         """
-        # With a residual, scatter(values) + new residual = residual + gradient, where momentum
-        # correction replaces the gradient by the accumulated velocity. Without a residual, rounding
-        # errors and elements that are not selected are lost.
-        options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
-        new: list[tf.Tensor] = []
-        if self.corrects_momentum:
-            residual, velocity = kept
+        # scatter(values) + new residual = residual + gradient, where momentum correction replaces
+        # the gradient by the accumulated velocity.
+        residual, *velocity = kept
+        new: list[tf.Tensor]
+        if velocity:
             values, indices, *new = ops.momentum_correction_top_k(
-                residual, gradient, velocity, k, self.momentum, self.select, **options
-            )
-        elif kept:
-            values, indices, *new = ops.error_feedback_top_k(
-                kept[0], gradient, k, self.select, **options
+                residual,
+                gradient,
+                *velocity,
+                k,
+                self.momentum,
+                self.select,
+                wire_dtype=self.wire_dtype,
             )
         else:
-            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
+            values, indices, *new = ops.error_feedback_top_k(
+                residual, gradient, k, self.select, wire_dtype=self.wire_dtype
+            )
         return pack_pairs(values, indices, self.wire_dtype), tuple(new)
 
-    def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
+    def _select_all(
+        self, gradient: tf.Tensor, kept: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, State]:
         """Selects all elements, like `_select` but without a mask on the velocity."""
-        if not kept:
-            return gradient, ()
         residual, *velocity = kept
         # Do not mask velocity, because masking compensates for delayed elements, and none is
         # delayed here.
@@ -222,16 +215,14 @@ class SparseScheme(ResidualScheme):
             )
         return Levels(length, topology)
 
-    def _unpack_state(self, state: State, levels: Levels) -> tuple[tf.Tensor, State]:
-        """Returns the number of steps, and residual and velocity if the options need them."""
-        expected = [[], *[[levels.shard_length]] * (self.error_feedback + self.corrects_momentum)]
+    def _check_state(self, state: State, levels: Levels) -> None:
+        expected = [[], *[[levels.shard_length]] * (1 + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
             raise ValueError(
                 f"State must match this rank's shard, {expected}. Received: shapes {received}. "
                 "The state was created for another layout of nodes, or another scheme."
             )
-        return state[0], state[1:]
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
         """Returns how many elements of a shard are sent: at least one, if it has any.
@@ -279,17 +270,21 @@ class SparseScheme(ResidualScheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(SparseScheme):
-    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
+class HiTopK(SparseScheme):
+    """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
+
+    The ranks at one position of every node exchange the largest elements of their shard. Therefore,
+    all n network interfaces of a node are busy at once, and each element is selected once per node,
+    from the sum over the node's ranks. Each rank stores the residual of its shard. The last stage
+    gathers pairs or sums in the node, whichever have fewer bytes.
 
     Args:
-      density: Share of elements that each rank sends, in (0, 1] (default 0.01).
-      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
+      density: Share of elements that each node sends, in (0, 1] (default 0.01).
+      select: Method of selection: `"mstopk"` (default), `"exact"` or `"dgc"`; see
         `tfposeidon.ops.top_k`.
       wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
-        `"bfloat16"`. Rounding errors are added to the residual.
-      error_feedback: True (default) to add the elements that are not sent to the next gradient.
-        Otherwise they are lost.
+        `"bfloat16"`. Rounding errors are added to the residual. Values are sums over a node, not
+        means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
         0: none). The optimizer's own momentum must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
@@ -298,7 +293,36 @@ class TopK(SparseScheme):
         or, with `momentum`, by this scheme at density 1.
 
     Raises:
-      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
+      ValueError: If an argument is out of its range.
+
+    Cost: For m nodes of n ranks, d elements and k = density d / n, each rank sends (n - 1) d / n
+    values in the node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k
+    pairs or (n - 1) d / n values.
+    Source: Shi et al. 2021 (CommLib), section 3.2, Algorithm 2. Differs: error feedback on the
+    shard; indices and values in one message; the scatter is an all-to-all with a local sum (see
+    `stages`); where pairs would have more bytes than the dense exchange, values are sent densely.
+
+    Example:
+      >>> from tfposeidon import schemes
+      >>> from tfposeidon.communication.topology import Topology
+      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
+      2000
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(SparseScheme):
+    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
+
+    Args:
+      density: Share of elements that each rank sends, in (0, 1] (default 0.01).
+      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
+        `tfposeidon.ops.top_k`.
+      wire_dtype, momentum, warmup_steps, min_elements: As in `HiTopK`.
+
+    Raises:
+      ValueError: If an argument is out of its range.
 
     Cost: (P - 1) density d pairs sent per rank, for P ranks and d elements.
     Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
@@ -319,47 +343,3 @@ class TopK(SparseScheme):
         # Every rank is a separate node, so that nothing is summed before the selection.
         nodes = tuple((rank,) for rank in range(topology.size))
         return super()._levels(length, Topology(topology.rank, nodes))
-
-
-@dataclass(frozen=True, kw_only=True)
-class HiTopK(SparseScheme):
-    """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
-
-    The ranks at one position of every node exchange the largest elements of their shard. Therefore,
-    all n network interfaces of a node are busy at once, and each element is selected once per node,
-    from the sum over the node's ranks. Each rank stores the residual of its shard. The last stage
-    gathers pairs or sums in the node, whichever have fewer bytes.
-
-    Args:
-      density: Share of elements that each node sends, in (0, 1] (default 0.01).
-      select: Method of selection: `"mstopk"` (default), `"exact"` or `"dgc"`; see
-        `tfposeidon.ops.top_k`.
-      wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
-        `"bfloat16"`. Rounding errors are added to the residual. Values are sums over a node, not
-        means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
-      error_feedback: True (default) to add the elements that are not sent to the next gradient.
-        Otherwise they are lost.
-      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
-        0: none). The optimizer's own momentum must then be 0.
-      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
-        0).
-      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
-        or, with `momentum`, by this scheme at density 1.
-
-    Raises:
-      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
-
-    Cost: For m nodes of n ranks, d elements and k = density d / n, each rank sends (n - 1) d / n
-    values in the node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k
-    pairs or (n - 1) d / n values.
-    Source: Shi et al. 2021 (CommLib), section 3.2, Algorithm 2. Differs: error feedback on the
-    shard; indices and values in one message; the scatter is an all-to-all with a local sum (see
-    `stages`); where pairs would have more bytes than the dense exchange, values are sent densely.
-
-    Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
-      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
-      2000
-    """
