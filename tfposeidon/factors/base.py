@@ -187,7 +187,6 @@ def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorP
 
 def _no_rows(description: Description, zero: Zeros) -> FactorPair:
     shape = shape_of(description)
-    assert shape is not None
     value = tf.cast(zero["float32"].read_value(), shape.dtype)
     if shape.indexed:
         return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)

@@ -83,10 +83,11 @@ class Factors(FactorScheme):
     @override
     def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
-        for stage, group in self._gathering_groups(topology).items():
+        groups, sums_in_node = self._groups(topology)
+        for stage, group in groups.items():
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
-        if self._sums_in_node_of(topology):
+        if sums_in_node:
             # Use fixed shards, because all-reduces in separate nodes might add in different orders.
             shards = stages.Shards.even(total.shape[0], topology.node)
             own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
@@ -97,29 +98,29 @@ class Factors(FactorScheme):
     def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
         made: tuple[Stage, ...] = ()
         held_bytes, gathered_ranks = float(factors.bytes), 1
-        for name, group in self._gathering_groups(topology).items():
+        groups, sums_in_node = self._groups(topology)
+        for name, group in groups.items():
             made += stages.gathering(group, [held_bytes] * group.size, name, factors.itemsize)
             held_bytes *= group.size
             gathered_ranks *= group.size
         made += (factors.multiplication(gathered_ranks),)
-        if self._sums_in_node_of(topology):
+        if sums_in_node:
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
             made += stages.scatter_sum_stages(shards, itemsize, topology, None, "node_scatter")
             made += stages.gather_stages(shards, itemsize, None, "node_gather")
         return made
 
-    def _gathering_groups(self, topology: Topology) -> dict[str, Group]:
-        """Returns the groups that gather factors, in their order, by the name of the stage."""
+    def _groups(self, topology: Topology) -> tuple[dict[str, Group], bool]:
+        """Returns the groups that gather factors, by stage, and whether nodes sum products then."""
         if topology.across is None or _is_uneven(topology):
-            return {"gather": topology.world}
+            return {"gather": topology.world}, False
         # Gather across nodes first, while each rank holds only its own rows. After gathering in the
         # node, each rank would send the rows of the whole node over the slow network.
         across = {"across_gather": topology.across}
-        return across if self.sums_in_node else across | {"node_gather": topology.node}
-
-    def _sums_in_node_of(self, topology: Topology) -> bool:
-        return bool(self.sums_in_node) and not _is_uneven(topology)
+        if self.sums_in_node:
+            return across, True
+        return across | {"node_gather": topology.node}, False
 
 
 def _is_uneven(topology: Topology) -> bool:
@@ -193,21 +194,18 @@ class ByRows(SchemeOfFactors):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # `rows` is an all-reduced sum, so every rank takes the same branch.
-        return tf.cond(
-            rows <= self.limit * len(factors),
-            lambda: self.few.exchange_pairs(factors, rows, dtype, wire, name),
-            lambda: self._exchange_many(factors, rows, dtype, wire, name),
-        )
+        def few() -> tf.Tensor:
+            return self.few.exchange_pairs(factors, rows, dtype, wire, name)
 
-    def _exchange_many(
-        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
-    ) -> tf.Tensor:
-        if isinstance(self.many, SchemeOfFactors):
-            return self.many.exchange_pairs(factors, rows, dtype, wire, name)
-        # Compute products only here, because a step that sends factors does not need them.
-        products = [tf.cast(one.own_product, dtype) for one in factors]
-        return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
+        def many() -> tf.Tensor:
+            if isinstance(self.many, SchemeOfFactors):
+                return self.many.exchange_pairs(factors, rows, dtype, wire, name)
+            # Compute products only here, because a step that sends factors does not need them.
+            products = [tf.cast(one.own_product, dtype) for one in factors]
+            return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
+
+        # `rows` is an all-reduced sum, so every rank takes the same branch.
+        return tf.cond(rows <= self.limit * len(factors), few, many)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +234,10 @@ class HybComm(Policy):
 
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        factors = shape_of(description)
-        if factors is None:
+        if description.structure is None:
             unknown = "the first step determines whether it has factors"
             return Choice(ParameterServer(), description.why_no_structure or unknown)
+        factors = shape_of(description)
         nodes, ranks_per_node = len(topology.nodes), max(map(len, topology.nodes))
         if nodes == 1:
             # In a job on one node, ranks take the role of Poseidon's nodes.

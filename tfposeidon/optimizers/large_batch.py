@@ -11,7 +11,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon import checks
-from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
+from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -75,6 +75,8 @@ class LARS(LayerWiseOptimizer):
     >>> model.compile(optimizer=optimizer, loss="mse")
     """
 
+    _options = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
+
     def __init__(
         self,
         learning_rate: Any,
@@ -118,19 +120,10 @@ class LARS(LayerWiseOptimizer):
         )
 
     @override
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates one velocity per variable, if there is momentum."""
-        if self.built:
-            return
-        super().build(variables)
+    def _build_state(self, variables: Sequence[Any]) -> None:
         # The attribute must have the same name as in SGD, because callbacks that change the rate
         # find the velocities by this name, and rescale them.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        own = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
-        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
     def _direction(
@@ -141,10 +134,9 @@ class LARS(LayerWiseOptimizer):
         return step, step if self.ratio == "norm_of_sum" else gradient
 
     @override
-    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+    def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         denominators = others if self.ratio == "norm_of_sum" else others + decays * weights
-        defined = (weights > 0.0) & (others > 0.0)
-        return ratio_or_1(self.trust_coefficient * weights, denominators + self.epsilon, defined)
+        return denominators + self.epsilon
 
     @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
@@ -205,6 +197,8 @@ class LAMB(LayerWiseOptimizer):
     0.01
     """
 
+    _options = ("beta_1", "beta_2", "epsilon")
+
     def __init__(
         self,
         learning_rate: Any = 0.001,
@@ -225,17 +219,8 @@ class LAMB(LayerWiseOptimizer):
         self.epsilon = checks.check_number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
 
     @override
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates two moments per variable."""
-        if self.built:
-            return
-        super().build(variables)
+    def _build_state(self, variables: Sequence[Any]) -> None:
         self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        own = ("beta_1", "beta_2", "epsilon")
-        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
     def _direction(
@@ -248,10 +233,6 @@ class LAMB(LayerWiseOptimizer):
         if decay := self._decay_of(variable):
             step += decay * value
         return step, step
-
-    @override
-    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
 
     def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
         """Updates a moment with a sample, and returns it without its bias towards 0."""

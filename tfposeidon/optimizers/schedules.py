@@ -128,15 +128,8 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     @override
     def get_config(self) -> dict[str, Any]:
-        return {
-            "peak_learning_rate": self.peak_learning_rate,
-            "warmup_steps": self.warmup_steps,
-            "decay_steps": self.decay_steps,
-            "initial_learning_rate": self.initial_learning_rate,
-            "end_learning_rate": self.end_learning_rate,
-            "power": self.power,
-            "name": self.name,
-        }
+        # All attributes are arguments of the constructor.
+        return dict(vars(self))
 
     def _up_to_peak(self, name: str, value: Any) -> float:
         peak = self.peak_learning_rate
