@@ -38,13 +38,12 @@ def leaves(optimizer: Any) -> list[Any]:
     """Returns the nested optimizers that contain no others, or the optimizer itself."""
     # Inner optimizers are attributes, or items of attributes that are lists or dictionaries, as in
     # Keras's `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
-    inside = {}
+    inside = []
     for value in vars(optimizer).values():
-        items = list(value.values()) if isinstance(value, Mapping) else value
-        for one in items if isinstance(items, list | tuple) else [value]:
-            if isinstance(one, keras.optimizers.Optimizer) and one is not optimizer:
-                inside[id(one)] = one
-    found = [leaf for one in inside.values() for leaf in leaves(one)] or [optimizer]
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        inside += items if isinstance(items, list | tuple) else [value]
+    others = [one for one in inside if isinstance(one, keras.optimizers.Optimizer)]
+    found = [leaf for one in others if one is not optimizer for leaf in leaves(one)] or [optimizer]
     return list({id(leaf): leaf for leaf in found}.values())
 
 

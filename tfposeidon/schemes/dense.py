@@ -36,11 +36,10 @@ class AllReduce(WithWireDtype, Scheme):
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      >>> from tfposeidon.schemes import AllReduce, Topology
+      >>> int(AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
       6000
-      >>> schemes.AllReduce(wire_dtype="float16").exact
+      >>> AllReduce(wire_dtype="float16").exact
       False
     """
 
@@ -91,9 +90,8 @@ class Torus2D(WithWireDtype, Scheme):
     ranks at positions that every node has own shards, and the other ranks only contribute.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> cost = schemes.Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
+      >>> from tfposeidon.schemes import Torus2D, Topology
+      >>> cost = Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
       >>> int(cost.node_bytes), int(cost.cross_bytes)
       (4000, 2000)
     """
@@ -130,9 +128,8 @@ class AllToAll(Torus2D):
     element where P does not divide n; bfloat16 is supported.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> half = schemes.AllToAll(wire_dtype="bfloat16")
+      >>> from tfposeidon.schemes import AllToAll, Topology
+      >>> half = AllToAll(wire_dtype="bfloat16")
       >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
       3000
     """
@@ -161,9 +158,8 @@ class ParameterServer(Scheme):
     bucket on one server, only that server's network connection would be busy.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> schemes.ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      >>> from tfposeidon.schemes import ParameterServer, Topology
+      >>> ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
       (3, 6)
     """
 

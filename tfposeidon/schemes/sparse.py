@@ -303,9 +303,8 @@ class HiTopK(SparseScheme):
     `stages`); where pairs would have more bytes than the dense exchange, values are sent densely.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
+      >>> from tfposeidon.schemes import HiTopK, Topology
+      >>> scheme = HiTopK(density=0.001, momentum=0.9)
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
       2000
     """
@@ -329,9 +328,8 @@ class TopK(SparseScheme):
     feedback; where pairs would have more bytes than the dense exchange, values are sent densely.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.TopK(density=0.001)
+      >>> from tfposeidon.schemes import TopK, Topology
+      >>> scheme = TopK(density=0.001)
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
       56000
     """

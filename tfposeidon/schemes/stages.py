@@ -380,8 +380,7 @@ class Levels:
 
     def mean(self, vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
         """Averages the vector over all ranks, with the same bits on each."""
-        own = self.own_mean(vector, wire, name, wire_dtype)
-        return self.gather(own, wire, name, wire_dtype)
+        return self.gather(self.own_mean(vector, wire, name, wire_dtype), wire, name, wire_dtype)
 
     def own_mean(
         self, vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
@@ -413,8 +412,8 @@ class Levels:
 
     def stages(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
         """Describes `mean`."""
-        name, topology = "node_scatter", self.topology
-        scatter = scatter_sum_stages(self.node, itemsize, topology, wire_dtype, name)
+        options = itemsize, self.topology, wire_dtype
+        scatter = scatter_sum_stages(self.node, *options, "node_scatter")
         return scatter + self.stages_across(itemsize, wire_dtype)
 
     def stages_across(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
