@@ -278,14 +278,14 @@ class FactorReader:
         return tf.cast(tf.stack(rows), tf.float32)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
-        """Returns factors with the known number of rows, filled from a vector of values."""
+        """Returns factors with the known number of rows, filled with one of `values`."""
         shape = shape_of(description)
-        count = round(shape.rows or 0)
-        right = tf.cast(_matrix(values, count, shape.right), shape.dtype)
+        count, value = round(shape.rows or 0), tf.cast(values[0], shape.dtype)
+        right = tf.fill([count, shape.right], value)
         if shape.indexed:
-            indices = tf.abs(_matrix(values, count, 1)[:, 0]) * shape.left / 10.0
-            return Rows(tf.cast(indices, tf.int32) % shape.left, right, table=shape.left)
-        return FactorPair(tf.cast(_matrix(values, count, shape.left), shape.dtype), right)
+            # Scatter the rows over the table, as those of tokens are.
+            return Rows(tf.range(count) * 40_503 % shape.left, right, table=shape.left)
+        return FactorPair(tf.fill([count, shape.left], value), right)
 
 
 def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
@@ -333,8 +333,3 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
         "tfposeidon: %s is sent as a full matrix in this trace: %s.", description.path, reason
     )
     return as_product(gradient, agreed)
-
-
-def _matrix(values: tf.Tensor, count: int, width: int) -> tf.Tensor:
-    repeated = tf.tile(values, [max(1, -(-count * width // values.shape[0]))])
-    return tf.reshape(repeated[: count * width], [count, width])

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks
+from tfposeidon.checks import BELOW_1, NOT_NEGATIVE, POSITIVE, check_flag, check_number
 from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer
 
 
@@ -94,19 +94,17 @@ class LARS(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.momentum = checks.check_number(
-            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
-        )
-        self.nesterov = checks.check_flag("nesterov", nesterov, "Leave it out for False.")
+        self.momentum = check_number("momentum", momentum, BELOW_1, "Use 0.9, or 0.0 for none.")
+        self.nesterov = check_flag("nesterov", nesterov, "Leave it out for False.")
         if nesterov and not self.momentum:
             raise ValueError(
                 "`nesterov` requires momentum. Received: nesterov=True, "
                 f"momentum={self.momentum}. Use momentum=0.9, or leave nesterov out."
             )
-        self.trust_coefficient = checks.check_number(
+        self.trust_coefficient = check_number(
             "trust_coefficient",
             trust_coefficient,
-            checks.POSITIVE,
+            POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
         if ratio not in ("sum_of_norms", "norm_of_sum"):
@@ -115,9 +113,7 @@ class LARS(LayerWiseOptimizer):
                 'Leave it out for "sum_of_norms", the form in the papers.'
             )
         self.ratio = ratio
-        self.epsilon = checks.check_number(
-            "epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none."
-        )
+        self.epsilon = check_number("epsilon", epsilon, NOT_NEGATIVE, "Use 0.0 for none.")
 
     @override
     def _build_state(self, variables: Sequence[Any]) -> None:
@@ -214,9 +210,9 @@ class LAMB(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.beta_1 = checks.check_number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
-        self.beta_2 = checks.check_number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
-        self.epsilon = checks.check_number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
+        self.beta_1 = check_number("beta_1", beta_1, BELOW_1, "Use 0.9.")
+        self.beta_2 = check_number("beta_2", beta_2, BELOW_1, "Use 0.999.")
+        self.epsilon = check_number("epsilon", epsilon, POSITIVE, "Use 1e-6.")
 
     @override
     def _build_state(self, variables: Sequence[Any]) -> None:

@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks, native, ops
+from tfposeidon import native, ops
+from tfposeidon.checks import NOT_NEGATIVE, check_number
 from tfposeidon.gradients import indices_of, is_overwritten, of_tensorflow, path_of
 
 Exclude = Sequence[str] | Callable[[Any], bool] | None
@@ -119,12 +120,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     ) -> None:
         if isinstance(learning_rate, numbers.Real):
             remedy = "Use a number such as 0.1, or a schedule."
-            learning_rate = checks.check_number(
-                "learning_rate", learning_rate, checks.NOT_NEGATIVE, remedy
-            )
-        decay = checks.check_number(
-            "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
-        )
+            learning_rate = check_number("learning_rate", learning_rate, NOT_NEGATIVE, remedy)
+        decay = check_number("weight_decay", weight_decay, NOT_NEGATIVE, "Use 0.0 for none.")
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
         if exclude is not None and not callable(exclude):
             exclude = _checked_patterns(exclude)

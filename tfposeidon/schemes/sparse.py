@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks, ops
+from tfposeidon import ops
+from tfposeidon.checks import BELOW_1, FRACTION, NOT_NEGATIVE, check_number
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
@@ -49,14 +50,12 @@ class SparseScheme(ResidualScheme):
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        checks.check_number(
-            "density", self.density, checks.FRACTION, "Use AllReduce() to send everything."
-        )
+        check_number("density", self.density, FRACTION, "Use AllReduce() to send everything.")
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
-            checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
+            check_number(name, getattr(self, name), NOT_NEGATIVE, "Use 0 for none.")
         ops.check_method(self.select)
-        checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
+        check_number("momentum", self.momentum, BELOW_1, "Use 0.0 for none.")
 
     @property
     @override
