@@ -43,7 +43,7 @@ class LARS(LayerWiseOptimizer):
         rate. `None` (default) excludes biases and parameters of normalization layers, that is,
         variables with at most one axis, or whose path ends in the word "bias", "gamma" or "beta". A
         list contains regular expressions to search in the path ("dense/kernel"); `[]` excludes
-        nothing. A function of the variable is possible, but cannot be saved with the model.
+        nothing.
       ratio: "sum_of_norms" (default, as in the papers) or "norm_of_sum" (as in optax.lars), see
         above.
       epsilon: Term added to the denominator of the ratio, from 0 (default 0).
@@ -167,8 +167,8 @@ class LAMB(LayerWiseOptimizer):
       weight_decay: Weight decay inside the step, and therefore inside the ratio, from 0 (default
         0). Keras's decoupled decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
-        `None` (default) for biases and parameters of normalization layers, regular expressions to
-        search in the path, or a function of the variable.
+        `None` (default) for biases and parameters of normalization layers, or regular expressions
+        to search in the path.
       parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
         layers and receives the others; "auto" (default) uses the faster method, as in `LARS`.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss

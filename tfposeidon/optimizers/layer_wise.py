@@ -21,7 +21,7 @@ from tfposeidon import native, ops
 from tfposeidon.checks import NOT_NEGATIVE, check_number
 from tfposeidon.gradients import indices_of, is_overwritten, of_tensorflow, path_of
 
-Exclude = Sequence[str] | Callable[[Any], bool] | None
+Exclude = Sequence[str] | None
 """Type of the argument `exclude` of `LARS` and `LAMB`."""
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
@@ -50,17 +50,13 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     variables = [getattr(variable, "whole", variable) for variable in variables]
     paths = list(map(path_of, variables))
     if exclude is None:
-        # Do not warn about the default rule, because a model without biases is valid.
         return frozenset(i for i, v in enumerate(variables) if _is_scale_or_shift(v))
-    if callable(exclude):
-        found = {_name_of(exclude): {i for i, v in enumerate(variables) if exclude(v)}}
-    else:
-        found = {repr(p): {i for i, x in enumerate(paths) if re.search(p, x)} for p in exclude}
-    unused = [rule for rule, indices in found.items() if not indices]
-    if unused and variables:
+    found = {repr(p): {i for i, x in enumerate(paths) if re.search(p, x)} for p in exclude}
+    unused = [pattern for pattern, indices in found.items() if not indices]
+    if unused:
         warnings.warn(
-            f"`exclude` has rules that match no variable: {', '.join(unused)}. Examples of paths: "
-            f"{', '.join(map(repr, paths[:3]))}. Correct the rules, or leave them out.",
+            f"`exclude` has patterns that match no variable's path: {', '.join(unused)}. Examples "
+            f"of paths: {', '.join(map(repr, paths[:3]))}. Correct the patterns, or omit them.",
             stacklevel=2,
         )
     return frozenset[int]().union(*found.values())
@@ -76,9 +72,8 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
         isinstance(pattern, str) for pattern in patterns
     ):
         raise ValueError(
-            "`exclude` must be None, a list of patterns, or a function of a variable. Received: "
-            f'exclude={patterns!r}. Use for example ["bias", "gamma", "beta"], or [] to exclude '
-            "nothing."
+            f"`exclude` must be None, or a list of patterns. Received: exclude={patterns!r}. Use "
+            'for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
         )
     for pattern in patterns:
         try:
@@ -89,10 +84,6 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
                 f"which {pattern!r} is invalid: {error}. Escape it with re.escape."
             ) from error
     return tuple(patterns)
-
-
-def _name_of(rule: Callable[[Any], bool]) -> str:
-    return getattr(rule, "__qualname__", repr(rule))
 
 
 class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
@@ -123,9 +114,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             learning_rate = check_number("learning_rate", learning_rate, NOT_NEGATIVE, remedy)
         decay = check_number("weight_decay", weight_decay, NOT_NEGATIVE, "Use 0.0 for none.")
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
-        if exclude is not None and not callable(exclude):
-            exclude = _checked_patterns(exclude)
-        self._exclude: Exclude = exclude
+        self._exclude: Exclude = None if exclude is None else _checked_patterns(exclude)
         if not isinstance(parallel, bool) and parallel != "auto":
             raise ValueError(
                 f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave '
@@ -163,14 +152,6 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @override
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments; refuses a function as `exclude`."""
-        if callable(self._exclude):
-            raise ValueError(
-                "`exclude` must be None or a list of patterns when the optimizer is saved. "
-                f"Received: the function {_name_of(self._exclude)}, which cannot be saved in a "
-                "file. Use patterns that match the paths of the same variables, or save only the "
-                "weights (save_weights, keras_callbacks.Checkpoint)."
-            )
         own = {name: getattr(self, name) for name in (*self._options, "parallel")}
         exclude = None if self._exclude is None else list(self._exclude)
         return {**super().get_config(), **own, "exclude": exclude}
