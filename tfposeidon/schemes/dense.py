@@ -69,39 +69,18 @@ class AllReduce(WithWireDtype, Scheme):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Torus2D(WithWireDtype, Scheme):
-    """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
+class _ByLevels(Scheme):
+    """Averages a vector in the node, and across nodes."""
 
-    With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
-    nodes, so all n network interfaces of a node are busy at once.
-
-    Args:
-      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
-        `"float16"` or `"bfloat16"`; see `AllToAll`.
-
-    Raises:
-      ValueError: If `wire_dtype` has another value.
-
-    Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
-    and 2 d (m - 1) / (m n) across nodes, for d elements.
-    Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
-    is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
-    ranks at positions that every node has own shards, and the other ranks only contribute.
-
-    Example:
-      >>> from tfposeidon.schemes import Torus2D, Topology
-      >>> cost = Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
-      >>> int(cost.node_bytes), int(cost.cross_bytes)
-      (4000, 2000)
-    """
+    wire_dtype: str | None = None
 
     @override
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
         levels = self._levels(gradient.shape[0], wire.topology)
-        return levels.mean(gradient, wire, name, self.wire_dtype), state
+        own = levels.own_mean(gradient, wire, name, self.wire_dtype)
+        return levels.gather(own, wire, name, self.wire_dtype), state
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
@@ -112,7 +91,7 @@ class Torus2D(WithWireDtype, Scheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(Torus2D):
+class AllToAll(WithWireDtype, _ByLevels):
     """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:
@@ -140,7 +119,35 @@ class AllToAll(Torus2D):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServer(Scheme):
+class Torus2D(WithWireDtype, _ByLevels):
+    """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
+
+    With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
+    nodes, so all n network interfaces of a node are busy at once.
+
+    Args:
+      wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
+        `"float16"` or `"bfloat16"`; see `AllToAll`.
+
+    Raises:
+      ValueError: If `wire_dtype` has another value.
+
+    Cost: 2 (n - 1) steps and 2 d (n - 1) / n elements sent per rank in the node; 2 (m - 1) steps
+    and 2 d (m - 1) / (m n) across nodes, for d elements.
+    Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
+    is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
+    ranks at positions that every node has own shards, and the other ranks only contribute.
+
+    Example:
+      >>> from tfposeidon.schemes import Torus2D, Topology
+      >>> cost = Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
+      >>> int(cost.node_bytes), int(cost.cross_bytes)
+      (4000, 2000)
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(_ByLevels):
     """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
 
     Every node is both worker and shard owner. A bucket is split into equal parts, one per node. The
@@ -165,13 +172,6 @@ class ParameterServer(Scheme):
 
     name: ClassVar[str] = "ps"
 
-    @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        levels = Levels(gradient.shape[0], wire.topology)
-        return levels.mean(gradient, wire, name, None), state
-
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
         """Returns the shard that `topology.rank` owns.
 
@@ -185,10 +185,6 @@ class ParameterServer(Scheme):
         levels, rank = Levels(length, topology), topology.rank
         begin = levels.node.offset_of(rank) + levels.across.offset_of(rank)
         return begin, begin + levels.across.length_of(rank)
-
-    @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        return Levels(length, topology).stages(itemsize, None)
 
 
 @dataclass(frozen=True, kw_only=True)

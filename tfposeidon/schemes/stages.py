@@ -378,10 +378,6 @@ class Levels:
         """Number of elements of this rank's shard of `node`."""
         return self.node.length_of(self.topology.rank)
 
-    def mean(self, vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
-        """Averages the vector over all ranks, with the same bits on each."""
-        return self.gather(self.own_mean(vector, wire, name, wire_dtype), wire, name, wire_dtype)
-
     def own_mean(
         self, vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
     ) -> tf.Tensor:
@@ -403,7 +399,7 @@ class Levels:
         return scatter_sum(shard / size, self.across, wire, name, wire_dtype)
 
     def gather(self, own: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
-        """Gathers the vector from the parts of all ranks, across nodes first."""
+        """Gathers the vector from the parts of all ranks, with the same bits on each."""
         # Values are encoded once for both levels, so that they are rounded once. Gathering reverses
         # the order of scattering: parts of other nodes complete the shard of the node's vector.
         encoded = gather(encode(own, wire_dtype), self.across, wire, f"{name}.across_gather")
@@ -411,7 +407,7 @@ class Levels:
         return decode(gathered, wire_dtype, own.dtype)
 
     def stages(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
-        """Describes `mean`."""
+        """Describes `own_mean` and `gather`."""
         options = itemsize, self.topology, wire_dtype
         scatter = scatter_sum_stages(self.node, *options, "node_scatter")
         return scatter + self.stages_across(itemsize, wire_dtype)
