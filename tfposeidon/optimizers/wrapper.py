@@ -38,7 +38,7 @@ def leaves(optimizer: Any) -> list[Any]:
     """Returns the nested optimizers that contain no others, or the optimizer itself."""
     # Inner optimizers are attributes, or items of attributes that are lists or dictionaries, as in
     # Keras's `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
-    inside = []
+    inside: list[Any] = []
     for value in vars(optimizer).values():
         items = [*value.values()] if isinstance(value, Mapping) else value
         inside += items if isinstance(items, list | tuple) else [value]

@@ -120,21 +120,16 @@ class SparseScheme(ResidualScheme):
         # the gradient by the accumulated velocity.
         residual, *velocity = kept
         new: list[tf.Tensor]
+        method, wire_dtype = self.select, self.wire_dtype
         if velocity:
             values, indices, *new = ops.momentum_correction_top_k(
-                residual,
-                gradient,
-                *velocity,
-                k,
-                self.momentum,
-                self.select,
-                wire_dtype=self.wire_dtype,
+                residual, gradient, velocity[0], k, self.momentum, method, wire_dtype=wire_dtype
             )
         else:
             values, indices, *new = ops.error_feedback_top_k(
-                residual, gradient, k, self.select, wire_dtype=self.wire_dtype
+                residual, gradient, k, method, wire_dtype=wire_dtype
             )
-        return pack_pairs(values, indices, self.wire_dtype), tuple(new)
+        return pack_pairs(values, indices, wire_dtype), tuple(new)
 
     def _select_all(
         self, gradient: tf.Tensor, kept: Sequence[tf.Tensor]
