@@ -95,13 +95,13 @@ class OneBit(schemes.ResidualScheme):
         if not _sends_across(topology):
             return scatter + back
         own_length, nodes = node.length_of(topology.rank), topology.across.size
-        coded, added = CODED_PER_SELECTED * own_length, nodes * own_length
+        coded = CODED_PER_SELECTED * own_length
         parts_bytes = [float(code_bytes(own_length))] * nodes
         return (
             *scatter,
             schemes.Work(name="encode", kind="select", elements=coded),
             *stages.gathering(topology.across, parts_bytes, "bits_across", itemsize=1),
-            schemes.Work(name="bits_across.sum", kind="sum", elements=added, operations=added),
+            schemes.Work(name="bits_across.sum", kind="sum", elements=nodes * own_length),
             *back,
         )
 

@@ -122,10 +122,10 @@ def test_auto_says_what_it_means():
 
 
 def test_servers_hold_equal_bytes():
-    """Over layers of every size, to within one pair."""
+    """Over layers of every size, to within one value of each bucket."""
     sizes = [3, 700, 65_000, 1_000_001, 40, 9_999, 300_000, 12]
     layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
-    store = schemes.ParameterServer(pair_bytes=65_536)
+    store = schemes.ParameterServer()
     for nodes in (1, 2, 3, 5, 16):
         made = make_plan(layers, policies.parse(store), Topology.regular(0, nodes, 1), 2**18)
         held = np.zeros(nodes)
@@ -138,7 +138,7 @@ def test_servers_hold_equal_bytes():
             # A bucket keeps all links busy.
             assert max(here) - min(here) <= 4
             held += here
-        assert max(held) - min(held) <= store.pair_bytes
+        assert max(held) - min(held) <= 4 * len(made.buckets)
         assert sum(held) == 4 * sum(sizes)
 
 

@@ -10,7 +10,7 @@ from tests.helpers.over_ranks import on_one_rank
 
 STEPS = 10
 BATCH = 12
-SERVED = tp.schemes.ParameterServer(pair_bytes=256)
+SERVED = tp.schemes.ParameterServer()
 """Stands for a `ShardedOptimizer`, see `distributed`."""
 
 

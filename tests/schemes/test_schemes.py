@@ -147,10 +147,6 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         ({"wire_dtype": "int8"}, r"`wire_dtype` must be None or .*Received: wire_dtype='int8'"),
         ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\). Received: momentum=1.0"),
         (
-            {"momentum": 0.9, "error_feedback": False},
-            r"Momentum correction requires error feedback",
-        ),
-        (
             {"warmup_steps": -1},
             r"`warmup_steps` must be a finite number >= 0. Received: warmup_steps=-1",
         ),
@@ -213,22 +209,6 @@ def test_what_is_no_saving_goes_densely_and_the_plan_says_so(kind):
     )
 
 
-@pytest.mark.parametrize("kind", SPARSE)
-def test_without_error_feedback_the_rest_is_lost(kind):
-    scheme = kind(density=0.1, error_feedback=False, select="exact")
-
-    def exchange(wire):
-        gradient = tf.constant(np.arange(100, dtype="float32") * (wire.topology.rank + 1))
-        mean, state = scheme.exchange(
-            gradient, contract.fresh_state(scheme, 100, wire.topology), wire, "x"
-        )
-        assert len(state) == 1
-        return mean.numpy()
-
-    for mean in Cluster(LAYOUTS["2x1"]).run(exchange):
-        np.testing.assert_allclose(mean, np.where(np.arange(100) < 90, 0, 1.5 * np.arange(100)))
-
-
 def test_warm_up_ends_at_the_density():
     scheme = schemes.TopK(density=0.01, warmup_steps=4, select="exact")
     state = contract.fresh_state(scheme, 1000, Topology(0, LAYOUTS["2x1"]))
@@ -275,10 +255,3 @@ def test_all_reduce_points_elsewhere_for_bfloat16():
 def test_schemes_print_what_differs_from_their_defaults():
     assert str(schemes.Torus2D()) == "torus2d"
     assert str(schemes.AllToAll(wire_dtype="float16")) == "alltoall(wire_dtype=float16)"
-
-
-def test_a_pair_size_must_be_positive():
-    with pytest.raises(
-        ValueError, match=r"`pair_bytes` must be a finite number > 0. Received: pair_bytes=0"
-    ):
-        schemes.ParameterServer(pair_bytes=0)

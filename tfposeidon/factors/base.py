@@ -46,6 +46,20 @@ class SchemeOfFactors(Scheme):
         """
 
     @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        dtype = {2: "float16", 4: "float32", 8: "float64"}[itemsize]
+        return self.bucket_stages(length, itemsize, [FactorShape(1, 1, length, dtype)], topology)
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        # A vector is the product of a 1 x 1 matrix and a single row.
+        factors = FactorPair(tf.ones([1, 1], gradient.dtype), gradient[tf.newaxis])
+        one, dtype = tf.ones([]), gradient.dtype.name
+        return self.exchange_pairs([factors], one, dtype, wire, name), state
+
+    @override
     def exchange_structures(
         self,
         gradients: Sequence[Any],
@@ -132,19 +146,6 @@ class FactorScheme(SchemeOfFactors):
         return total_cost(self.factor_stages(factors, topology), topology)
 
     @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        dtype = {2: "float16", 4: "float32", 8: "float64"}[itemsize]
-        return self.factor_stages(FactorShape(1, 1, length, dtype), topology)
-
-    @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        # A vector is the product of a 1 x 1 matrix and a single row.
-        factors = FactorPair(tf.ones([1, 1], gradient.dtype), gradient[tf.newaxis])
-        return tf.cast(self.exchange_factors(factors, wire, name), gradient.dtype), state
-
-    @override
     def bucket_stages(
         self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
     ) -> tuple[Stage, ...]:
@@ -159,7 +160,7 @@ class FactorScheme(SchemeOfFactors):
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
         # Add the index to names, because Horovod matches collectives by name.
-        means = (self.exchange_factors(f, wire, f"{name}.{i}") for i, f in enumerate(factors))
+        means = [self.exchange_factors(f, wire, f"{name}.{i}") for i, f in enumerate(factors)]
         return tf.concat([tf.cast(mean, dtype) for mean in means], 0)
 
 
@@ -187,7 +188,6 @@ def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorP
 
 def _no_rows(description: Description, zero: Zeros) -> FactorPair:
     shape = shape_of(description)
-    assert shape is not None
     value = tf.cast(zero["float32"].read_value(), shape.dtype)
     if shape.indexed:
         return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)

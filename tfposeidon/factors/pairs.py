@@ -15,7 +15,7 @@ from typing import Any, cast
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.gradients import Description
+from tfposeidon.gradients import Description, merge_rows
 from tfposeidon.schemes.stages import Work
 
 # Messages of 16-bit factors have two more columns for the rank's weight: a high and a low part.
@@ -96,9 +96,9 @@ class FactorShape:
         )
 
 
-def shape_of(description: Description) -> FactorShape | None:
-    """Returns the shape of the factors that all ranks found, `None` if they found none."""
-    return cast(FactorShape | None, description.structure)
+def shape_of(description: Description) -> FactorShape:
+    """Returns the shape of the factors that all ranks found; `structure` must not be `None`."""
+    return cast(FactorShape, description.structure)
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class FactorPair:
       local: Term that depends on variables alone, such as a regularizer's gradient, and is
         therefore the same on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the graph's constants in `local`, which ranks compare.
-      weight: Scale of the product of 16-bit factors, a float32 scalar; `None` for 1. Wider factors
-        are scaled immediately.
+      weight: Scale of the product of 16-bit factors, a float32 scalar. Wider factors are scaled
+        immediately.
 
     >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
     >>> factors.own_product.numpy().tolist()
@@ -123,7 +123,7 @@ class FactorPair:
     right: tf.Tensor
     local: tf.Tensor | None = None
     constants: str = ""
-    weight: tf.Tensor | None = None
+    weight: tf.Tensor | float = 1.0
 
     @property
     def tensors(self) -> list[tf.Tensor]:
@@ -141,7 +141,7 @@ class FactorPair:
         """Product of this rank's rows without the local term, `[M * N]` float64 or float32."""
         right = self.right
         if right.dtype.size == 2:
-            right = tf.cast(right, tf.float32) * (1.0 if self.weight is None else self.weight)
+            right = tf.cast(right, tf.float32) * self.weight
         return tf.reshape(self._multiplied(self.left, right), [-1])
 
     @property
@@ -153,9 +153,8 @@ class FactorPair:
         columns, dtype = self.tensors, self.left.dtype
         if dtype.size == 2:
             # Repeat the weight in every row, because gathered rows do not identify their rank.
-            weight = tf.constant(1.0) if self.weight is None else self.weight
-            high = tf.cast(weight, dtype)
-            low = tf.cast(weight - tf.cast(high, tf.float32), dtype)
+            high = tf.cast(self.weight, dtype)
+            low = tf.cast(self.weight - tf.cast(high, tf.float32), dtype)
             columns += [tf.fill([tf.shape(self.left)[0], 1], part) for part in (high, low)]
         rows = tf.concat(columns, 1)
         return tf.bitcast(rows, tf.uint16) if dtype == tf.bfloat16 else rows
@@ -186,20 +185,17 @@ class FactorPair:
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
         """Returns factors with a scaled product and the same local term; `weight` is a scalar."""
-        # Ignore gradients of empty batches: they may be NaN.
-        left, right = (_unless_empty(tensor, weight) for tensor in self.tensors)
+        # Ignore gradients of empty batches, which may be NaN: multiply by 0 or 1, and 0 times NaN
+        # is 0 here. Indices remain as they are, because their values are zeros.
+        left, right = (
+            tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
+            if tensor.dtype.is_floating
+            else tensor
+            for tensor in self.tensors
+        )
         if right.dtype.size == 2:
-            total = weight if self.weight is None else self.weight * weight
-            return replace(self, left=left, right=right, weight=total)
+            return replace(self, left=left, right=right, weight=self.weight * weight)
         return replace(self, left=left, right=right * tf.cast(weight, right.dtype))
-
-
-def _unless_empty(tensor: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Returns zeros if `weight` is 0; returns indices unchanged, because their values are zeros."""
-    if not tensor.dtype.is_floating:
-        return tensor
-    # Multiply by 0 or 1, which preserves values. With multiply_no_nan, 0 times NaN is 0.
-    return tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
 
 
 class NoFactorsError(Exception):
@@ -225,12 +221,11 @@ class Rows(FactorPair):
     @override
     def packed(self) -> tf.Tensor:
         """Message of indices, bit-cast to the values' dtype, and values, summed for each index."""
-        indices, segments = tf.unique(self.left)
-        values = tf.math.unsorted_segment_sum(self.right, segments, tf.size(indices))
+        rows = merge_rows(tf.IndexedSlices(self.right, self.left))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
-        bits = tf.bitcast(tf.cast(indices, _index_dtype(self.right.dtype)), self.right.dtype)
+        bits = tf.bitcast(tf.cast(rows.indices, _index_dtype(self.right.dtype)), self.right.dtype)
         columns = tf.reshape(bits, [-1, self.shape.left_columns])
-        return super(Rows, replace(self, left=columns, right=values)).packed
+        return super(Rows, replace(self, left=columns, right=rows.values)).packed
 
     @override
     def _multiplied(self, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:

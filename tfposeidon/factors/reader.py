@@ -11,7 +11,6 @@ Source: Zhang et al. 2017 (Poseidon), section 2.1.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -187,17 +186,14 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collectio
     return hashlib.sha256(b"".join(constants)).hexdigest() if tensors else ""
 
 
-def _captured(placeholder: tf.Tensor) -> Any:
-    """Returns the tensor that a function's input captures, outside of all nested functions."""
-    for outside, inside in getattr(placeholder.graph, "captures", ()):
-        if inside is placeholder:
-            # An eager tensor is outside of all functions, and raises on access to `op`.
-            nested = (
-                not isinstance(outside, tf.__internal__.EagerTensor)
-                and outside.op.type == "Placeholder"
-            )
-            return _captured(outside) if nested else outside
-    return placeholder
+def _captured(tensor: tf.Tensor) -> Any:
+    """Returns what a function's input captures, from outside of all nested functions."""
+    # An eager tensor is outside of all functions, and raises on access to `op`.
+    if isinstance(tensor, tf.__internal__.EagerTensor) or tensor.op.type != "Placeholder":
+        return tensor
+    captures = getattr(tensor.graph, "captures", ())
+    outside = next((outside for outside, inside in captures if inside is tensor), None)
+    return tensor if outside is None else _captured(outside)
 
 
 class FactorReader:
@@ -210,14 +206,14 @@ class FactorReader:
         replicated: Collection[Any],
     ) -> list[Found]:
         """Returns the shape of each gradient's factors, or the reason for none, for JSON."""
-        found: list[Found] = []
-        for gradient, description in zip(gradients, descriptions, strict=True):
-            try:
-                factors = _read(gradient, description, replicated)
-                found.append({**asdict(factors.shape), "constants": factors.constants})
-            except NoFactorsError as error:
-                found.append({"why_not": str(error)})
-        return found
+        pairs = zip(gradients, descriptions, strict=True)
+        found = [_factors_or_reason(g, d, replicated) for g, d in pairs]
+        return [
+            {"why_not": one}
+            if isinstance(one, str)
+            else {**asdict(one.shape), "constants": one.constants}
+            for one in found
+        ]
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
@@ -245,11 +241,12 @@ class FactorReader:
         replicated: Collection[Any],
     ) -> list[Any]:
         """Reads the factors of gradients that the plan exchanges as factors."""
-        taken = list(gradients)
-        for member, description in structured.items():
-            if taken[member] is not None:
-                taken[member] = _taken(taken[member], description, replicated)
-        return taken
+        return [
+            gradient
+            if gradient is None or member not in structured
+            else _taken(gradient, structured[member], replicated)
+            for member, gradient in enumerate(gradients)
+        ]
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
@@ -257,8 +254,7 @@ class FactorReader:
         """Makes a step fail if ranks disagree on whether a regularized variable has a gradient."""
         # Each rank adds the regularizer's gradient itself, and reads it from its own gradient.
         for member, description in structured.items():
-            shape = shape_of(description)
-            if shape is not None and shape.has_local:
+            if shape_of(description).has_local:
                 rule = (
                     "A regularized variable that is sent by factors must have a gradient on all "
                     f"ranks or on none. Received: {description.path!r}, with a gradient on some "
@@ -274,32 +270,37 @@ class FactorReader:
         replicated: Collection[Any],
     ) -> tf.Tensor:
         """Returns each gradient's number of batch rows, even if sent dense; `[variables]`."""
-        rows = []
-        for gradient, description in zip(gradients, descriptions, strict=True):
-            count = tf.zeros([])
-            if gradient is not None and description.structure is not None:
-                with contextlib.suppress(NoFactorsError):
-                    left = _read(gradient, description, replicated).left
-                    count = tf.cast(tf.shape(left)[0], tf.float32)
-            rows.append(count)
-        return tf.stack(rows)
+        found = [
+            "" if g is None or not d.structure else _factors_or_reason(g, d, replicated)
+            for g, d in zip(gradients, descriptions, strict=True)
+        ]
+        rows = [0 if isinstance(one, str) else tf.shape(one.left)[0] for one in found]
+        return tf.cast(tf.stack(rows), tf.float32)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
-        """Returns factors with the known number of rows, filled from a vector of values."""
+        """Returns factors with the known number of rows, filled with one of `values`."""
         shape = shape_of(description)
-        assert shape is not None
-        count = round(shape.rows or 0)
-        right = tf.cast(_matrix(values, count, shape.right), shape.dtype)
+        count, value = round(shape.rows or 0), tf.cast(values[0], shape.dtype)
+        right = tf.fill([count, shape.right], value)
         if shape.indexed:
-            indices = tf.abs(_matrix(values, count, 1)[:, 0]) * shape.left / 10.0
-            return Rows(tf.cast(indices, tf.int32) % shape.left, right, table=shape.left)
-        return FactorPair(tf.cast(_matrix(values, count, shape.left), shape.dtype), right)
+            # Scatter the rows over the table, as those of tokens are.
+            return Rows(tf.range(count) * 40_503 % shape.left, right, table=shape.left)
+        return FactorPair(tf.fill([count, shape.left], value), right)
 
 
 def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
     if isinstance(gradient, tf.IndexedSlices):
         return rows_of(gradient, description.shape)
     return factors_of(gradient, description.shape, description.dtype, replicated)
+
+
+def _factors_or_reason(
+    gradient: Any, description: Description, replicated: Collection[Any]
+) -> FactorPair | str:
+    try:
+        return _read(gradient, description, replicated)
+    except NoFactorsError as error:
+        return str(error)
 
 
 def _described(description: Description, found: Sequence[Found]) -> Description:
@@ -317,15 +318,10 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
     """Reads factors of the agreed shape, or converts the matrix to such factors."""
     # A later trace on this rank may not contain the factors that other ranks expect. The product of
     # the matrix and a unit matrix then replaces them.
-    agreed = shape_of(description)
-    assert agreed is not None
-    try:
-        factors = _read(gradient, description, replicated)
-        if factors.shape == agreed.sized(None):
-            return factors
-        reason = f"its factors are {factors.shape}, not {agreed}"
-    except NoFactorsError as error:
-        reason = str(error)
+    agreed, found = shape_of(description), _factors_or_reason(gradient, description, replicated)
+    if isinstance(found, FactorPair) and found.shape == agreed.sized(None):
+        return found
+    reason = found if isinstance(found, str) else f"its factors are {found.shape}, not {agreed}"
     # The matrix includes the regularizer's gradient, and all ranks would add it again.
     if agreed.has_local:
         raise ValueError(
@@ -337,8 +333,3 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
         "tfposeidon: %s is sent as a full matrix in this trace: %s.", description.path, reason
     )
     return as_product(gradient, agreed)
-
-
-def _matrix(values: tf.Tensor, count: int, width: int) -> tf.Tensor:
-    repeated = tf.tile(values, [max(1, -(-count * width // values.shape[0]))])
-    return tf.reshape(repeated[: count * width], [count, width])

@@ -21,8 +21,8 @@ from tfposeidon.factors.reader import FactorReader
 from tfposeidon.gradients import Description, Structure
 from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.dense import PAIR_BYTES, ParameterServer
+from tfposeidon.schemes.base import Scheme
+from tfposeidon.schemes.dense import ParameterServer
 from tfposeidon.schemes.stages import Stage
 from tfposeidon.text import readable_size
 
@@ -83,10 +83,11 @@ class Factors(FactorScheme):
     @override
     def exchange_factors(self, factors: FactorPair, wire: Wire, name: str) -> tf.Tensor:
         topology, rows = wire.topology, factors.packed
-        for stage, group in self._gathering_groups(topology).items():
+        groups, sums_in_node = self._groups(topology)
+        for stage, group in groups.items():
             rows = wire.all_gather(rows, group, f"{name}.{stage}")
         total = factors.product(rows)
-        if self._sums_in_node_of(topology):
+        if sums_in_node:
             # Use fixed shards, because all-reduces in separate nodes might add in different orders.
             shards = stages.Shards.even(total.shape[0], topology.node)
             own = stages.scatter_sum(total, shards, wire, f"{name}.node_scatter", None)
@@ -97,29 +98,29 @@ class Factors(FactorScheme):
     def factor_stages(self, factors: FactorShape, topology: Topology) -> tuple[Stage, ...]:
         made: tuple[Stage, ...] = ()
         held_bytes, gathered_ranks = float(factors.bytes), 1
-        for name, group in self._gathering_groups(topology).items():
+        groups, sums_in_node = self._groups(topology)
+        for name, group in groups.items():
             made += stages.gathering(group, [held_bytes] * group.size, name, factors.itemsize)
             held_bytes *= group.size
             gathered_ranks *= group.size
         made += (factors.multiplication(gathered_ranks),)
-        if self._sums_in_node_of(topology):
+        if sums_in_node:
             shards = stages.Shards.even(factors.left * factors.right, topology.node)
             itemsize = factors.matrix_bytes // (factors.left * factors.right)
             made += stages.scatter_sum_stages(shards, itemsize, topology, None, "node_scatter")
             made += stages.gather_stages(shards, itemsize, None, "node_gather")
         return made
 
-    def _gathering_groups(self, topology: Topology) -> dict[str, Group]:
-        """Returns the groups that gather factors, in their order, by the name of the stage."""
+    def _groups(self, topology: Topology) -> tuple[dict[str, Group], bool]:
+        """Returns the groups that gather factors, by stage, and whether nodes sum products then."""
         if topology.across is None or _is_uneven(topology):
-            return {"gather": topology.world}
+            return {"gather": topology.world}, False
         # Gather across nodes first, while each rank holds only its own rows. After gathering in the
         # node, each rank would send the rows of the whole node over the slow network.
         across = {"across_gather": topology.across}
-        return across if self.sums_in_node else across | {"node_gather": topology.node}
-
-    def _sums_in_node_of(self, topology: Topology) -> bool:
-        return bool(self.sums_in_node) and not _is_uneven(topology)
+        if self.sums_in_node:
+            return across, True
+        return across | {"node_gather": topology.node}, False
 
 
 def _is_uneven(topology: Topology) -> bool:
@@ -174,40 +175,27 @@ class ByRows(SchemeOfFactors):
         return self if rows is None else self.for_rows(round(rows * topology.size, 6))
 
     @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        return self.many.stages(length, itemsize, topology)
-
-    @override
     def bucket_stages(
         self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
     ) -> tuple[Stage, ...]:
         return self.many.bucket_stages(length, itemsize, structures, topology)
 
     @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        return self.many.exchange(gradient, state, wire, name)
-
-    @override
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        # `rows` is an all-reduced sum, so every rank takes the same branch.
-        return tf.cond(
-            rows <= self.limit * len(factors),
-            lambda: self.few.exchange_pairs(factors, rows, dtype, wire, name),
-            lambda: self._exchange_many(factors, rows, dtype, wire, name),
-        )
+        def few() -> tf.Tensor:
+            return self.few.exchange_pairs(factors, rows, dtype, wire, name)
 
-    def _exchange_many(
-        self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
-    ) -> tf.Tensor:
-        if isinstance(self.many, SchemeOfFactors):
-            return self.many.exchange_pairs(factors, rows, dtype, wire, name)
-        # Compute products only here, because a step that sends factors does not need them.
-        products = [tf.cast(one.own_product, dtype) for one in factors]
-        return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
+        def many() -> tf.Tensor:
+            if isinstance(self.many, SchemeOfFactors):
+                return self.many.exchange_pairs(factors, rows, dtype, wire, name)
+            # Compute products only here, because a step that sends factors does not need them.
+            products = [tf.cast(one.own_product, dtype) for one in factors]
+            return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
+
+        # `rows` is an all-reduced sum, so every rank takes the same branch.
+        return tf.cond(rows <= self.limit * len(factors), few, many)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,13 +206,6 @@ class HybComm(Policy):
     uses factors if 2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). In a job on
     one node, each rank counts as a node. Each step chooses by the batch rows of all ranks; the plan
     shows the choice of the last step.
-
-    Args:
-      pair_bytes: Size of Poseidon's key-value pairs in bytes (default 2 MiB), as in
-        `ParameterServer`.
-
-    Raises:
-      ValueError: If `pair_bytes` is not positive.
 
     Source: Zhang et al. 2017 (Poseidon), Algorithm 1 and Table 1. Differs: any product of two
     matrices counts as fully connected; K is the number of sent batch rows, averaged over ranks and
@@ -241,23 +222,16 @@ class HybComm(Policy):
       'factors 14.68 MB <= ps 234.88 MB with K=32, P=8'
     """
 
-    pair_bytes: int = PAIR_BYTES
-
-    def __post_init__(self) -> None:
-        # Build it now, so that invalid arguments are refused at construction.
-        _ = self._store
-
-    @property
-    def _store(self) -> ParameterServer:
-        return ParameterServer(pair_bytes=self.pair_bytes)
-
     @override
     def choose(self, description: Description, topology: Topology) -> Choice:
-        factors = shape_of(description)
-        if factors is None:
+        if description.structure is None:
             unknown = "the first step determines whether it has factors"
-            return Choice(self._store, description.why_no_structure or unknown)
-        nodes, ranks_per_node = _workers(topology)
+            return Choice(ParameterServer(), description.why_no_structure or unknown)
+        factors = shape_of(description)
+        nodes, ranks_per_node = len(topology.nodes), max(map(len, topology.nodes))
+        if nodes == 1:
+            # In a job on one node, ranks take the role of Poseidon's nodes.
+            nodes, ranks_per_node = ranks_per_node, 1
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
@@ -267,7 +241,7 @@ class HybComm(Policy):
         # Up to this limit, sums in the node do not send fewer bytes than factors.
         few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
-        by_rows = ByRows(few=few, many=self._store, limit=limit)
+        by_rows = ByRows(few=few, many=ParameterServer(), limit=limit)
         if factors.rows is None:
             return Choice(by_rows, f"factors up to K={int(most_rows)}, ps beyond, P={nodes}")
         k = ranks_per_node * factors.rows
@@ -281,13 +255,6 @@ class HybComm(Policy):
     @override
     def reader(self) -> FactorReader:
         return Factors.reader
-
-
-def _workers(topology: Topology) -> tuple[int, int]:
-    """Returns Poseidon's number of nodes P, and the number of ranks in each."""
-    ranks = max(len(node) for node in topology.nodes)
-    # In a job on one node, ranks take the role of Poseidon's nodes.
-    return (len(topology.nodes), ranks) if len(topology.nodes) > 1 else (ranks, 1)
 
 
 def best_scheme_values(m: int, n: int, k: int, p: int) -> tuple[float, float]:

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks
-from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer, ratio_or_1
+from tfposeidon.checks import BELOW_1, NOT_NEGATIVE, POSITIVE, check_flag, check_number
+from tfposeidon.optimizers.layer_wise import Exclude, LayerWiseOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -43,7 +43,7 @@ class LARS(LayerWiseOptimizer):
         rate. `None` (default) excludes biases and parameters of normalization layers, that is,
         variables with at most one axis, or whose path ends in the word "bias", "gamma" or "beta". A
         list contains regular expressions to search in the path ("dense/kernel"); `[]` excludes
-        nothing. A function of the variable is possible, but cannot be saved with the model.
+        nothing.
       ratio: "sum_of_norms" (default, as in the papers) or "norm_of_sum" (as in optax.lars), see
         above.
       epsilon: Term added to the denominator of the ratio, from 0 (default 0).
@@ -75,6 +75,8 @@ class LARS(LayerWiseOptimizer):
     >>> model.compile(optimizer=optimizer, loss="mse")
     """
 
+    _options = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
+
     def __init__(
         self,
         learning_rate: Any,
@@ -92,19 +94,17 @@ class LARS(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.momentum = checks.check_number(
-            "momentum", momentum, checks.BELOW_1, "Use 0.9, or 0.0 for none."
-        )
-        self.nesterov = checks.check_flag("nesterov", nesterov, "Leave it out for False.")
+        self.momentum = check_number("momentum", momentum, BELOW_1, "Use 0.9, or 0.0 for none.")
+        self.nesterov = check_flag("nesterov", nesterov, "Leave it out for False.")
         if nesterov and not self.momentum:
             raise ValueError(
                 "`nesterov` requires momentum. Received: nesterov=True, "
                 f"momentum={self.momentum}. Use momentum=0.9, or leave nesterov out."
             )
-        self.trust_coefficient = checks.check_number(
+        self.trust_coefficient = check_number(
             "trust_coefficient",
             trust_coefficient,
-            checks.POSITIVE,
+            POSITIVE,
             "Use 0.001, or exclude variables from the ratio.",
         )
         if ratio not in ("sum_of_norms", "norm_of_sum"):
@@ -113,24 +113,13 @@ class LARS(LayerWiseOptimizer):
                 'Leave it out for "sum_of_norms", the form in the papers.'
             )
         self.ratio = ratio
-        self.epsilon = checks.check_number(
-            "epsilon", epsilon, checks.NOT_NEGATIVE, "Use 0.0 for none."
-        )
+        self.epsilon = check_number("epsilon", epsilon, NOT_NEGATIVE, "Use 0.0 for none.")
 
     @override
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates one velocity per variable, if there is momentum."""
-        if self.built:
-            return
-        super().build(variables)
+    def _build_state(self, variables: Sequence[Any]) -> None:
         # The attribute must have the same name as in SGD, because callbacks that change the rate
         # find the velocities by this name, and rescale them.
         self.momentums = self._new_state(variables, "momentum")[0] if self.momentum else []
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        own = ("momentum", "nesterov", "trust_coefficient", "ratio", "epsilon")
-        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
     def _direction(
@@ -141,10 +130,9 @@ class LARS(LayerWiseOptimizer):
         return step, step if self.ratio == "norm_of_sum" else gradient
 
     @override
-    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+    def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         denominators = others if self.ratio == "norm_of_sum" else others + decays * weights
-        defined = (weights > 0.0) & (others > 0.0)
-        return ratio_or_1(self.trust_coefficient * weights, denominators + self.epsilon, defined)
+        return denominators + self.epsilon
 
     @override
     def _move(self, variable: Any, step: tf.Tensor) -> None:
@@ -179,8 +167,8 @@ class LAMB(LayerWiseOptimizer):
       weight_decay: Weight decay inside the step, and therefore inside the ratio, from 0 (default
         0). Keras's decoupled decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
-        `None` (default) for biases and parameters of normalization layers, regular expressions to
-        search in the path, or a function of the variable.
+        `None` (default) for biases and parameters of normalization layers, or regular expressions
+        to search in the path.
       parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
         layers and receives the others; "auto" (default) uses the faster method, as in `LARS`.
       **options: Options of `keras.optimizers.Optimizer`: name, clipping, EMA, accumulation, loss
@@ -205,6 +193,8 @@ class LAMB(LayerWiseOptimizer):
     0.01
     """
 
+    _options = ("beta_1", "beta_2", "epsilon")
+
     def __init__(
         self,
         learning_rate: Any = 0.001,
@@ -220,22 +210,13 @@ class LAMB(LayerWiseOptimizer):
         super().__init__(
             learning_rate, weight_decay=weight_decay, exclude=exclude, parallel=parallel, **options
         )
-        self.beta_1 = checks.check_number("beta_1", beta_1, checks.BELOW_1, "Use 0.9.")
-        self.beta_2 = checks.check_number("beta_2", beta_2, checks.BELOW_1, "Use 0.999.")
-        self.epsilon = checks.check_number("epsilon", epsilon, checks.POSITIVE, "Use 1e-6.")
+        self.beta_1 = check_number("beta_1", beta_1, BELOW_1, "Use 0.9.")
+        self.beta_2 = check_number("beta_2", beta_2, BELOW_1, "Use 0.999.")
+        self.epsilon = check_number("epsilon", epsilon, POSITIVE, "Use 1e-6.")
 
     @override
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates two moments per variable."""
-        if self.built:
-            return
-        super().build(variables)
+    def _build_state(self, variables: Sequence[Any]) -> None:
         self._momentums, self._velocities = self._new_state(variables, "momentum", "velocity")
-
-    @override
-    def get_config(self) -> dict[str, Any]:
-        own = ("beta_1", "beta_2", "epsilon")
-        return {**super().get_config(), **{name: getattr(self, name) for name in own}}
 
     @override
     def _direction(
@@ -248,10 +229,6 @@ class LAMB(LayerWiseOptimizer):
         if decay := self._decay_of(variable):
             step += decay * value
         return step, step
-
-    @override
-    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        return ratio_or_1(weights, others, (weights > 0.0) & (others > 0.0))
 
     def _unbiased_average(self, kept: Any, sample: tf.Tensor, beta: float) -> tf.Tensor:
         """Updates a moment with a sample, and returns it without its bias towards 0."""

@@ -11,16 +11,17 @@ import numbers
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks, native, ops
+from tfposeidon import native, ops
+from tfposeidon.checks import NOT_NEGATIVE, check_number
 from tfposeidon.gradients import indices_of, is_overwritten, of_tensorflow, path_of
 
-Exclude = Sequence[str] | Callable[[Any], bool] | None
+Exclude = Sequence[str] | None
 """Type of the argument `exclude` of `LARS` and `LAMB`."""
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
@@ -47,23 +48,17 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     # Apply the rule to shape and path of the whole variable, because a shard owner stores only a
     # flat part of the variable.
     variables = [getattr(variable, "whole", variable) for variable in variables]
-    if exclude is None or callable(exclude):
-        rule = _is_scale_or_shift if exclude is None else exclude
-        indices = frozenset(index for index, variable in enumerate(variables) if rule(variable))
-        # Do not warn about the default rule, because a model without biases is valid.
-        if exclude is not None and variables and not indices:
-            what = f"is a function that excludes no variable: {_name_of(rule)}"
-            _warn_unused(what, "Correct the function, or use [].", variables)
-        return indices
     paths = list(map(path_of, variables))
-    found = {
-        pattern: {index for index, path in enumerate(paths) if re.search(pattern, path)}
-        for pattern in exclude
-    }
-    unused = [repr(pattern) for pattern, matches in found.items() if not matches]
+    if exclude is None:
+        return frozenset(i for i, v in enumerate(variables) if _is_scale_or_shift(v))
+    found = {repr(p): {i for i, x in enumerate(paths) if re.search(p, x)} for p in exclude}
+    unused = [pattern for pattern, indices in found.items() if not indices]
     if unused:
-        what = f"has patterns that match no variable's path: {', '.join(unused)}"
-        _warn_unused(what, "Correct the patterns, or leave them out.", variables)
+        warnings.warn(
+            f"`exclude` has patterns that match no variable's path: {', '.join(unused)}. Examples "
+            f"of paths: {', '.join(map(repr, paths[:3]))}. Correct the patterns, or omit them.",
+            stacklevel=2,
+        )
     return frozenset[int]().union(*found.values())
 
 
@@ -77,9 +72,8 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
         isinstance(pattern, str) for pattern in patterns
     ):
         raise ValueError(
-            "`exclude` must be None, a list of patterns, or a function of a variable. Received: "
-            f'exclude={patterns!r}. Use for example ["bias", "gamma", "beta"], or [] to exclude '
-            "nothing."
+            f"`exclude` must be None, or a list of patterns. Received: exclude={patterns!r}. Use "
+            'for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
         )
     for pattern in patterns:
         try:
@@ -92,15 +86,6 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _name_of(rule: Callable[[Any], bool]) -> str:
-    return getattr(rule, "__qualname__", repr(rule))
-
-
-def _warn_unused(what: str, remedy: str, variables: Sequence[Any]) -> None:
-    paths = ", ".join(repr(path_of(variable)) for variable in variables[:3])
-    warnings.warn(f"`exclude` {what}. Examples of paths: {paths}. {remedy}", stacklevel=3)
-
-
 class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     """Base class of optimizers that scale a variable's step by norms of the whole variable.
 
@@ -109,6 +94,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     bfloat16 variables, where squares would overflow and small shares of a moment would be lost.
     `DistributedOptimizer` replaces `norms` during its steps.
     """
+
+    trust_coefficient = 1.0
+    _indices: dict[Any, int]
+    _options: ClassVar[tuple[str, ...]] = ()
+    """Arguments that a subclass adds to the constructor, which are attributes of the same name."""
 
     def __init__(
         self,
@@ -121,16 +111,10 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     ) -> None:
         if isinstance(learning_rate, numbers.Real):
             remedy = "Use a number such as 0.1, or a schedule."
-            learning_rate = checks.check_number(
-                "learning_rate", learning_rate, checks.NOT_NEGATIVE, remedy
-            )
-        decay = checks.check_number(
-            "weight_decay", weight_decay, checks.NOT_NEGATIVE, "Use 0.0 for none."
-        )
+            learning_rate = check_number("learning_rate", learning_rate, NOT_NEGATIVE, remedy)
+        decay = check_number("weight_decay", weight_decay, NOT_NEGATIVE, "Use 0.0 for none.")
         super().__init__(learning_rate=learning_rate, weight_decay=decay, **options)
-        if exclude is not None and not callable(exclude):
-            exclude = _checked_patterns(exclude)
-        self._exclude: Exclude = exclude
+        self._exclude: Exclude = None if exclude is None else _checked_patterns(exclude)
         if not isinstance(parallel, bool) and parallel != "auto":
             raise ValueError(
                 f'`parallel` must be True, False or "auto". Received: parallel={parallel!r}. Leave '
@@ -139,14 +123,19 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self.parallel = parallel
         self.norms: Norms = local_norms
 
-    _indices: dict[Any, int]
-
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Determines the excluded variables, and creates the state that Keras optimizers have."""
+        """Determines the excluded variables, and creates the optimizer's state."""
+        if self.built:
+            return
         super().build(variables)
         self._excluded = excluded_indices(self._exclude, variables)
         self.__dict__["_indices"] = indices_of(variables)
+        self._build_state(variables)
+
+    @abc.abstractmethod
+    def _build_state(self, variables: Sequence[Any]) -> None:
+        """Creates the moments of all variables."""
 
     @property
     def excluded(self) -> list[int]:
@@ -163,16 +152,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @override
     def get_config(self) -> dict[str, Any]:
-        """Returns the constructor's arguments; refuses a function as `exclude`."""
-        if callable(self._exclude):
-            raise ValueError(
-                "`exclude` must be None or a list of patterns when the optimizer is saved. "
-                f"Received: the function {_name_of(self._exclude)}, which cannot be saved in a "
-                "file. Use patterns that match the paths of the same variables, or save only the "
-                "weights (save_weights, keras_callbacks.Checkpoint)."
-            )
+        own = {name: getattr(self, name) for name in (*self._options, "parallel")}
         exclude = None if self._exclude is None else list(self._exclude)
-        return {**super().get_config(), "exclude": exclude, "parallel": self.parallel}
+        return {**super().get_config(), **own, "exclude": exclude}
 
     @override
     def add_variable_from_reference(
@@ -183,16 +165,11 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         dtype: str | None = None,
     ) -> keras.Variable:
         """Creates state with the shape and name of a variable, optionally with another dtype."""
-        if dtype is None:
-            return super().add_variable_from_reference(
-                reference_variable, name=name, initializer=initializer
-            )
-        native_variable = of_tensorflow(reference_variable)
-        path = path_of(reference_variable).replace("/", "_").replace(":", "_")
-        with tf.device(native_variable.device):
-            return self.add_variable(
-                native_variable.shape, dtype=dtype, initializer=initializer, name=f"{path}_{name}"
-            )
+        variable = of_tensorflow(reference_variable)
+        name = f"{path_of(reference_variable)}_{name}".replace("/", "_").replace(":", "_")
+        dtype = dtype or variable.dtype.name
+        with tf.device(variable.device):
+            return self.add_variable(variable.shape, initializer, dtype, name=name)
 
     # ------------------------------------------------------------------ the rule
 
@@ -205,9 +182,9 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         The ratio compares the norm of this tensor with the norm of the value.
         """
 
-    @abc.abstractmethod
-    def _ratios(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """Returns ratios from norms of values, norms of tensors from `_direction`, and decays."""
+    def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
+        """Returns denominators of ratios, from norms of values and of `_direction`, and decays."""
+        return others
 
     def _move(self, variable: Any, step: tf.Tensor) -> None:
         """Moves a variable by `-step`, which includes the learning rate and the ratio."""
@@ -234,12 +211,12 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self, variables: Sequence[Any], *names: str
     ) -> list[list[keras.Variable | None]]:
         """Returns zero-initialized state: one list per name, with one entry per variable."""
-        found: list[list[keras.Variable | None]] = [[] for _ in names]
+        found: dict[str, list[keras.Variable | None]] = {name: [] for name in names}
         # Create state by variable, then by name, in the order of Keras's optimizers, so that saved
         # files are compatible.
         for variable in variables:
             dtype = arithmetic_dtype(variable.dtype).name
-            for name, of_name in zip(names, found, strict=True):
+            for name, of_name in found.items():
                 # Keras assigns gradients to overwritten variables (scales of float8 layers) instead
                 # of updating them, and its optimizers have no state for them.
                 of_name.append(
@@ -247,7 +224,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
                     if is_overwritten(variable)
                     else self.add_variable_from_reference(variable, name, dtype=dtype)
                 )
-        return found
+        return list(found.values())
 
     # ------------------------------------------------------------------ calls from Keras
 
@@ -283,8 +260,12 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             scaled = [variables[i] for i in indices]
             norms = self.norms(scaled, [[values[i], found[i][1]] for i in indices])
             decays = tf.constant([self._decay_of(variable) for variable in scaled], norms.dtype)
-            ratios = tf.unstack(self._ratios(norms[:, 0], norms[:, 1], decays))
-            for index, ratio in zip(indices, ratios, strict=True):
+            defined = tf.reduce_all(norms > 0.0, 1)
+            # The inner `where` prevents a division by 0.
+            denominators = self._denominators(norms[:, 0], norms[:, 1], decays)
+            ratios = self.trust_coefficient * norms[:, 0] / tf.where(defined, denominators, 1.0)
+            ratios = tf.where(defined, ratios, 1.0)
+            for index, ratio in zip(indices, tf.unstack(ratios), strict=True):
                 steps[index] *= tf.cast(ratio, steps[index].dtype)
         for variable, step in zip(variables, steps, strict=True):
             self._move(variable, step * tf.cast(learning_rate, step.dtype))
@@ -321,11 +302,6 @@ def arithmetic_dtype(dtype: Any) -> tf.DType:
     """
     dtype = tf.as_dtype(dtype)
     return tf.float32 if dtype.size < 4 else dtype
-
-
-def ratio_or_1(numerator: tf.Tensor, denominator: tf.Tensor, defined: tf.Tensor) -> tf.Tensor:
-    """Returns ratios where `defined`, and 1 elsewhere, without a division by 0."""
-    return tf.where(defined, numerator / tf.where(defined, denominator, 1.0), 1.0)
 
 
 def _dense_gradient(gradient: Any, variable: Any) -> tf.Tensor:

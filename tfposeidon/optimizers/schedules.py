@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks
+from tfposeidon.checks import NOT_NEGATIVE, POSITIVE, Range, check_integer, check_number
 
 
 @keras.saving.register_keras_serializable(package="tfposeidon")
@@ -57,22 +57,20 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
         power: float = 2.0,
         name: str = "PolynomialDecayWithWarmup",
     ) -> None:
-        self.peak_learning_rate = checks.check_number(
-            "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Use for example 1.0."
+        self.peak_learning_rate = check_number(
+            "peak_learning_rate", peak_learning_rate, POSITIVE, "Use for example 1.0."
         )
-        self.warmup_steps = checks.check_integer(
+        self.warmup_steps = check_integer(
             "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
         )
-        self.decay_steps = checks.check_integer(
+        self.decay_steps = check_integer(
             "decay_steps", decay_steps, 1, "Count the steps after the warm-up."
         )
         self.initial_learning_rate = self._up_to_peak(
             "initial_learning_rate", initial_learning_rate
         )
         self.end_learning_rate = self._up_to_peak("end_learning_rate", end_learning_rate)
-        self.power = checks.check_number(
-            "power", power, checks.POSITIVE, "Use 1 for a straight line."
-        )
+        self.power = check_number("power", power, POSITIVE, "Use 1 for a straight line.")
         self.name = name
 
     @classmethod
@@ -128,22 +126,15 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     @override
     def get_config(self) -> dict[str, Any]:
-        return {
-            "peak_learning_rate": self.peak_learning_rate,
-            "warmup_steps": self.warmup_steps,
-            "decay_steps": self.decay_steps,
-            "initial_learning_rate": self.initial_learning_rate,
-            "end_learning_rate": self.end_learning_rate,
-            "power": self.power,
-            "name": self.name,
-        }
+        # All attributes are arguments of the constructor.
+        return dict(vars(self))
 
     def _up_to_peak(self, name: str, value: Any) -> float:
         peak = self.peak_learning_rate
-        rule = checks.Range(
+        rule = Range(
             f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak
         )
-        return checks.check_number(name, value, rule, "Use 0.0, or a higher peak.")
+        return check_number(name, value, rule, "Use 0.0, or a higher peak.")
 
 
 def cosine_decay_by_epochs(
@@ -174,9 +165,7 @@ def cosine_decay_by_epochs(
     >>> [round(float(schedule(step)), 3) for step in (0, 2, 4, 7, 10)]
     [0.0, 4.0, 8.0, 4.0, 0.0]
     """
-    peak = checks.check_number(
-        "peak_learning_rate", peak_learning_rate, checks.POSITIVE, "Use for example 1.0."
-    )
+    peak = check_number("peak_learning_rate", peak_learning_rate, POSITIVE, "Use for example 1.0.")
     warmup_steps, decay_steps = _in_steps(warmup_epochs, decay_epochs, steps_per_epoch)
     cosine = keras.optimizers.schedules.CosineDecay
     if not warmup_steps:
@@ -185,14 +174,10 @@ def cosine_decay_by_epochs(
 
 
 def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
-    steps = checks.check_integer(
-        "steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank."
-    )
-    warmup = checks.check_number(
-        "warmup_epochs", warmup_epochs, checks.NOT_NEGATIVE, "Use 0 for none."
-    )
-    decay = checks.check_number(
-        "decay_epochs", decay_epochs, checks.POSITIVE, "Count the epochs after the warm-up."
+    steps = check_integer("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
+    warmup = check_number("warmup_epochs", warmup_epochs, NOT_NEGATIVE, "Use 0 for none.")
+    decay = check_number(
+        "decay_epochs", decay_epochs, POSITIVE, "Count the epochs after the warm-up."
     )
     # A decay of less than half a step still takes one step, so that the rate falls.
     return round(warmup * steps), max(1, round(decay * steps))

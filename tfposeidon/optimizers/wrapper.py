@@ -18,6 +18,7 @@ from tfposeidon.gradients import indices_of, of_tensorflow, path_of
 
 _RATE, _COUNTER = "learning_rate", "iteration"
 """Names that Keras gives the variables of an optimizer's learning rate and of its step counter."""
+_Simple = bool | int | float | str | None
 
 
 def innermost(optimizer: Any) -> Any:
@@ -37,13 +38,12 @@ def leaves(optimizer: Any) -> list[Any]:
     """Returns the nested optimizers that contain no others, or the optimizer itself."""
     # Inner optimizers are attributes, or items of attributes that are lists or dictionaries, as in
     # Keras's `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
-    inside = {}
+    inside: list[Any] = []
     for value in vars(optimizer).values():
-        items = list(value.values()) if isinstance(value, Mapping) else value
-        for one in items if isinstance(items, list | tuple) else [value]:
-            if isinstance(one, keras.optimizers.Optimizer) and one is not optimizer:
-                inside[id(one)] = one
-    found = [leaf for one in inside.values() for leaf in leaves(one)] or [optimizer]
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        inside += items if isinstance(items, list | tuple) else [value]
+    others = [one for one in inside if isinstance(one, keras.optimizers.Optimizer)]
+    found = [leaf for one in others if one is not optimizer for leaf in leaves(one)] or [optimizer]
     return list({id(leaf): leaf for leaf in found}.values())
 
 
@@ -84,9 +84,8 @@ def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
     except Exception:  # noqa: BLE001, which users' optimizers and unnamed functions may raise
-        simple = bool | int | float | str | None
         attributes = vars(value).items()
-        config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, simple)}
+        config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, _Simple)}
     # Keras's optimizers include inner optimizers in their configuration; users' own may not.
     saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
     if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
@@ -109,22 +108,18 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             if key not in ("name", "code"):
                 yield from _flat(f"{name}.{key}", item)
-    elif isinstance(value, list | tuple) and any(map(_is_nested, value)):
+    elif isinstance(value, list | tuple) and not all(isinstance(item, _Simple) for item in value):
         for index, item in enumerate(value):
             yield from _flat(f"{name}.{index}", item)
     else:
         yield name, _plain(value)
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) or hasattr(value, "get_config")
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, _Simple):
         return value
+    if isinstance(value, list | tuple):
+        return list(value)
     if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     try:

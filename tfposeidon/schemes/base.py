@@ -68,8 +68,7 @@ class Scheme(Configured, ABC):
       ...         gather = schemes.Transfer(
       ...             name="", operation="all_gather", group=topology.world, parts_bytes=parts_bytes
       ...         )
-      ...         added = length * topology.size
-      ...         mean = schemes.Work(name="mean", kind="sum", elements=added, operations=added)
+      ...         mean = schemes.Work(name="mean", kind="sum", elements=length * topology.size)
       ...         return gather, mean
       >>> scheme, topology = GatheredMean(), schemes.Topology.regular(0, 4, ranks_per_node=1)
       >>> str(scheme), scheme.cost(1000, itemsize=4, topology=topology).cross_bytes

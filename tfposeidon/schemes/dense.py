@@ -8,16 +8,18 @@ from typing import ClassVar
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
-from tfposeidon.schemes.stages import Stage, Transfer, Work
-from tfposeidon.schemes.wire_format import WithWireDtype, decode, encode, wire_itemsize
-
-PAIR_BYTES = 2 * 2**20
-"""Size in bytes of Poseidon's key-value pairs (section 4.1)."""
+from tfposeidon.schemes.stages import Levels, Stage, Transfer, Work
+from tfposeidon.schemes.wire_format import (
+    WithWireDtype,
+    check_wire_dtype,
+    decode,
+    encode,
+    wire_itemsize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +36,16 @@ class AllReduce(WithWireDtype, Scheme):
     Cost: 2 (P - 1) steps, 2 n (P - 1) / P elements sent per rank.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> int(schemes.AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
+      >>> from tfposeidon.schemes import AllReduce, Topology
+      >>> int(AllReduce().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
       6000
-      >>> schemes.AllReduce(wire_dtype="float16").exact
+      >>> AllReduce(wire_dtype="float16").exact
       False
     """
 
-    allowed_wire_dtypes: ClassVar[tuple[str, ...]] = ("float16",)
-    wire_dtype_remedy: ClassVar[str] = (
-        'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'
-    )
+    def __post_init__(self) -> None:
+        remedy = 'Use AllToAll(wire_dtype="bfloat16"): Horovod cannot sum bfloat16.'
+        check_wire_dtype(self.wire_dtype, ("float16",), remedy)
 
     @override
     def exchange(
@@ -69,8 +69,29 @@ class AllReduce(WithWireDtype, Scheme):
         )
 
 
+class _ByLevels(Scheme):
+    """Averages a vector in the node, and across nodes."""
+
+    wire_dtype: str | None = None
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        levels = self._levels(gradient.shape[0], wire.topology)
+        own = levels.own_mean(gradient, wire, name, self.wire_dtype)
+        return levels.gather(own, wire, name, self.wire_dtype), state
+
+    @override
+    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
+        return self._levels(length, topology).stages(itemsize, self.wire_dtype)
+
+    def _levels(self, length: int, topology: Topology) -> Levels:
+        return Levels(length, topology)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(WithWireDtype, Scheme):
+class AllToAll(WithWireDtype, _ByLevels):
     """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:
@@ -86,37 +107,19 @@ class AllToAll(WithWireDtype, Scheme):
     element where P does not divide n; bfloat16 is supported.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> half = schemes.AllToAll(wire_dtype="bfloat16")
+      >>> from tfposeidon.schemes import AllToAll, Topology
+      >>> half = AllToAll(wire_dtype="bfloat16")
       >>> int(half.cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2)).bytes)
       3000
     """
 
     @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        shards = stages.Shards.even(gradient.shape[0], wire.topology.world)
-        total = stages.scatter_sum(gradient, shards, wire, f"{name}.scatter", self.wire_dtype)
-        # Round the mean to 16 bits, and not the sum: the sum of P ranks might overflow.
-        mean = total / tf.cast(wire.topology.size, gradient.dtype)
-        gathered = stages.gather(encode(mean, self.wire_dtype), shards, wire, f"{name}.gather")
-        return decode(gathered, self.wire_dtype, gradient.dtype), state
-
-    @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        shards, own = stages.Shards.even(length, topology.world), self.wire_dtype
-        return (
-            *stages.scatter_sum_stages(shards, itemsize, topology, own, "scatter"),
-            *stages.encoding(shards.length_of(topology.rank), own, "encode"),
-            *stages.gather_stages(shards, itemsize, own, "gather"),
-            *stages.encoding(length, own, "decode"),
-        )
+    def _levels(self, length: int, topology: Topology) -> Levels:
+        return Levels(length, Topology(topology.rank, (topology.world.ranks,)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus2D(WithWireDtype, Scheme):
+class Torus2D(WithWireDtype, _ByLevels):
     """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
 
     With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
@@ -136,26 +139,15 @@ class Torus2D(WithWireDtype, Scheme):
     ranks at positions that every node has own shards, and the other ranks only contribute.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> cost = schemes.Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
+      >>> from tfposeidon.schemes import Torus2D, Topology
+      >>> cost = Torus2D().cost(1000, itemsize=4, topology=Topology.regular(0, 4, 2))
       >>> int(cost.node_bytes), int(cost.cross_bytes)
       (4000, 2000)
     """
 
-    @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        return stages.mean_by_levels(gradient, wire, name, self.wire_dtype), state
-
-    @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        return stages.stages_by_levels(length, itemsize, topology, self.wire_dtype)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServer(Scheme):
+class ParameterServer(_ByLevels):
     """Averages gradients by reduce-scatter and all-gather over shard owners (PS of Poseidon).
 
     Every node is both worker and shard owner. A bucket is split into equal parts, one per node. The
@@ -165,41 +157,20 @@ class ParameterServer(Scheme):
     `tfposeidon.ShardedOptimizer`, shard owners instead retain their averaged gradients and
     optimizer state, and updated variables are gathered.
 
-    Args:
-      pair_bytes: Maximum difference in bytes between the shards of two owners, over all buckets
-        (default 2 MiB). It has no effect, because the parts of a bucket differ by at most one
-        element.
-
-    Raises:
-      ValueError: If `pair_bytes` is not positive.
-
     Cost: 2 (P - 1) steps; over all buckets 2 d (P - 1) / P elements sent per node and as many
     received, for P nodes and d elements.
     Source: Zhang et al. 2017 (Poseidon), sections 4.1 and 5.1; push is an all-to-all with a local
     sum, and pull is an all-gather. Differs: every bucket is sharded over all nodes, whereas each of
-    Poseidon's 2 MB pairs has one server. Horovod runs one exchange after another: with a bucket on
-    one server, only that server's network connection would be busy.
+    Poseidon's key-value pairs has one server. Horovod runs one exchange after another: with a
+    bucket on one server, only that server's network connection would be busy.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> schemes.ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
+      >>> from tfposeidon.schemes import ParameterServer, Topology
+      >>> ParameterServer().own_range(10, Topology.regular(1, size=4, ranks_per_node=1))
       (3, 6)
     """
 
     name: ClassVar[str] = "ps"
-    pair_bytes: int = PAIR_BYTES
-
-    def __post_init__(self) -> None:
-        checks.check_number(
-            "pair_bytes", self.pair_bytes, checks.POSITIVE, "Leave it out for 2 MB."
-        )
-
-    @override
-    def exchange(
-        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
-    ) -> tuple[tf.Tensor, State]:
-        return stages.mean_by_levels(gradient, wire, name, None), state
 
     def own_range(self, length: int, topology: Topology) -> tuple[int, int]:
         """Returns the shard that `topology.rank` owns.
@@ -209,18 +180,11 @@ class ParameterServer(Scheme):
           topology: Topology of the job.
 
         Returns:
-          Start and end of the shard; (0, 0) if the rank owns none.
+          Start and end of the shard, which are equal if the rank owns none.
         """
-        node, across = stages.shards_by_level(length, topology)
-        if across is None:
-            return 0, 0
-        # The rank's shard of the node's vector is sharded again over the nodes.
-        begin = node.offset_of(topology.rank) + across.offset_of(topology.rank)
-        return begin, begin + across.length_of(topology.rank)
-
-    @override
-    def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        return stages.stages_by_levels(length, itemsize, topology, None)
+        levels, rank = Levels(length, topology), topology.rank
+        begin = levels.node.offset_of(rank) + levels.across.offset_of(rank)
+        return begin, begin + levels.across.length_of(rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,5 +208,4 @@ class Largest(Scheme):
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
         gather = Transfer.of_vector("all_gather", topology.world, length, itemsize=itemsize)
-        compared = length * topology.size
-        return gather, Work(name="largest", kind="sum", elements=compared, operations=compared)
+        return gather, Work(name="largest", kind="sum", elements=length * topology.size)

@@ -6,18 +6,21 @@ sends them over the slow network. In `TopK` (NaiveAG), every rank is a node of i
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import checks, ops
-from tfposeidon.communication.topology import Group, Topology
+from tfposeidon import ops
+from tfposeidon.checks import BELOW_1, FRACTION, NOT_NEGATIVE, check_number
+from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import ResidualScheme, Scheme, Slot, State
-from tfposeidon.schemes.stages import Stage, Work
+from tfposeidon.schemes.stages import Levels, Stage, Work
 from tfposeidon.schemes.wire_format import (
     check_wire_dtype,
     pack_pairs,
@@ -30,29 +33,9 @@ MAX_LENGTH = 2**31
 """Maximum number of elements of a bucket, whose indices are sent as int32."""
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Shards of a bucket in one node, and the ranks that exchange pairs across nodes, if any."""
-
-    node: stages.Shards
-    across: Group | None
-    node_count: int
-    rank: int
-
-    @property
-    def length(self) -> int:
-        """Number of elements of this rank's shard."""
-        return self.node.length_of(self.rank)
-
-    @property
-    def offset(self) -> int:
-        """Index in the bucket of the shard's first element."""
-        return self.node.offset_of(self.rank)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SparseScheme(ResidualScheme):
-    """Scheme that sends the largest elements, usually with error feedback and momentum correction.
+    """Scheme that sends the largest elements, with error feedback and possibly momentum correction.
 
     Error feedback adds the elements that are not sent to the next gradient. Momentum correction
     accumulates velocity before the selection, and masks it where elements were sent (Lin et al.
@@ -62,26 +45,17 @@ class SparseScheme(ResidualScheme):
     density: float = 0.01
     select: str = "mstopk"
     wire_dtype: str | None = None
-    error_feedback: bool = True
     momentum: float = 0.0
     warmup_steps: int = 0
     min_elements: int = 4096
 
     def __post_init__(self) -> None:
-        checks.check_number(
-            "density", self.density, checks.FRACTION, "Use AllReduce() to send everything."
-        )
+        check_number("density", self.density, FRACTION, "Use AllReduce() to send everything.")
         check_wire_dtype(self.wire_dtype)
         for name in ("warmup_steps", "min_elements"):
-            checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE, "Use 0 for none.")
+            check_number(name, getattr(self, name), NOT_NEGATIVE, "Use 0 for none.")
         ops.check_method(self.select)
-        checks.check_number("momentum", self.momentum, checks.BELOW_1, "Use 0.0 for none.")
-        if self.momentum and not self.error_feedback:
-            raise ValueError(
-                "Momentum correction requires error feedback. Received: "
-                f"momentum={self.momentum}, error_feedback=False. Use error_feedback=True, or "
-                "momentum=0.0."
-            )
+        check_number("momentum", self.momentum, BELOW_1, "Use 0.0 for none.")
 
     @property
     @override
@@ -94,15 +68,12 @@ class SparseScheme(ResidualScheme):
         # The optimizer's momentum is 0, so small variables also need momentum from the scheme.
         return replace(self, density=1.0, min_elements=0) if self.corrects_momentum else None
 
-    def _layout_topology(self, topology: Topology) -> Topology:
-        """Returns the topology over which buckets are sharded."""
-        return topology
-
     @override
     def slots(self, length: int, topology: Topology) -> tuple[Slot, ...]:
-        layout = self._layout(length, topology)
-        names = ["residual"] * self.error_feedback + ["velocity"] * self.corrects_momentum
-        shard = [Slot(name=name, shape=(layout.length,), offset=layout.offset) for name in names]
+        levels = self._levels(length, topology)
+        shape, offset = (levels.shard_length,), levels.node.offset_of(topology.rank)
+        names = ["residual", *["velocity"] * self.corrects_momentum]
+        shard = [Slot(name=name, shape=shape, offset=offset) for name in names]
         return (Slot(name="steps", shape=()), *shard)
 
     # --------------------------------------------------------------- exchange
@@ -111,100 +82,80 @@ class SparseScheme(ResidualScheme):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        layout = self._layout(gradient.shape[0], wire.topology)
+        levels = self._levels(gradient.shape[0], wire.topology)
         # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the owner of
         # each shard of the sum stores its residual.
-        steps, kept_before = self._unpack_state(state, layout)
-        shard = stages.scatter_sum(gradient, layout.node, wire, f"{name}.node_scatter", None)
+        self._check_state(state, levels)
+        steps, *kept_before = state
+        shard = stages.scatter_sum(gradient, levels.node, wire, f"{name}.node_scatter", None)
         # Residuals are float32: in 16 bits, additions of small values would be lost.
-        shard = tf.ensure_shape(tf.cast(shard, tf.float32), [layout.length])
+        shard = tf.ensure_shape(tf.cast(shard, tf.float32), [levels.shard_length])
 
         def dense() -> tuple[tf.Tensor, State]:
             everything, kept = self._select_all(shard, kept_before)
-            return self._dense_mean(everything, layout, wire, name), kept
+            own = levels.mean_across(everything, wire, name, None)
+            return levels.gather(own, wire, name, None), kept
 
         def sparse() -> tuple[tf.Tensor, State]:
-            k = self._selected_count(layout.length, steps)
-            # Seeds differ between steps, and between up to a million ranks. If MSTopK's window were
-            # fixed and there were no residual, some tied elements would never be sent.
-            seed = tf.cast(steps, tf.int64) * 1_000_003 + layout.rank
-            packed, kept = self._select(shard, kept_before, k, seed)
-            return self._sparse_mean(packed, layout, steps, wire, name), kept
+            k = self._selected_count(levels.shard_length, steps)
+            packed, kept = self._select(shard, kept_before, k)
+            return self._sparse_mean(packed, levels, steps, wire, name), kept
 
-        if self._is_dense(layout):
+        if self._is_dense(levels):
             mean, kept = dense()
         else:
-            mean, kept = tf.cond(self._sends_everything(layout, steps), dense, sparse)
+            mean, kept = tf.cond(self._sends_everything(levels, steps), dense, sparse)
         # Negative `steps` are a mode and not a count: this step has sent everything.
         steps = tf.where(steps < 0.0, self.FLUSHED, steps + 1.0)
         return tf.cast(mean, gradient.dtype), (steps, *kept)
 
     def _select(
-        self, gradient: tf.Tensor, kept: State, k: Any, seed: tf.Tensor
+        self, gradient: tf.Tensor, kept: Sequence[tf.Tensor], k: Any
     ) -> tuple[tf.Tensor, State]:
         """Returns a message with `k` pairs, and the new residual and velocity.
 
-        With a residual, values are already rounded to the wire dtype, and the residual includes the
-        rounding errors.
+        Values are already rounded to the wire dtype, and the residual includes the rounding errors.
         """
-        # With a residual, scatter(values) + new residual = residual + gradient, where momentum
-        # correction replaces the gradient by the accumulated velocity. Without a residual, rounding
-        # errors and elements that are not selected are lost.
-        options: dict[str, Any] = {"wire_dtype": self.wire_dtype, "seed": seed}
-        new: list[tf.Tensor] = []
-        if self.corrects_momentum:
-            residual, velocity = kept
+        # scatter(values) + new residual = residual + gradient, where momentum correction replaces
+        # the gradient by the accumulated velocity.
+        residual, *velocity = kept
+        new: list[tf.Tensor]
+        method, wire_dtype = self.select, self.wire_dtype
+        if velocity:
             values, indices, *new = ops.momentum_correction_top_k(
-                residual, gradient, velocity, k, self.momentum, self.select, **options
-            )
-        elif kept:
-            values, indices, *new = ops.error_feedback_top_k(
-                kept[0], gradient, k, self.select, **options
+                residual, gradient, velocity[0], k, self.momentum, method, wire_dtype=wire_dtype
             )
         else:
-            values, indices = ops.top_k(gradient, k, self.select, seed=seed)
-        return pack_pairs(values, indices, self.wire_dtype), tuple(new)
+            values, indices, *new = ops.error_feedback_top_k(
+                residual, gradient, k, method, wire_dtype=wire_dtype
+            )
+        return pack_pairs(values, indices, wire_dtype), tuple(new)
 
-    def _select_all(self, gradient: tf.Tensor, kept: State) -> tuple[tf.Tensor, State]:
+    def _select_all(
+        self, gradient: tf.Tensor, kept: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, State]:
         """Selects all elements, like `_select` but without a mask on the velocity."""
-        if not kept:
-            return gradient, ()
         residual, *velocity = kept
-        if not velocity:
-            return residual + gradient, (tf.zeros_like(gradient),)
         # Do not mask velocity, because masking compensates for delayed elements, and none is
         # delayed here.
-        moved = self.momentum * velocity[0] + gradient
-        return residual + moved, (tf.zeros_like(gradient), moved)
-
-    def _dense_mean(
-        self, everything: tf.Tensor, layout: _Layout, wire: Wire, name: str
-    ) -> tf.Tensor:
-        mean = everything / wire.topology.size
-        if layout.across is not None:
-            across = stages.Shards.even(layout.length, layout.across)
-            part = stages.scatter_sum(mean, across, wire, f"{name}.across_scatter", None)
-            mean = stages.gather(part, across, wire, f"{name}.across_gather")
-        return stages.gather(mean, layout.node, wire, f"{name}.node_gather")
+        moved = [self.momentum * one + gradient for one in velocity]
+        return residual + (moved or [gradient])[0], (tf.zeros_like(gradient), *moved)
 
     def _sparse_mean(
-        self, packed: tf.Tensor, layout: _Layout, steps: Any, wire: Wire, name: str
+        self, packed: tf.Tensor, levels: Levels, steps: Any, wire: Wire, name: str
     ) -> tf.Tensor:
-        node = layout.node
-        if layout.across is not None:
-            packed = wire.all_gather(packed, layout.across, f"{name}.pairs_across")
-        gathers, lengths, offsets = self._gathers_pairs(layout), [layout.length], [0]
-        if gathers:
+        node, lengths = levels.node, self._scattered_lengths(levels)
+        packed = wire.all_gather(packed, levels.across.group, f"{name}.pairs_across")
+        if gathers := len(lengths) > 1:
             packed = wire.all_gather(packed, node.group, f"{name}.pairs_in_node")
-            lengths, offsets = [*node.lengths], [node.offset_of(rank) for rank in node.group.ranks]
         # `packed` is ordered by position in the node, then by node. Per position, `messages` has
-        # the number of messages and of pairs in each, and `offsets` the start of the shard in the
-        # result.
-        messages = [(layout.node_count, self._selected_count(n, steps)) for n in lengths]
+        # the number of messages and of pairs in each, and the start of the shard in the result.
+        begins = itertools.accumulate(lengths, initial=0)
+        messages = [
+            (len(levels.topology.nodes), self._selected_count(n, steps), begin)
+            for n, begin in zip(lengths, begins, strict=False)
+        ]
         values, indices, counts = unpack_pairs(packed, messages, self.wire_dtype)
-        if any(offsets):
-            pairs = zip(messages, offsets, strict=True)
-            indices += tf.concat([tf.fill([count * k], begin) for (count, k), begin in pairs], 0)
         # Divide before scattering, because there are fewer values than elements.
         mean = ops.scatter_add(values / wire.topology.size, indices, sum(lengths), counts)
         mean = tf.ensure_shape(mean, [sum(lengths)])
@@ -214,51 +165,33 @@ class SparseScheme(ResidualScheme):
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
-        layout = self._layout(length, topology)
-        scatter = stages.scatter_sum_stages(layout.node, itemsize, topology, None, "node_scatter")
-        if self._is_dense(layout):
-            return scatter + self._dense_stages(layout, topology)
-        return scatter + self._sparse_stages(layout)
-
-    @staticmethod
-    def _dense_stages(layout: _Layout, topology: Topology) -> tuple[Stage, ...]:
+        levels = self._levels(length, topology)
+        scatter = stages.scatter_sum_stages(levels.node, itemsize, topology, None, "node_scatter")
         # The itemsize is 4: after the scatter, values are float32 for any dtype of the gradient.
-        back = stages.gather_stages(layout.node, 4, None, "node_gather")
-        if layout.across is None:
-            return back
-        across = stages.Shards.even(layout.length, layout.across)
-        return (
-            *stages.scatter_sum_stages(across, 4, topology, None, "across_scatter"),
-            *stages.gather_stages(across, 4, None, "across_gather"),
-            *back,
+        return scatter + (
+            levels.stages_across(4, None) if self._is_dense(levels) else self._sparse_stages(levels)
         )
 
-    def _sparse_stages(self, layout: _Layout) -> tuple[Stage, ...]:
+    def _sparse_stages(self, levels: Levels) -> tuple[Stage, ...]:
         width, itemsize = pair_bytes(self.wire_dtype), wire_itemsize(self.wire_dtype, 4)
-        k, node = self._selected_count(layout.length), layout.node
-        gathers = self._gathers_pairs(layout)
-        lengths = node.lengths if gathers else (layout.length,)
-        counts = [layout.node_count * self._selected_count(n) for n in lengths]
-        found: tuple[Stage, ...] = (
-            Work(name="select", kind="select", elements=layout.length, pairs=k),
+        k, across = self._selected_count(levels.shard_length), levels.across.group
+        lengths, node = self._scattered_lengths(levels), levels.node
+        counts = [len(levels.topology.nodes) * self._selected_count(n) for n in lengths]
+        scatter = Work(name="scatter", kind="scatter", elements=sum(lengths), pairs=sum(counts))
+        last: tuple[Stage, ...] = (scatter, *stages.gather_stages(node, 4, None, "sums_in_node"))
+        if len(lengths) > 1:
+            sizes = [float(width * count) for count in counts]
+            last = (*stages.gathering(node.group, sizes, "pairs_in_node", itemsize), scatter)
+        return (
+            Work(name="select", kind="select", elements=levels.shard_length, pairs=k),
             *stages.encoding(k, self.wire_dtype, "encode"),
+            *stages.gathering(across, [float(width * k)] * across.size, "pairs_across", itemsize),
+            *last,
         )
-        if layout.across is not None:
-            parts_bytes = [float(width * k)] * layout.across.size
-            found += stages.gathering(layout.across, parts_bytes, "pairs_across", itemsize)
-        if gathers:
-            parts_bytes = [float(width * count) for count in counts]
-            found += stages.gathering(node.group, parts_bytes, "pairs_in_node", itemsize)
-        total = sum(counts)
-        work = Work(
-            name="scatter", kind="scatter", elements=sum(lengths), pairs=total, operations=total
-        )
-        back = () if gathers else stages.gather_stages(node, 4, None, "sums_in_node")
-        return (*found, work, *back)
 
     @override
     def note(self, length: int, topology: Topology) -> str:
-        if not self._is_dense(self._layout(length, topology)):
+        if not self._is_dense(self._levels(length, topology)):
             return ""
         return (
             f"density {self.density} on {topology} requires more bytes for index-value pairs than "
@@ -267,28 +200,23 @@ class SparseScheme(ResidualScheme):
 
     # -------------------------------------------------------------- decisions
 
-    def _layout(self, length: int, topology: Topology) -> _Layout:
+    def _levels(self, length: int, topology: Topology) -> Levels:
         if length > MAX_LENGTH:
             raise ValueError(
                 "A sparse scheme supports buckets of at most 2^31 elements, because it sends "
                 f"indices as int32. Received: {length}. Select a dense scheme for this variable "
                 "by a rule."
             )
-        seen = self._layout_topology(topology)
-        node = stages.Shards.even(length, seen.node, owners=seen.positions)
-        across = seen.across if seen.across is not None and seen.across.size > 1 else None
-        return _Layout(node, across, len(seen.nodes), topology.rank)
+        return Levels(length, topology)
 
-    def _unpack_state(self, state: State, layout: _Layout) -> tuple[tf.Tensor, State]:
-        """Returns the number of steps, and residual and velocity if the options need them."""
-        expected = [[], *[[layout.length]] * (self.error_feedback + self.corrects_momentum)]
+    def _check_state(self, state: State, levels: Levels) -> None:
+        expected = [[], *[[levels.shard_length]] * (1 + self.corrects_momentum)]
         received = [tensor.shape.as_list() for tensor in state]
         if received != expected:
             raise ValueError(
                 f"State must match this rank's shard, {expected}. Received: shapes {received}. "
                 "The state was created for another layout of nodes, or another scheme."
             )
-        return state[0], state[1:]
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
         """Returns how many elements of a shard are sent: at least one, if it has any.
@@ -302,77 +230,37 @@ class SparseScheme(ResidualScheme):
         count = tf.cast(tf.round(self.density**progress * length), tf.int64)
         return tf.clip_by_value(count, min(1, length), length)
 
-    def _is_dense(self, layout: _Layout) -> bool:
+    def _is_dense(self, levels: Levels) -> bool:
         """Returns whether all steps send values: on one rank, or if pairs would have more bytes."""
-        is_single_rank = layout.node_count == 1 and layout.node.group.size == 1
-        return is_single_rank or all(
-            bool(self._pairs_outweigh_values(layout, self._selected_count(n), n))
-            for n in layout.node.lengths
+        return levels.topology.size == 1 or all(
+            bool(self._pairs_outweigh_values(levels, self._selected_count(n), n))
+            for n in levels.node.lengths
         )
 
-    def _pairs_outweigh_values(self, layout: _Layout, k: Any, length: int) -> Any:
+    def _pairs_outweigh_values(self, levels: Levels, k: Any, length: int) -> Any:
         # Across nodes, a dense exchange sends each value twice; on one node, pairs only replace a
         # gather.
-        moves = 2 if layout.node_count > 1 else 1
-        return k * layout.node_count * pair_bytes(self.wire_dtype) >= moves * 4 * length
+        nodes = len(levels.topology.nodes)
+        return k * nodes * pair_bytes(self.wire_dtype) >= (2 if nodes > 1 else 1) * 4 * length
 
-    def _sends_everything(self, layout: _Layout, steps: tf.Tensor) -> tf.Tensor:
+    def _sends_everything(self, levels: Levels, steps: tf.Tensor) -> tf.Tensor:
         """Returns whether a step sends all values: while flushing, or early in the warm-up."""
         # All ranks must take the same branch, so this depends only on values that all ranks share:
         # the number of steps, and the longest shard instead of the rank's own.
         if not self.warmup_steps:
             return steps < 0.0
-        longest = max(layout.node.lengths)
+        longest = max(levels.node.lengths)
         k = self._selected_count(longest, steps)
-        return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(layout, k, longest))
+        return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(levels, k, longest))
 
-    def _gathers_pairs(self, layout: _Layout) -> bool:
-        """Returns whether pairs in the node have fewer bytes than sums, at the final density."""
-        width = pair_bytes(self.wire_dtype)
-        counts = [layout.node_count * self._selected_count(n) for n in layout.node.lengths]
-        return layout.node.group.size > 1 and width * sum(counts) < 4 * sum(layout.node.lengths)
+    def _scattered_lengths(self, levels: Levels) -> tuple[int, ...]:
+        """Returns the lengths of the shards whose pairs a rank adds: all of the node, or its own.
 
-
-@dataclass(frozen=True, kw_only=True)
-class TopK(SparseScheme):
-    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
-
-    Args:
-      density: Share of elements that each rank sends, in (0, 1] (default 0.01).
-      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
-        `tfposeidon.ops.top_k`.
-      wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
-        `"bfloat16"`. Rounding errors are added to the residual.
-      error_feedback: True (default) to add the elements that are not sent to the next gradient.
-        Otherwise they are lost.
-      momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
-        0: none). The optimizer's own momentum must then be 0.
-      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
-        0).
-      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
-        or, with `momentum`, by this scheme at density 1.
-
-    Raises:
-      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
-
-    Cost: (P - 1) density d pairs sent per rank, for P ranks and d elements.
-    Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
-    feedback; where pairs would have more bytes than the dense exchange, values are sent densely.
-
-    Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.TopK(density=0.001)
-      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
-      56000
-    """
-
-    select: str = "exact"
-
-    @override
-    def _layout_topology(self, topology: Topology) -> Topology:
-        # Every rank is a separate node, so that nothing is summed before the selection.
-        return Topology(topology.rank, tuple((rank,) for rank in range(topology.size)))
+        Ranks gather pairs in the node if they have fewer bytes than sums, at the final density.
+        """
+        lengths, width = levels.node.lengths, pair_bytes(self.wire_dtype)
+        pairs = len(levels.topology.nodes) * sum(map(self._selected_count, lengths))
+        return lengths if width * pairs < 4 * sum(lengths) else (levels.shard_length,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,8 +279,6 @@ class HiTopK(SparseScheme):
       wire_dtype: Dtype in which values are sent: `None` for float32 (default), `"float16"` or
         `"bfloat16"`. Rounding errors are added to the residual. Values are sums over a node, not
         means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
-      error_feedback: True (default) to add the elements that are not sent to the next gradient.
-        Otherwise they are lost.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
         0: none). The optimizer's own momentum must then be 0.
       warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
@@ -401,7 +287,7 @@ class HiTopK(SparseScheme):
         or, with `momentum`, by this scheme at density 1.
 
     Raises:
-      ValueError: If an argument is out of its range, or `momentum` is given without error feedback.
+      ValueError: If an argument is out of its range.
 
     Cost: For m nodes of n ranks, d elements and k = density d / n, each rank sends (n - 1) d / n
     values in the node for the scatter, (m - 1) k pairs across nodes, and in the node (n - 1) m k
@@ -411,9 +297,41 @@ class HiTopK(SparseScheme):
     `stages`); where pairs would have more bytes than the dense exchange, values are sent densely.
 
     Example:
-      >>> from tfposeidon import schemes
-      >>> from tfposeidon.communication.topology import Topology
-      >>> scheme = schemes.HiTopK(density=0.001, momentum=0.9)
+      >>> from tfposeidon.schemes import HiTopK, Topology
+      >>> scheme = HiTopK(density=0.001, momentum=0.9)
       >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).cross_bytes)
       2000
     """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(SparseScheme):
+    """Selects elements on every rank, gathers the pairs of all ranks, and sums them locally.
+
+    Args:
+      density: Share of elements that each rank sends, in (0, 1] (default 0.01).
+      select: Method of selection: `"mstopk"`, `"exact"` (default) or `"dgc"`; see
+        `tfposeidon.ops.top_k`.
+      wire_dtype, momentum, warmup_steps, min_elements: As in `HiTopK`.
+
+    Raises:
+      ValueError: If an argument is out of its range.
+
+    Cost: (P - 1) density d pairs sent per rank, for P ranks and d elements.
+    Source: Shi et al. 2021 (CommLib), section 2.2 (NaiveAG); Renggli et al. 2019. Differs: error
+    feedback; where pairs would have more bytes than the dense exchange, values are sent densely.
+
+    Example:
+      >>> from tfposeidon.schemes import TopK, Topology
+      >>> scheme = TopK(density=0.001)
+      >>> int(scheme.cost(10**6, itemsize=4, topology=Topology.regular(0, 8, 4)).bytes)
+      56000
+    """
+
+    select: str = "exact"
+
+    @override
+    def _levels(self, length: int, topology: Topology) -> Levels:
+        # Every rank is a separate node, so that nothing is summed before the selection.
+        nodes = tuple((rank,) for rank in range(topology.size))
+        return super()._levels(length, Topology(topology.rank, nodes))

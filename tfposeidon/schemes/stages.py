@@ -1,17 +1,18 @@
 """Stages of an exchange: the building blocks of schemes, each next to the description of its cost.
 
-Stages are transfers, which are collectives, and local work between them. Steps, bytes and
-operations are all derived from this one description. A reduce-scatter here is an all-to-all
+Stages are transfers, which are collectives, and local work between them. Steps and bytes are
+derived from this one description. A reduce-scatter here is an all-to-all
 followed by a local sum. Over Gloo this is several times faster than Horovod's own reduce-scatter,
 supports more dtypes and uneven shards, and sums 16-bit values in float32. Hierarchical schemes
 shard a vector over the ranks of a node (`node`), and each rank's shard again over the ranks at the
-same position in all nodes (`across`); `shards_by_level` returns both.
+same position in all nodes (`across`); `Levels` has both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import tensorflow as tf
@@ -35,14 +36,11 @@ class Cost:
       steps: Number of messages on the longest path.
       node_bytes: Payload bytes that this rank sends to ranks of its own node.
       cross_bytes: Payload bytes that this rank sends to ranks of other nodes.
-      flops: Floating-point additions of this rank, except those inside Horovod; for products of
-        matrices, also multiplications.
     """
 
     steps: int = 0
     node_bytes: float = 0.0
     cross_bytes: float = 0.0
-    flops: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -55,7 +53,6 @@ class Cost:
             steps=self.steps + other.steps,
             node_bytes=self.node_bytes + other.node_bytes,
             cross_bytes=self.cross_bytes + other.cross_bytes,
-            flops=self.flops + other.flops,
         )
 
 
@@ -80,7 +77,7 @@ class Transfer:
       ...     name="", operation="all_reduce", group=topology.world, parts_bytes=(4000.0,)
       ... )
       >>> ring.cost(topology)
-      Cost(steps=6, node_bytes=0.0, cross_bytes=6000.0, flops=0.0)
+      Cost(steps=6, node_bytes=0.0, cross_bytes=6000.0)
     """
 
     name: str
@@ -141,18 +138,16 @@ class Transfer:
         # At step i, ranks at distances below 2^i from the root, in rank order modulo p, have the
         # values.
         distance = (me - self.group.index(self.root)) % p
-        receivers = [
-            distance + 2**i for i in range(self.steps) if distance < 2**i and distance + 2**i < p
-        ]
         return {
-            self.group.ranks[(me - distance + receiver) % p]: self.parts_bytes[0]
-            for receiver in receivers
+            self.group.ranks[(me + 2**i) % p]: self.parts_bytes[0]
+            for i in range(self.steps)
+            if distance < 2**i < p - distance
         }
 
     def cost(self, topology: Topology) -> Cost:
         """Returns the number of steps and of bytes that `topology.rank` sends, by destination."""
-        me, messages = topology.rank, self.messages(topology.rank)
-        within = sum((size for peer, size in messages.items() if topology.same_node(me, peer)), 0.0)
+        messages, node = self.messages(topology.rank), topology.node.ranks
+        within = sum((size for peer, size in messages.items() if peer in node), 0.0)
         cross = sum(messages.values()) - within
         return Cost(steps=self.steps, node_bytes=within, cross_bytes=cross)
 
@@ -167,7 +162,7 @@ class Work:
         the largest elements, `"scatter"` pairs into a vector, or `"multiply"` matrices.
       elements: Number of elements that are read or written (default 0).
       pairs: Number of pairs of index and value that are selected or scattered (default 0).
-      operations: Floating-point additions, and multiplications of matrices (default 0).
+      operations: Additions and multiplications of `"multiply"` (default 0).
     """
 
     name: str
@@ -176,18 +171,15 @@ class Work:
     pairs: float = 0.0
     operations: float = 0.0
 
-    def cost(self, topology: Topology) -> Cost:
-        """Returns the cost, which consists of the operations, because nothing is sent."""
-        return Cost(flops=self.operations)
-
 
 Stage = Transfer | Work
 """One part of an exchange; stages run in sequence."""
 
 
 def total_cost(stages: Iterable[Stage], topology: Topology) -> Cost:
-    """Sums the cost of all stages for `topology.rank`."""
-    return sum((stage.cost(topology) for stage in stages), Cost())
+    """Sums the cost of all transfers for `topology.rank`."""
+    transfers = (stage for stage in stages if isinstance(stage, Transfer))
+    return sum((transfer.cost(topology) for transfer in transfers), Cost())
 
 
 def renamed(stages: Iterable[Stage], prefix: str) -> tuple[Stage, ...]:
@@ -291,7 +283,7 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
 def scatter_sum_stages(
     shards: Shards, itemsize: int, topology: Topology, wire_dtype: str | None, name: str
 ) -> tuple[Stage, ...]:
-    """Describes `scatter_sum`: P - 1 messages of a shard each, P - 1 additions per owned element.
+    """Describes `scatter_sum`: P - 1 messages of a shard each, whose values are then summed.
 
     Args:
       shards: Shards of the ranks.
@@ -311,7 +303,7 @@ def scatter_sum_stages(
     transfer = Transfer(
         name=name, operation="all_to_all", group=shards.group, parts_bytes=sizes, itemsize=width
     )
-    added = Work(name=f"{name}.sum", kind="sum", elements=p * own, operations=(p - 1) * own)
+    added = Work(name=f"{name}.sum", kind="sum", elements=p * own)
     return (*encoding(sum(shards.lengths), wire_dtype, f"{name}.encode"), transfer, added)
 
 
@@ -359,64 +351,74 @@ def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...
     return () if wire_dtype is None else (Work(name=name, kind="encode", elements=length),)
 
 
-def shards_by_level(length: int, topology: Topology) -> tuple[Shards, Shards | None]:
-    """Shards a vector over the node's ranks, and the rank's own shard again over nodes."""
-    # If nodes differ in size, only positions that every node has own shards. Ranks at other
-    # positions own none and take no part across nodes, so their second result is `None`.
-    node = Shards.even(length, topology.node, owners=topology.positions)
-    if topology.across is None:
-        return node, None
-    return node, Shards.even(node.length_of(topology.rank), topology.across)
+@dataclass(frozen=True)
+class Levels:
+    """A vector sharded over the ranks of a node, and this rank's shard again over nodes.
 
+    If nodes differ in size, only ranks at positions that every node has own shards. The other ranks
+    take no part across nodes.
+    """
 
-def mean_by_levels(vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
-    """Averages a vector: sums it in the node and across nodes, then gathers in reverse order."""
-    own = own_mean_by_levels(vector, wire, name, wire_dtype)
-    return gather_by_levels(own, vector.shape[0], wire, name, wire_dtype)
+    length: int
+    topology: Topology
 
+    @cached_property
+    def node(self) -> Shards:
+        """Shards of the vector over the ranks of the node."""
+        return Shards.even(self.length, self.topology.node, owners=self.topology.positions)
 
-def own_mean_by_levels(
-    vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
-) -> tf.Tensor:
-    """Averages this rank's shard; the result is empty for ranks that take no part across nodes."""
-    node, across = shards_by_level(vector.shape[0], wire.topology)
-    shard = scatter_sum(vector, node, wire, f"{name}.node_scatter", wire_dtype)
-    if across is None:
-        # The rank's position does not exist in every node, so its shard is empty.
-        return shard
-    # Divide once, by the number of all ranks: a mean of node means would weight uneven nodes
-    # equally.
-    size, name = tf.cast(wire.topology.size, vector.dtype), f"{name}.across_scatter"
-    if wire_dtype is None:
-        # Divide last, so that sums of integers are exact.
-        return scatter_sum(shard, across, wire, name, None) / size
-    # Divide before values are sent in 16 bits, because a node's sum may exceed their range.
-    return scatter_sum(shard / size, across, wire, name, wire_dtype)
+    @cached_property
+    def across(self) -> Shards:
+        """Shards of this rank's shard over nodes."""
+        group = self.topology.across or Group((self.topology.rank,))
+        return Shards.even(self.shard_length, group)
 
+    @property
+    def shard_length(self) -> int:
+        """Number of elements of this rank's shard of `node`."""
+        return self.node.length_of(self.topology.rank)
 
-def gather_by_levels(
-    own: tf.Tensor, length: int, wire: Wire, name: str, wire_dtype: str | None
-) -> tf.Tensor:
-    """Gathers `[length]` from all shards, across nodes first; the same bits on every rank."""
-    node, across = shards_by_level(length, wire.topology)
-    # Values are encoded once for both levels, so that they are rounded once. Gathering reverses the
-    # order of scattering: the shards of other nodes complete the rank's shard of the node's vector.
-    encoded = encode(own, wire_dtype)
-    if across is not None:
-        encoded = gather(encoded, across, wire, f"{name}.across_gather")
-    return decode(gather(encoded, node, wire, f"{name}.node_gather"), wire_dtype, own.dtype)
+    def own_mean(
+        self, vector: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
+    ) -> tf.Tensor:
+        """Averages the part of the vector that this rank owns across nodes."""
+        shard = scatter_sum(vector, self.node, wire, f"{name}.node_scatter", wire_dtype)
+        return self.mean_across(shard, wire, name, wire_dtype)
 
+    def mean_across(
+        self, shard: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None
+    ) -> tf.Tensor:
+        """Averages this rank's part of `shard`, the node's sum, over all ranks of the job."""
+        # Divide once, by the number of all ranks: a mean of node means would weight uneven nodes
+        # equally.
+        size, name = tf.cast(wire.topology.size, shard.dtype), f"{name}.across_scatter"
+        if wire_dtype is None:
+            # Divide last, so that sums of integers are exact.
+            return scatter_sum(shard, self.across, wire, name, None) / size
+        # Divide before values are sent in 16 bits, because a node's sum may exceed their range.
+        return scatter_sum(shard / size, self.across, wire, name, wire_dtype)
 
-def stages_by_levels(
-    length: int, itemsize: int, topology: Topology, wire_dtype: str | None
-) -> tuple[Stage, ...]:
-    """Describes `mean_by_levels`."""
-    node, across = shards_by_level(length, topology)
-    scatter = scatter_sum_stages(node, itemsize, topology, wire_dtype, "node_scatter")
-    back = gather_stages(node, itemsize, wire_dtype, "node_gather")
-    if across is not None:
-        own_length = across.length_of(topology.rank)
-        scatter += scatter_sum_stages(across, itemsize, topology, wire_dtype, "across_scatter")
-        scatter += encoding(own_length, wire_dtype, "encode")
-        back = gather_stages(across, itemsize, wire_dtype, "across_gather") + back
-    return scatter + back + encoding(length, wire_dtype, "decode")
+    def gather(self, own: tf.Tensor, wire: Wire, name: str, wire_dtype: str | None) -> tf.Tensor:
+        """Gathers the vector from the parts of all ranks, with the same bits on each."""
+        # Values are encoded once for both levels, so that they are rounded once. Gathering reverses
+        # the order of scattering: parts of other nodes complete the shard of the node's vector.
+        encoded = gather(encode(own, wire_dtype), self.across, wire, f"{name}.across_gather")
+        gathered = gather(encoded, self.node, wire, f"{name}.node_gather")
+        return decode(gathered, wire_dtype, own.dtype)
+
+    def stages(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
+        """Describes `own_mean` and `gather`."""
+        options = itemsize, self.topology, wire_dtype
+        scatter = scatter_sum_stages(self.node, *options, "node_scatter")
+        return scatter + self.stages_across(itemsize, wire_dtype)
+
+    def stages_across(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
+        """Describes `mean_across` and `gather`."""
+        across, topology = self.across, self.topology
+        return (
+            *scatter_sum_stages(across, itemsize, topology, wire_dtype, "across_scatter"),
+            *encoding(across.length_of(topology.rank), wire_dtype, "encode"),
+            *gather_stages(across, itemsize, wire_dtype, "across_gather"),
+            *gather_stages(self.node, itemsize, wire_dtype, "node_gather"),
+            *encoding(self.length, wire_dtype, "decode"),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,16 +22,10 @@ class WithWireDtype:
     `wire_dtype` and its `ValueError`.
     """
 
-    allowed_wire_dtypes: ClassVar[tuple[str, ...]] = WIRE_DTYPES
-    """Values that `wire_dtype` may have, apart from `None`."""
-
-    wire_dtype_remedy: ClassVar[str] = ""
-    """Last sentence of the error about an invalid `wire_dtype`."""
-
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        check_wire_dtype(self.wire_dtype, self.allowed_wire_dtypes, self.wire_dtype_remedy)
+        check_wire_dtype(self.wire_dtype)
 
     @property
     def exact(self) -> bool:
@@ -98,18 +92,18 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
 
 
 def unpack_pairs(
-    packed: tf.Tensor, groups: Sequence[tuple[int, Any]], wire_dtype: str | None
+    packed: tf.Tensor, groups: Sequence[tuple[int, Any, int]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Inverts `pack_pairs` for runs of messages; also returns how many pairs each message has.
 
-    Each of `groups` describes a run of messages of one length: the number of messages, and the
-    number of pairs in each. The returned numbers are int64.
+    Each of `groups` describes a run of messages of one length: the number of messages, the number
+    of pairs in each, and a number to add to their indices. The returned numbers are int64.
     """
     width = pair_bytes(wire_dtype) // packed.dtype.size
-    sizes = [count * width * k for count, k in groups]
+    sizes = [count * width * k for count, k, _ in groups]
     runs = tf.split(packed, sizes) if len(groups) > 1 else [packed]
     values, indices, counts = [], [], []
-    for run, (count, k) in zip(runs, groups, strict=True):
+    for run, (count, k, begin) in zip(runs, groups, strict=True):
         messages = tf.reshape(run, [count, width * k])
         # Each value occupies one element of a message; indices occupy the others.
         split = (width - 1) * k
@@ -119,7 +113,8 @@ def unpack_pairs(
         else:
             index = tf.bitcast(tf.reshape(index, [-1, 2]), tf.int32)
             value = decode(value, wire_dtype, tf.float32)
-        indices.append(tf.reshape(index, [-1]))
+        index = tf.reshape(index, [-1])
+        indices.append(index + begin if begin else index)
         values.append(tf.reshape(value, [-1]))
         counts.append(tf.fill([count], tf.cast(k, tf.int64)))
     return tf.concat(values, 0), tf.concat(indices, 0), tf.concat(counts, 0)

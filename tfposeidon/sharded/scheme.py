@@ -35,7 +35,8 @@ class OwnParts(ParameterServer):
     def exchange(
         self, gradient: tf.Tensor, state: State, wire: Wire, name: str
     ) -> tuple[tf.Tensor, State]:
-        return stages.own_mean_by_levels(gradient, wire, name, None), state
+        levels = stages.Levels(gradient.shape[0], wire.topology)
+        return levels.own_mean(gradient, wire, name, None), state
 
     @override
     def unpack(
@@ -71,7 +72,7 @@ class Sharded(Policy):
         # Compare the exact class, because subclasses have their own exchange.
         if type(choice.scheme) is not ParameterServer:
             return choice
-        return replace(choice, scheme=OwnParts(pair_bytes=choice.scheme.pair_bytes))
+        return replace(choice, scheme=OwnParts())
 
     @override
     def notes(self, descriptions: Sequence[Description]) -> list[str]:

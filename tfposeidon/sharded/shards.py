@@ -24,7 +24,8 @@ from tfposeidon.exchange.plan import Bucket
 from tfposeidon.gradients import describe, distinct_paths, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapper import innermost
-from tfposeidon.schemes import Scheme, stages
+from tfposeidon.schemes import Scheme
+from tfposeidon.schemes.stages import Levels
 from tfposeidon.sharded.scheme import OwnParts, clip_by_whole_norms, sharded_norms
 from tfposeidon.state.placement import Placement, StateDescription
 
@@ -240,7 +241,7 @@ class Shards:
         ]
         vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
         wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
-        whole = stages.gather_by_levels(vector, bucket.length, wire, name, None)
+        whole = Levels(bucket.length, wire.topology).gather(vector, wire, name, None)
         # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
