@@ -144,9 +144,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
             count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
-                "A callback sets the rate of one optimizer. Received: optimizer=None for a model "
-                f"with several optimizers, of which {count} communicate. Create one callback for "
-                "each, with optimizer=...."
+                f"{type(self).__name__} sets the rate of one optimizer. Received: a model with "
+                f"several optimizers, of which {count} communicate. Use a LearningRateSchedule "
+                "for each of them, with optimizer=...."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(

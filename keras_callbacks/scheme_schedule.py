@@ -79,11 +79,7 @@ class SchemeSchedule(keras.callbacks.Callback):
                 f"{type(self.model.optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
-        if self._session.is_resumed:
-            raise ValueError(
-                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
-                "Checkpoint first. Move Checkpoint to the end of the list."
-            )
+        check_precedes_checkpoint(self)
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
         # Check all schemes now, because the epoch of a change may be hours away.
@@ -149,3 +145,12 @@ class SchemeSchedule(keras.callbacks.Callback):
         if self._next is not None and self._session.has_flushed:
             self._session.change_scheme(self._next)
             self._next = None
+
+
+def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
+    """Refuses a callback behind a `Checkpoint` that has resumed."""
+    if session.of(callback.model).is_resumed:
+        raise ValueError(
+            f"{type(callback).__name__} must come before Checkpoint in the list of callbacks. "
+            "Received: Checkpoint first. Move Checkpoint to the end of the list."
+        )
