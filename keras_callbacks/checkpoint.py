@@ -6,6 +6,7 @@ number of ranks changes, gradients and residuals are redistributed, and their su
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.replicas import first_different_variable, variables_as_json
-from tfposeidon.gradients import of_tensorflow
+from tfposeidon.gradients import indices_of, of_tensorflow
 from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
 from tfposeidon.state.placement import (
@@ -213,34 +214,34 @@ class Checkpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # If ranks train local weights, save the global weights.
-        with self._session.global_weights():
-            self._start_write(epoch, batches)
-
-    def _start_write(self, epoch: int, batches: int) -> None:
         meta = {
             "epoch": epoch,
             "batches": batches,
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
-            "variables": variables_as_json(replicas.describe_any(replicated_variables(self.model))),
+            "variables": self._variables(),
             "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
         }
         # Between epochs, metrics are not saved: Keras resets them when the next epoch starts.
         metrics = self.model.metrics_variables if batches else []
-        own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
-        own |= to_named_arrays(values_of(metrics), "metric")
-        pairs = list(parts(self.model))
-        own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
-        # Encode the descriptions as bytes, because the files of a snapshot contain only arrays.
-        pieces = json.dumps([description.to_dict() for _, description in pairs])
-        own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
-        own |= self._layers(Placement.LOCAL)
-        shared: dict[str, np.ndarray] = {}
-        if self._wire.topology.rank == 0:
-            shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
-            shared |= self._layers(Placement.REPLICATED)
-        self._files.start(meta, shared, own)
+        # If ranks train local weights, save the global weights.
+        with self._session.global_weights():
+            own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
+            own |= to_named_arrays(values_of(metrics), "metric")
+            pairs = list(parts(self.model))
+            own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
+            own["pieces"] = np.asarray(
+                json.dumps([dataclasses.asdict(piece) for _, piece in pairs])
+            )
+            own |= self._layers(Placement.LOCAL)
+            shared: dict[str, np.ndarray] = {}
+            if self._wire.topology.rank == 0:
+                shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
+                shared |= self._layers(Placement.REPLICATED)
+            self._files.start(meta, shared, own)
+
+    def _variables(self) -> list[list[Any]]:
+        return variables_as_json(replicas.describe_any(replicated_variables(self.model)))
 
     def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
         found = read_layers(self.model, placement)
@@ -258,25 +259,22 @@ class Checkpoint(keras.callbacks.Callback):
             return {"scheme": policy, "trains": None, "planning": None}
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
-        indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
+        indices = indices_of(self.model.variables)
         # Keras has no public attribute for these variables.
-        trained = list(optimizer._trainable_variables)
-        unknown = [variable.path for variable in trained if id(variable) not in indices]
+        trained = optimizer._trainable_variables
+        unknown = [v.path for v in trained if of_tensorflow(v).ref() not in indices]
         if unknown:
             raise SnapshotError(
                 "Checkpoint requires an optimizer that trains only variables of the model. "
                 f"Received: {unknown[0]!r}, which is not a variable of the model. Assign its layer "
                 "to an attribute of the model."
             )
-        trains = [indices[id(variable)] for variable in trained]
-        by_reference = dict(zip([of_tensorflow(v).ref() for v in trained], trains, strict=True))
         lists = exchange.plans.lists if exchange else []
-        lists = [[by_reference[variable.ref()] for variable in one] for one in lists]
         return {
             "scheme": policy,
             "classes": _classes(held),
-            "trains": trains,
-            "lists": lists,
+            "trains": [indices[of_tensorflow(variable).ref()] for variable in trained],
+            "lists": [[indices[variable.ref()] for variable in one] for one in lists],
             "planning": planning,
         }
 
@@ -298,15 +296,9 @@ class Checkpoint(keras.callbacks.Callback):
             )
         assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
         own = self._assign_own(snapshot)
-        layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
-        assign_layers(
-            self.model,
-            {
-                name.removeprefix(_LAYER): value
-                for name, value in layers.items()
-                if name.startswith(_LAYER)
-            },
-        )
+        arrays = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
+        layers = {k.removeprefix(_LAYER): v for k, v in arrays.items() if k.startswith(_LAYER)}
+        assign_layers(self.model, layers)
         # Restore schemes first, because they create the per-rank variables.
         self._restore_schemes(snapshot)
         pairs = list(parts(self.model))
@@ -428,9 +420,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
         """Returns current paths of variables by saved paths, which differ in a loaded model."""
-        now = replicas.describe_any(replicated_variables(self.model))
-        pairs = zip(snapshot.meta["variables"], now, strict=False)
-        return {saved: description.path for (saved, _, _), description in pairs}
+        pairs = zip(snapshot.meta["variables"], self._variables(), strict=False)
+        return {saved: path for (saved, _, _), (path, _, _) in pairs}
 
     def _check(self, snapshot: Snapshot) -> None:
         for held, meta in self._with_saved(snapshot):
@@ -438,8 +429,7 @@ class Checkpoint(keras.callbacks.Callback):
             if before != now:
                 # Compare classes, because other optimizers may have state of the same shapes.
                 raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
-        described = variables_as_json(replicas.describe_any(replicated_variables(self.model)))
-        difference = first_different_variable(snapshot.meta["variables"], described)
+        difference = first_different_variable(snapshot.meta["variables"], self._variables())
         if difference:
             index, saved, built = difference
             raise mismatch(f"variable {index}: {saved} in {self.folder}, {built} in the model")

@@ -34,7 +34,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
 
 # Increment this number with every change of a snapshot's contents.
-_FORMAT = 9
+_FORMAT = 10
 
 Arrays = dict[str, np.ndarray]
 
