@@ -45,9 +45,6 @@ class Description:
     `dtype` is the dtype of the exchange. In the first traced step, the policy's reader sets
     `structure`, or the reason `why_no_structure`. `is_value` is true if the gradient replaces the
     variable, as with Keras's `overwrite_with_gradient`.
-
-    >>> Description("dense/kernel", (20, 3), "float32").bytes
-    240
     """
 
     path: str
@@ -187,13 +184,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice.
-
-    >>> rows = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([7, 2, 7]))
-    >>> merged = merge_rows(rows)
-    >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
-    ([7, 2], [[2.0], [1.0]])
-    """
+    """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice."""
     if not native.in_xla():
         indices, segments = tf.unique(rows.indices)
         values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))

@@ -84,25 +84,18 @@ def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[t
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
     folder = mount.point / inside
     for cgroup in (folder, *folder.parents):
-        limit = _limit(cgroup / version.limit)
-        if limit is not None:
+        path = cgroup / version.limit
+        # The root cgroup and cgroups without the memory controller have no limit.
+        limit = path.read_text().strip() if path.exists() else "max"
+        if limit != "max":
             stat = _first_numbers(cgroup / "memory.stat")
             # Do not count the whole page cache: it includes files in tmpfs, which cannot be
             # reclaimed.
             reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
             used = int((cgroup / version.used).read_text()) - reclaimable
-            yield limit, limit - used
+            yield int(limit), int(limit) - used
         if cgroup == mount.point:
             return
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except FileNotFoundError:
-        # The root cgroup and cgroups without the memory controller have no limit.
-        return None
-    return None if text == "max" else int(text)
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:
