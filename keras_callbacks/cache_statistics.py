@@ -29,21 +29,9 @@ class CacheStatistics(ScalarCallback):
     Cost: one exchange of a few hundred bytes per rank and epoch.
 
     Example:
-      >>> import datacache, keras, keras_callbacks, tempfile
-      >>> import tensorflow as tf
-      >>> samples = tf.data.Dataset.from_tensor_slices((tf.zeros([8, 1]), tf.zeros([8])))
-      >>> source = datacache.from_dataset(samples, key="zeros")
-      >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-      >>> model.compile("sgd", "mse")
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     cache = datacache.Cache(source, memory=f"{folder}/memory")
-      ...     training = cache.dataset(global_batch=4)
-      ...     statistics = keras_callbacks.CacheStatistics(cache)
-      ...     history = model.fit(
-      ...         training, epochs=2, shuffle=False, callbacks=[statistics], verbose=0
-      ...     )
-      ...     history.history["cache_hits"][-1]
-      1.0
+      Within a script with a cache and its dataset:
+
+          model.fit(training, callbacks=[keras_callbacks.CacheStatistics(cache, "logs")])
     """
 
     def __init__(self, cache: Any, log_dir: str | None = None) -> None:
