@@ -24,6 +24,7 @@ from tfposeidon.exchange.replicas import first_different_variable, variables_as_
 from tfposeidon.gradients import indices_of, of_tensorflow
 from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
+from tfposeidon.state import snapshots
 from tfposeidon.state.placement import (
     Placement,
     StateDescription,
@@ -33,25 +34,9 @@ from tfposeidon.state.placement import (
     saved_descriptions,
     with_names,
 )
-from tfposeidon.state.snapshots import (
-    Snapshot,
-    SnapshotError,
-    Snapshots,
-    assign_values,
-    mismatch,
-    to_array_list,
-    to_named_arrays,
-    values_of,
-)
-from tfposeidon.training import session
-from tfposeidon.training.entries import (
-    assign_layers,
-    held_optimizers,
-    parts,
-    read_layers,
-    replicated_variables,
-    variables_of,
-)
+from tfposeidon.state.snapshots import Snapshot, SnapshotError, assign_values, mismatch, values_of
+from tfposeidon.training import entries, session
+from tfposeidon.training.entries import replicated_variables, variables_of
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """Placements of the state that each rank saves separately."""
@@ -142,7 +127,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         # This communicator contains the ranks whose state is saved: all ranks, or only a server.
         self._wire = self._session.wire
-        self._files = Snapshots(self.folder, self._wire, self.keep)
+        self._files = snapshots.Snapshots(self.folder, self._wire, self.keep)
         snapshot, self._read = self._read or self._newest(self._files), None
         self._epoch = 0
         if snapshot is not None:
@@ -162,10 +147,10 @@ class Checkpoint(keras.callbacks.Callback):
             belongs to another release.
         """
         # All ranks read the snapshot, because the ranks that save are unknown before `fit`.
-        self._read = self._newest(Snapshots(self.folder, runtime.wire(), self.keep))
+        self._read = self._newest(snapshots.Snapshots(self.folder, runtime.wire(), self.keep))
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
-    def _newest(self, files: Snapshots) -> Snapshot | None:
+    def _newest(self, files: snapshots.Snapshots) -> Snapshot | None:
         return files.read_latest() if self.resume else None
 
     @override
@@ -220,32 +205,33 @@ class Checkpoint(keras.callbacks.Callback):
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
             "variables": self._variables(),
-            "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
+            "optimizers": [
+                self._optimizer_meta(held) for held in entries.held_optimizers(self.model)
+            ],
         }
-        # Between epochs, metrics are not saved: Keras resets them when the next epoch starts.
-        metrics = self.model.metrics_variables if batches else []
         # If ranks train local weights, save the global weights.
         with self._session.global_weights():
-            own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
-            own |= to_named_arrays(values_of(metrics), "metric")
-            pairs = list(parts(self.model))
-            own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
-            own["pieces"] = np.asarray(
-                json.dumps([dataclasses.asdict(piece) for _, piece in pairs])
-            )
-            own |= self._layers(Placement.LOCAL)
-            shared: dict[str, np.ndarray] = {}
+            pairs = list(entries.parts(self.model))
+            own = {
+                "own": values_of(variables_of(self.model, *_OWN)),
+                # Between epochs, metrics are not saved: Keras resets them when an epoch starts.
+                "metric": values_of(self.model.metrics_variables if batches else []),
+                "sum": values_of([variable for variable, _ in pairs]),
+                "pieces": [np.asarray(json.dumps([dataclasses.asdict(one) for _, one in pairs]))],
+                **self._layers(Placement.LOCAL),
+            }
+            shared: snapshots.Arrays = {}
             if self._wire.topology.rank == 0:
-                shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
-                shared |= self._layers(Placement.REPLICATED)
+                shared = self._layers(Placement.REPLICATED)
+                shared["shared"] = values_of(replicated_variables(self.model))
             self._files.start(meta, shared, own)
 
     def _variables(self) -> list[list[Any]]:
         return variables_as_json(replicas.describe_any(replicated_variables(self.model)))
 
-    def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
-        found = read_layers(self.model, placement)
-        return {f"{_LAYER}{name}": value for name, value in found.items()}
+    def _layers(self, placement: Placement) -> snapshots.Arrays:
+        found = entries.read_layers(self.model, placement)
+        return {f"{_LAYER}{name}": [value] for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
         """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
@@ -294,16 +280,16 @@ class Checkpoint(keras.callbacks.Callback):
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
-        assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
+        assign_values(replicated_variables(self.model), snapshot.shared["shared"])
         own = self._assign_own(snapshot)
         arrays = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
-        layers = {k.removeprefix(_LAYER): v for k, v in arrays.items() if k.startswith(_LAYER)}
-        assign_layers(self.model, layers)
+        layers = {k.removeprefix(_LAYER): v[0] for k, v in arrays.items() if k.startswith(_LAYER)}
+        entries.assign_layers(self.model, layers)
         # Restore schemes first, because they create the per-rank variables.
         self._restore_schemes(snapshot)
-        pairs = list(parts(self.model))
+        pairs = list(entries.parts(self.model))
         assign_values([variable for variable, _ in pairs], self._redistributed(snapshot, pairs))
-        self._pending_metrics = to_array_list(own, "metric") if batches else []
+        self._pending_metrics = own["metric"] if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
         runtime.log_once(
@@ -329,7 +315,7 @@ class Checkpoint(keras.callbacks.Callback):
                     "keras_callbacks.CachePosition, whose order depends only on the global batch."
                 )
 
-    def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
+    def _assign_own(self, snapshot: Snapshot) -> snapshots.Arrays:
         """Restores the state of this rank's layers, and returns its arrays of the snapshot.
 
         A rank that the saved job did not have uses the averaged state of another rank, retains its
@@ -341,13 +327,13 @@ class Checkpoint(keras.callbacks.Callback):
         own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
         local = variables_of(self.model, Placement.LOCAL) if is_new else []
         before = values_of(local)
-        assign_values(variables_of(self.model, *_OWN), to_array_list(own, "own"))
+        assign_values(variables_of(self.model, *_OWN), own["own"])
         for variable, value in zip(local, before, strict=True):
             if is_seed(variable):
                 value = another_seed(tf.convert_to_tensor(variable), rank)
             variable.assign(value)
         if not snapshot.same_layout:
-            all_ranks = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
+            all_ranks = [arrays["own"] for arrays in snapshot.own.values()]
             partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
             for variable, *values in zip(variables_of(self.model, *_OWN), *all_ranks, strict=True):
                 if id(variable) in partial:
@@ -385,7 +371,7 @@ class Checkpoint(keras.callbacks.Callback):
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
-        found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
+        found, saved = entries.held_optimizers(self.model), snapshot.meta["optimizers"]
         if len(found) != len(saved):
             raise mismatch(f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model")
         return list(zip(found, saved, strict=True))
@@ -398,17 +384,15 @@ class Checkpoint(keras.callbacks.Callback):
         Their sum over ranks is preserved: with other ranks or buckets, a rank receives its part of
         the sum.
         """
-        names = self._names(snapshot)
-        same = snapshot.same_layout and saved_descriptions(
-            snapshot.own[self._wire.topology.rank], names
-        ) == [description for _, description in pairs]
+        names, mine = self._names(snapshot), snapshot.own.get(self._wire.topology.rank, {})
+        now = [description for _, description in pairs]
+        same = snapshot.same_layout and saved_descriptions(mine["pieces"][0], names) == now
         # All ranks must take the same branch, because `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
-            return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
-        all_ranks = self._files.read_all_ranks(snapshot)
+            return mine["sum"]
         saved = [
-            list(zip(saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
-            for own in all_ranks.values()
+            list(zip(saved_descriptions(own["pieces"][0], names), own["sum"], strict=True))
+            for own in self._files.read_all_ranks(snapshot).values()
         ]
         try:
             return redistribute(saved, [(piece, values_of([one])[0]) for one, piece in pairs])

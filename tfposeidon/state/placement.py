@@ -326,10 +326,9 @@ def _whole(
     return arrays[0]
 
 
-def saved_descriptions(own: dict[str, np.ndarray], names: dict[str, str]) -> list[StateDescription]:
+def saved_descriptions(pieces: np.ndarray, names: dict[str, str]) -> list[StateDescription]:
     """Returns a snapshot's descriptions of a rank's state, with current paths."""
-    saved = with_names(json.loads(str(own["pieces"])), names)
-    return [StateDescription.from_dict(content) for content in saved]
+    return list(map(StateDescription.from_dict, with_names(json.loads(str(pieces)), names)))
 
 
 def with_names(value: Any, names: dict[str, str]) -> Any:

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 # Increment this number with every change of a snapshot's contents.
 _FORMAT = 10
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, list[np.ndarray]]
+"""Lists of arrays by name; a name without arrays is absent from files, and has an empty list."""
 
 
 class SnapshotError(RuntimeError):
@@ -233,9 +235,12 @@ def _write_files(
     _sync(folder)
 
 
-def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes arrays and syncs them to disk."""
-    _write(path, lambda stream: np.savez(stream, **arrays))
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """Writes lists of arrays and syncs them to disk."""
+    named: dict[str, Any] = {
+        f"{name}.{i}": one for name, found in arrays.items() for i, one in enumerate(found)
+    }
+    _write(path, lambda stream: np.savez(stream, **named))
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -246,9 +251,12 @@ def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def _load(path: Path) -> Arrays:
-    # Reading whole arrays makes the archive verify their CRCs.
+    found: Arrays = defaultdict(list)
     with path.open("rb") as stream, np.load(stream) as archive:
-        return {name: archive[name] for name in archive.files}
+        for name in archive.files:
+            # Reading whole arrays makes the archive verify their CRCs.
+            found[name.rpartition(".")[0]].append(archive[name])
+    return found
 
 
 def _sync(folder: Path) -> None:
@@ -258,16 +266,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns arrays by name; each name is `prefix` and the index in the list."""
-    return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
-
-
-def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """Returns the list of arrays that `to_named_arrays` named."""
-    return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]
 
 
 def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
