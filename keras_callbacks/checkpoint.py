@@ -109,14 +109,11 @@ class Checkpoint(keras.callbacks.Callback):
         if every_n_steps is not None:
             checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
         checks.check_integer("keep", keep, 1)
-        self.folder = folder
-        self.every_n_steps = every_n_steps
-        self.keep = keep
-        self.resume = resume
+        self.folder, self.every_n_steps = folder, every_n_steps
+        self.keep, self.resume = keep, resume
         # `epoch_to_resume` reads this snapshot for the next `fit`.
         self._read: Snapshot | None = None
-        self._steps = 0
-        self._epoch = 0
+        self._steps = self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
 
     @override
@@ -234,15 +231,11 @@ class Checkpoint(keras.callbacks.Callback):
         return {f"{_LAYER}{name}": [value] for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
-        """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
-
-        `trains` has the indices of all trained variables, and is `None` if the optimizer is not
-        built. `lists` has the indices of variables that a step exchanges together.
-        """
+        """Returns an optimizer's scheme and plans, and its variables as indices in the model's."""
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
         if not held.built:
-            return {"scheme": policy, "trains": None, "planning": None}
+            return {"scheme": policy, "trains": None, "lists": [], "planning": None}
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
         indices = indices_of(self.model.variables)
@@ -255,6 +248,7 @@ class Checkpoint(keras.callbacks.Callback):
                 f"Received: {unknown[0]!r}, which is not a variable of the model. Assign its layer "
                 "to an attribute of the model."
             )
+        # Each list contains variables that a step exchanges together.
         lists = exchange.plans.lists if exchange else []
         return {
             "scheme": policy,
@@ -367,7 +361,7 @@ class Checkpoint(keras.callbacks.Callback):
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
             # Create these exchangers, so that each residual returns to the step that computed it.
-            for indices in saved.get("lists", []) if exchange else []:
+            for indices in saved["lists"]:
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
@@ -379,11 +373,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _redistributed(
         self, snapshot: Snapshot, pairs: list[tuple[Any, StateDescription]]
     ) -> list[np.ndarray]:
-        """Returns the values of per-rank optimizer state.
-
-        Their sum over ranks is preserved: with other ranks or buckets, a rank receives its part of
-        the sum.
-        """
+        """Returns the values of per-rank optimizer state, whose sum over ranks is preserved."""
         names, mine = self._names(snapshot), snapshot.own.get(self._wire.topology.rank, {})
         now = [description for _, description in pairs]
         same = snapshot.same_layout and saved_descriptions(mine["pieces"][0], names) == now

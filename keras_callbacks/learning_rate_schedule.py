@@ -90,14 +90,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
             "initial_learning_rate", initial_learning_rate, checks.NOT_NEGATIVE
         )
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.given_optimizer = optimizer
-        self._epoch = 0
-        self._steps = 0
+        self._epoch = self._steps = 0
         self._scaled: list[Any] = []
 
     @property

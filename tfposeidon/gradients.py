@@ -78,9 +78,8 @@ class Description:
 class GradientReader(Protocol):
     """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
 
-    A scheme with a reader sends less than a whole gradient, because the structure describes how the
-    step computes the gradient. Gradients are in the order of their variables. `replicated` are
-    variables with the same values on all ranks.
+    Gradients are in the order of their variables. `replicated` are variables with the same values
+    on all ranks.
     """
 
     def find(

@@ -71,9 +71,9 @@ def _enclosing_limits(mount: _Mount, path: str) -> Iterator[tuple[int, int]]:
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
     folder, (limit_file, used_file, prefix) = mount.point / inside, FILES[mount.file_system]
     for cgroup in (folder, *folder.parents):
-        path = cgroup / limit_file
+        file = cgroup / limit_file
         # The root cgroup and cgroups without the memory controller have no limit.
-        limit = path.read_text().strip() if path.exists() else "max"
+        limit = file.read_text().strip() if file.exists() else "max"
         if limit != "max":
             stat = _first_numbers(cgroup / "memory.stat")
             # Do not count the whole page cache: it includes files in tmpfs, which cannot be

@@ -285,8 +285,7 @@ def mismatch(received: str) -> SnapshotError:
 
 def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     """Assigns arrays of a snapshot to variables of the same shapes."""
-    pairs = itertools.zip_longest(variables, values)
-    if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
+    if [tuple(variable.shape) for variable in variables] != [value.shape for value in values]:
         raise mismatch(
             f"{len(values)} arrays, which do not fit the shapes of {len(variables)} variables"
         )
