@@ -1,18 +1,18 @@
-"""Reports a cache's activity per epoch, in logs and TensorBoard."""
+"""Reports a cache's activity per epoch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 from typing_extensions import override
 
-from keras_callbacks._tensorboard import ScalarCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 
 
-class CacheStatistics(ScalarCallback):
-    """Adds the counts of a `datacache.Cache` to the logs of each epoch, and to TensorBoard.
+class CacheStatistics(keras.callbacks.Callback):
+    """Adds the counts of a `datacache.Cache` to the logs of each epoch.
 
     All ranks exchange their counts and report the same numbers:
 
@@ -23,19 +23,19 @@ class CacheStatistics(ScalarCallback):
 
     Args:
       cache: The `datacache.Cache` whose dataset is passed to `fit`.
-      log_dir: Folder in which the first rank that trains writes scalars such as `cache/hits`;
-        `None` (default) to write no scalars.
+
+    Callbacks behind it, such as `keras.callbacks.TensorBoard`, receive these logs.
 
     Cost: one exchange of a few hundred bytes per rank and epoch.
 
     Example:
       Within a script with a cache and its dataset:
 
-          model.fit(training, callbacks=[keras_callbacks.CacheStatistics(cache, "logs")])
+          model.fit(training, callbacks=[keras_callbacks.CacheStatistics(cache)])
     """
 
-    def __init__(self, cache: Any, log_dir: str | None = None) -> None:
-        super().__init__(log_dir)
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
         self.cache = cache
 
     @override
@@ -48,13 +48,10 @@ class CacheStatistics(ScalarCallback):
         own = {name: count - self._before[name] for name, count in counts.items()}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.cache")
         total = {name: sum(rank[name] for rank in ranks) for name in own}
-        values = {
-            "hits": total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"]),
-            "source_megabytes": total["source_bytes"] / 1e6,
-            # Ranks wait concurrently, so the mean is meaningful and the sum is not.
-            "wait_s": total["wait_s"] / len(ranks),
-            "repaired": total["healed"],
-        }
         if logs is not None:
-            logs.update({f"cache_{name}": value for name, value in values.items()})
-        self._write("cache", values, epoch)
+            hits = total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"])
+            logs["cache_hits"] = hits
+            logs["cache_source_megabytes"] = total["source_bytes"] / 1e6
+            # Ranks wait concurrently, so the mean is meaningful and the sum is not.
+            logs["cache_wait_s"] = total["wait_s"] / len(ranks)
+            logs["cache_repaired"] = total["healed"]

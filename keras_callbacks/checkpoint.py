@@ -361,7 +361,7 @@ class Checkpoint(keras.callbacks.Callback):
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
             # Create these exchangers, so that each residual returns to the step that computed it.
-            for indices in saved["lists"]:
+            for indices in saved["lists"] if exchange else []:
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
 
 LEVELS = "▁▂▃▄▅▆▇█"
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -111,35 +110,22 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class ProgressBar:
-    """Progress bar on a terminal, or a line every 30 s in a log.
-
-    >>> progress = ProgressBar(1000, "samples", stream=sys.stdout)
-    >>> progress.add(256)
-    >>> progress.close()
-    """
+    """Progress bar on a terminal, or a line every 30 s in a log."""
 
     WIDTH = 30
     TERMINAL_INTERVAL_S = 0.2
     LOG_INTERVAL_S = 30.0
 
-    def __init__(
-        self,
-        total: int,
-        unit: str,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total: int, unit: str) -> None:
         self._total, self._unit, self._done = total, unit, 0
-        self._stream, self._clock = stream or sys.stderr, clock
         # A log gets fewer lines, and no control characters.
-        self._on_terminal = self._stream.isatty()
-        self._begin_s = self._written_s = clock()
+        self._on_terminal = sys.stderr.isatty()
+        self._begin_s = self._written_s = time.monotonic()
 
     def add(self, count: int) -> None:
         """Counts items as done, and shows the progress if the last output is old enough."""
         self._done += count
-        now_s = self._clock()
+        now_s = time.monotonic()
         interval_s = self.TERMINAL_INTERVAL_S if self._on_terminal else self.LOG_INTERVAL_S
         if now_s - self._written_s >= interval_s:
             self._written_s = now_s
@@ -161,5 +147,5 @@ class ProgressBar:
         )
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
