@@ -43,15 +43,15 @@ class CacheStatistics(keras.callbacks.Callback):
         self._before = self.cache.stats().to_dict()
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         counts = self.cache.stats().to_dict()
         own = {name: count - self._before[name] for name, count in counts.items()}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.cache")
         total = {name: sum(rank[name] for rank in ranks) for name in own}
-        if logs is not None:
-            hits = total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"])
-            logs["cache_hits"] = hits
-            logs["cache_source_megabytes"] = total["source_bytes"] / 1e6
-            # Ranks wait concurrently, so the mean is meaningful and the sum is not.
-            logs["cache_wait_s"] = total["wait_s"] / len(ranks)
-            logs["cache_repaired"] = total["healed"]
+        logs["cache_hits"] = total["memory_hits"] / max(
+            1, total["memory_hits"] + total["memory_misses"]
+        )
+        logs["cache_source_megabytes"] = total["source_bytes"] / 1e6
+        # Ranks wait concurrently, so the mean is meaningful and the sum is not.
+        logs["cache_wait_s"] = total["wait_s"] / len(ranks)
+        logs["cache_repaired"] = total["healed"]

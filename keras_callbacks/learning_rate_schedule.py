@@ -132,9 +132,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._set(self._epoch + batch / self._steps)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs["learning_rate"] = float(self.optimizer.learning_rate)
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["learning_rate"] = float(self.optimizer.learning_rate)
 
     def _check_optimizer(self) -> None:
         count = len(optimizers(self.model))

@@ -75,7 +75,7 @@ class Throughput(keras.callbacks.Callback):
         self._end_training()
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._end_training()
         bytes_sent = sum(one.bytes_per_step for one in optimizers_of(self.model) if one.built)
         has_trained = self._begin is not None or self._increase is not None
@@ -85,16 +85,13 @@ class Throughput(keras.callbacks.Callback):
             # This is a server of `ElasticAveraging`, or all batches of the epoch were skipped.
             return
         timed = [rank["increase"] for rank in ranks if rank["increase"]]
-        speed: dict[str, float] = {}
         if samples := sum(one["samples"] for one in timed):
-            speed["samples_per_second"] = samples / max(one["seconds"] for one in timed)
+            logs["samples_per_second"] = samples / max(one["seconds"] for one in timed)
         if timed:
             shares = [one["exposed_s"] / one["seconds"] for one in timed]
-            speed["exposed_communication"] = sum(shares) / len(timed)
+            logs["exposed_communication"] = sum(shares) / len(timed)
         # Report the bytes of rank 0, because ranks on nodes of unequal sizes send unequal bytes.
-        speed["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
-        if logs is not None:
-            logs.update(speed)
+        logs["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
 
     def _end_training(self) -> None:
         # Read the totals before validation, for which Keras resets its loss tracker.
