@@ -210,7 +210,7 @@ class Checkpoint(keras.callbacks.Callback):
         with self._session.global_weights():
             pairs = list(entries.parts(self.model))
             own = {
-                "own": values_of(variables_of(self.model, *_OWN)),
+                **{one: values_of(variables_of(self.model, one)) for one in _OWN},
                 # Between epochs, metrics are not saved: Keras resets them when an epoch starts.
                 "metric": values_of(self.model.metrics_variables if batches else []),
                 "sum": values_of([variable for variable, _ in pairs]),
@@ -316,25 +316,22 @@ class Checkpoint(keras.callbacks.Callback):
         recurrent states, and receives seeds that no other rank has. If the layout of ranks has
         changed, rank 0 receives the sum of partial state.
         """
-        rank = self._wire.topology.rank
-        is_new = rank not in snapshot.own
-        own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
-        local = variables_of(self.model, Placement.LOCAL) if is_new else []
-        before = values_of(local)
-        assign_values(variables_of(self.model, *_OWN), own["own"])
-        for variable, value in zip(local, before, strict=True):
-            if is_seed(variable):
-                value = another_seed(tf.convert_to_tensor(variable), rank)
-            variable.assign(value)
+        rank, saved = self._wire.topology.rank, snapshot.own
+        own = saved[rank] if rank in saved else next(iter(saved.values()))
+        averaged, local, partial = (variables_of(self.model, one) for one in _OWN)
+        assign_values(averaged, own["averaged"])
+        if rank in saved:
+            assign_values(local, own["local"])
+        else:
+            for variable, value in zip(local, own["local"], strict=True):
+                if is_seed(variable):
+                    variable.assign(another_seed(tf.constant(value), rank))
+        values = own["partial"]
         if not snapshot.same_layout:
-            all_ranks = [arrays["own"] for arrays in snapshot.own.values()]
-            partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
-            for variable, *values in zip(variables_of(self.model, *_OWN), *all_ranks, strict=True):
-                if id(variable) in partial:
-                    total = np.sum(values, axis=0)
-                    variable.assign(
-                        tf.cast(np.zeros_like(total) if rank else total, variable.dtype)
-                    )
+            summands = zip(*(arrays["partial"] for arrays in saved.values()), strict=True)
+            totals = [np.sum(of_ranks, axis=0) for of_ranks in summands]
+            values = list(map(np.zeros_like, totals)) if rank else totals
+        assign_values(partial, values)
         return own
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
