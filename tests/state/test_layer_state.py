@@ -161,7 +161,7 @@ def test_replica_check_sees_it(wire):
         return model
 
     with Raises(
-        RuntimeError, r"The first is '\d+.normalization.*mean', which differs on rank\(s\) \[1\]"
+        RuntimeError, r"After 1 steps: .*'\d+.normalization.*mean', which differs on rank\(s\) \[1\]"
     ):
         fit("stop")
     with LogLines() as lines:
