@@ -31,8 +31,8 @@ RULE, REMEDY = "All ranks must do alike", "Do so."
     ],
 )
 def test_the_first_rank_that_differs_is_named(received, show, message):
-    with pytest.raises(RuntimeError, match="alike") as raised:
-        require_equal(received, RULE, REMEDY, show)
+    with pytest.raises(ValueError, match="alike") as raised:
+        require_equal(received, RULE, REMEDY, show, ValueError)
     assert str(raised.value) == f"{RULE}. Received: {message}. {REMEDY}"
 
 

@@ -103,6 +103,7 @@ def require_equal(
     rule: str,
     remedy: str,
     show: Show = in_full,
+    error: type[Exception] = RuntimeError,
 ) -> None:
     """Raises an error if the values that ranks sent differ.
 
@@ -114,7 +115,7 @@ def require_equal(
     for rank, value in values.items():
         if value != values[lowest]:
             here, there = show(values[lowest], value)
-            raise RuntimeError(
+            raise error(
                 f"{rule}. Received: {here} on rank {lowest}, {there} on rank {rank}. {remedy}"
             )
 
