@@ -31,31 +31,21 @@ class AverageBatchNorm(global_metrics.LayerAverages):
     >>> callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._trains = self._has_nothing_to_do = False
+    _is_done_by_fit = False
 
     @override
     def set_params(self, params: Any) -> None:
         # Reset here, because `fit` and `evaluate` call this hook first, even after an interruption.
         super().set_params(params)
-        self._trains = self._has_nothing_to_do = False
+        self._is_due, self._is_done_by_fit = True, False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         hooks = session.of(self.model).hooks
+        self._is_done_by_fit = bool(hooks) and all(one.synchronizes_model for one in hooks)
+
+    @override
+    def _average(self) -> None:
         # If only some ranks validate, `fit` and this callback would wait for each other.
-        self._has_nothing_to_do = bool(hooks) and all(one.synchronizes_model for one in hooks)
-        self._trains = True
-
-    @override
-    def on_test_begin(self, logs: Any = None) -> None:
-        if not self._trains:
-            global_metrics.average_layer_state(self.model)
-        elif not self._has_nothing_to_do:
-            super().on_test_begin(logs)
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if not self._has_nothing_to_do:
-            super().on_epoch_end(epoch, logs)
+        if not self._is_done_by_fit:
+            super()._average()

@@ -73,7 +73,14 @@ class CachePosition(keras.callbacks.Callback):
         saved_epoch, *begin, steps = self._begin.numpy().tolist()
         is_restored = self._is_first and saved_epoch == epoch
         if is_restored and session.of(self.model).is_skipping:
-            self._check_steps(steps)
+            now = self.cache.steps_per_epoch(self.data)
+            if steps != now:
+                raise RuntimeError(
+                    "To resume within an epoch, epochs of the cache must have as many steps as "
+                    f"before. Received: {now} steps on these ranks, {steps} in the snapshot. "
+                    "Resume on as many ranks as before, or restart the epoch with "
+                    'Checkpoint(..., resume="epoch").'
+                )
         self.cache.begin_epoch(
             epoch,
             self.data,
@@ -93,14 +100,6 @@ class CachePosition(keras.callbacks.Callback):
         position = self.cache.state_dict(self.data)
         steps = self.cache.steps_per_epoch(self.data)
         self._begin.assign([epoch, position["epoch"], position["samples"], steps])
-
-    def _check_steps(self, saved: int) -> None:
-        if saved != (now := self.cache.steps_per_epoch(self.data)):
-            raise RuntimeError(
-                "To resume within an epoch, epochs of the cache must have as many steps as before. "
-                f"Received: {now} steps on these ranks, {saved} in the snapshot. Resume on as many "
-                'ranks as before, or restart the epoch with Checkpoint(..., resume="epoch").'
-            )
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

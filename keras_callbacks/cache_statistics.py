@@ -1,18 +1,18 @@
-"""Reports a cache's activity per epoch, in logs and TensorBoard."""
+"""Reports a cache's activity per epoch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import keras
 from typing_extensions import override
 
-from keras_callbacks._tensorboard import ScalarCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 
 
-class CacheStatistics(ScalarCallback):
-    """Adds the counts of a `datacache.Cache` to the logs of each epoch, and to TensorBoard.
+class CacheStatistics(keras.callbacks.Callback):
+    """Adds the counts of a `datacache.Cache` to the logs of each epoch.
 
     All ranks exchange their counts and report the same numbers:
 
@@ -23,31 +23,19 @@ class CacheStatistics(ScalarCallback):
 
     Args:
       cache: The `datacache.Cache` whose dataset is passed to `fit`.
-      log_dir: Folder in which the first rank that trains writes scalars such as `cache/hits`;
-        `None` (default) to write no scalars.
+
+    Callbacks behind it, such as `keras.callbacks.TensorBoard`, receive these logs.
 
     Cost: one exchange of a few hundred bytes per rank and epoch.
 
     Example:
-      >>> import datacache, keras, keras_callbacks, tempfile
-      >>> import tensorflow as tf
-      >>> samples = tf.data.Dataset.from_tensor_slices((tf.zeros([8, 1]), tf.zeros([8])))
-      >>> source = datacache.from_dataset(samples, key="zeros")
-      >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-      >>> model.compile("sgd", "mse")
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     cache = datacache.Cache(source, memory=f"{folder}/memory")
-      ...     training = cache.dataset(global_batch=4)
-      ...     statistics = keras_callbacks.CacheStatistics(cache)
-      ...     history = model.fit(
-      ...         training, epochs=2, shuffle=False, callbacks=[statistics], verbose=0
-      ...     )
-      ...     history.history["cache_hits"][-1]
-      1.0
+      Within a script with a cache and its dataset:
+
+          model.fit(training, callbacks=[keras_callbacks.CacheStatistics(cache)])
     """
 
-    def __init__(self, cache: Any, log_dir: str | None = None) -> None:
-        super().__init__(log_dir)
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
         self.cache = cache
 
     @override
@@ -55,18 +43,15 @@ class CacheStatistics(ScalarCallback):
         self._before = self.cache.stats().to_dict()
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         counts = self.cache.stats().to_dict()
         own = {name: count - self._before[name] for name, count in counts.items()}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.cache")
         total = {name: sum(rank[name] for rank in ranks) for name in own}
-        values = {
-            "hits": total["memory_hits"] / max(1, total["memory_hits"] + total["memory_misses"]),
-            "source_megabytes": total["source_bytes"] / 1e6,
-            # Ranks wait concurrently, so the mean is meaningful and the sum is not.
-            "wait_s": total["wait_s"] / len(ranks),
-            "repaired": total["healed"],
-        }
-        if logs is not None:
-            logs.update({f"cache_{name}": value for name, value in values.items()})
-        self._write("cache", values, epoch)
+        logs["cache_hits"] = total["memory_hits"] / max(
+            1, total["memory_hits"] + total["memory_misses"]
+        )
+        logs["cache_source_megabytes"] = total["source_bytes"] / 1e6
+        # Ranks wait concurrently, so the mean is meaningful and the sum is not.
+        logs["cache_wait_s"] = total["wait_s"] / len(ranks)
+        logs["cache_repaired"] = total["healed"]

@@ -6,6 +6,7 @@ number of ranks changes, gradients and residuals are redistributed, and their su
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Any, Literal
@@ -20,9 +21,10 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.replicas import first_different_variable, variables_as_json
-from tfposeidon.gradients import of_tensorflow
+from tfposeidon.gradients import indices_of, of_tensorflow
 from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
+from tfposeidon.state import snapshots
 from tfposeidon.state.placement import (
     Placement,
     StateDescription,
@@ -32,25 +34,9 @@ from tfposeidon.state.placement import (
     saved_descriptions,
     with_names,
 )
-from tfposeidon.state.snapshots import (
-    Snapshot,
-    SnapshotError,
-    Snapshots,
-    assign_values,
-    mismatch,
-    to_array_list,
-    to_named_arrays,
-    values_of,
-)
-from tfposeidon.training import session
-from tfposeidon.training.entries import (
-    assign_layers,
-    held_optimizers,
-    parts,
-    read_layers,
-    replicated_variables,
-    variables_of,
-)
+from tfposeidon.state.snapshots import Snapshot, SnapshotError, assign_values, mismatch, values_of
+from tfposeidon.training import entries, session
+from tfposeidon.training.entries import replicated_variables, variables_of
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """Placements of the state that each rank saves separately."""
@@ -123,14 +109,11 @@ class Checkpoint(keras.callbacks.Callback):
         if every_n_steps is not None:
             checks.check_number("every_n_steps", every_n_steps, checks.AT_LEAST_1)
         checks.check_integer("keep", keep, 1)
-        self.folder = folder
-        self.every_n_steps = every_n_steps
-        self.keep = keep
-        self.resume = resume
+        self.folder, self.every_n_steps = folder, every_n_steps
+        self.keep, self.resume = keep, resume
         # `epoch_to_resume` reads this snapshot for the next `fit`.
         self._read: Snapshot | None = None
-        self._steps = 0
-        self._epoch = 0
+        self._steps = self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
 
     @override
@@ -141,7 +124,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._session.check_in_step(f"Checkpoint(every_n_steps={self.every_n_steps})")
         # This communicator contains the ranks whose state is saved: all ranks, or only a server.
         self._wire = self._session.wire
-        self._files = Snapshots(self.folder, self._wire, self.keep)
+        self._files = snapshots.Snapshots(self.folder, self._wire, self.keep)
         snapshot, self._read = self._read or self._newest(self._files), None
         self._epoch = 0
         if snapshot is not None:
@@ -161,10 +144,10 @@ class Checkpoint(keras.callbacks.Callback):
             belongs to another release.
         """
         # All ranks read the snapshot, because the ranks that save are unknown before `fit`.
-        self._read = self._newest(Snapshots(self.folder, runtime.wire(), self.keep))
+        self._read = self._newest(snapshots.Snapshots(self.folder, runtime.wire(), self.keep))
         return 0 if self._read is None else int(self._read.meta["epoch"])
 
-    def _newest(self, files: Snapshots) -> Snapshot | None:
+    def _newest(self, files: snapshots.Snapshots) -> Snapshot | None:
         return files.read_latest() if self.resume else None
 
     @override
@@ -213,70 +196,65 @@ class Checkpoint(keras.callbacks.Callback):
     # ---------------------------------------------------------------- writing
 
     def _write(self, epoch: int, batches: int) -> None:
-        # If ranks train local weights, save the global weights.
-        with self._session.global_weights():
-            self._start_write(epoch, batches)
-
-    def _start_write(self, epoch: int, batches: int) -> None:
         meta = {
             "epoch": epoch,
             "batches": batches,
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
-            "variables": variables_as_json(replicas.describe_any(replicated_variables(self.model))),
-            "optimizers": [self._optimizer_meta(held) for held in held_optimizers(self.model)],
+            "variables": self._variables(),
+            "optimizers": [
+                self._optimizer_meta(held) for held in entries.held_optimizers(self.model)
+            ],
         }
-        # Between epochs, metrics are not saved: Keras resets them when the next epoch starts.
-        metrics = self.model.metrics_variables if batches else []
-        own = to_named_arrays(values_of(variables_of(self.model, *_OWN)), "own")
-        own |= to_named_arrays(values_of(metrics), "metric")
-        pairs = list(parts(self.model))
-        own |= to_named_arrays(values_of([variable for variable, _ in pairs]), "sum")
-        # Encode the descriptions as bytes, because the files of a snapshot contain only arrays.
-        pieces = json.dumps([description.to_dict() for _, description in pairs])
-        own |= {"pieces": np.frombuffer(pieces.encode(), np.uint8)}
-        own |= self._layers(Placement.LOCAL)
-        shared: dict[str, np.ndarray] = {}
-        if self._wire.topology.rank == 0:
-            shared = to_named_arrays(values_of(replicated_variables(self.model)), "shared")
-            shared |= self._layers(Placement.REPLICATED)
-        self._files.start(meta, shared, own)
+        # If ranks train local weights, save the global weights.
+        with self._session.global_weights():
+            pairs = list(entries.parts(self.model))
+            own = {
+                **{one: values_of(variables_of(self.model, one)) for one in _OWN},
+                # Between epochs, metrics are not saved: Keras resets them when an epoch starts.
+                "metric": values_of(self.model.metrics_variables if batches else []),
+                "sum": values_of([variable for variable, _ in pairs]),
+                "pieces": [np.asarray(json.dumps([dataclasses.asdict(one) for _, one in pairs]))],
+                **self._layers(Placement.LOCAL),
+            }
+            shared: snapshots.Arrays = {}
+            if self._wire.topology.rank == 0:
+                shared = self._layers(Placement.REPLICATED)
+                shared["shared"] = values_of(replicated_variables(self.model))
+            self._files.start(meta, shared, own)
 
-    def _layers(self, placement: Placement) -> dict[str, np.ndarray]:
-        found = read_layers(self.model, placement)
-        return {f"{_LAYER}{name}": value for name, value in found.items()}
+    def _variables(self) -> list[list[Any]]:
+        return variables_as_json(replicas.describe_any(replicated_variables(self.model)))
+
+    def _layers(self, placement: Placement) -> snapshots.Arrays:
+        found = entries.read_layers(self.model, placement)
+        return {f"{_LAYER}{name}": [value] for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
-        """Returns an optimizer's scheme, and the indices of its variables in `model.variables`.
-
-        `trains` has the indices of all trained variables, and is `None` if the optimizer is not
-        built. `lists` has the indices of variables that a step exchanges together.
-        """
+        """Returns an optimizer's scheme and plans, and its variables as indices in the model's."""
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
         if not held.built:
-            return {"scheme": policy, "trains": None, "planning": None}
+            return {"scheme": policy, "trains": None, "lists": [], "planning": None}
         exchange = getattr(optimizer, "exchange", None)
         planning = exchange and exchange.plans.to_dict()
-        indices = {id(variable): index for index, variable in enumerate(self.model.variables)}
+        indices = indices_of(self.model.variables)
         # Keras has no public attribute for these variables.
-        trained = list(optimizer._trainable_variables)
-        unknown = [variable.path for variable in trained if id(variable) not in indices]
+        trained = optimizer._trainable_variables
+        unknown = [v.path for v in trained if of_tensorflow(v).ref() not in indices]
         if unknown:
             raise SnapshotError(
                 "Checkpoint requires an optimizer that trains only variables of the model. "
                 f"Received: {unknown[0]!r}, which is not a variable of the model. Assign its layer "
                 "to an attribute of the model."
             )
-        trains = [indices[id(variable)] for variable in trained]
-        by_reference = dict(zip([of_tensorflow(v).ref() for v in trained], trains, strict=True))
+        # Each list contains variables that a step exchanges together.
         lists = exchange.plans.lists if exchange else []
-        lists = [[by_reference[variable.ref()] for variable in one] for one in lists]
         return {
             "scheme": policy,
             "classes": _classes(held),
-            "trains": trains,
-            "lists": lists,
+            "trains": [indices[of_tensorflow(variable).ref()] for variable in trained],
+            "lists": [[indices[variable.ref()] for variable in one] for one in lists],
             "planning": planning,
         }
 
@@ -296,22 +274,16 @@ class Checkpoint(keras.callbacks.Callback):
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
-        assign_values(replicated_variables(self.model), to_array_list(snapshot.shared, "shared"))
+        assign_values(replicated_variables(self.model), snapshot.shared["shared"])
         own = self._assign_own(snapshot)
-        layers = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
-        assign_layers(
-            self.model,
-            {
-                name.removeprefix(_LAYER): value
-                for name, value in layers.items()
-                if name.startswith(_LAYER)
-            },
-        )
+        arrays = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
+        layers = {k.removeprefix(_LAYER): v[0] for k, v in arrays.items() if k.startswith(_LAYER)}
+        entries.assign_layers(self.model, layers)
         # Restore schemes first, because they create the per-rank variables.
         self._restore_schemes(snapshot)
-        pairs = list(parts(self.model))
+        pairs = list(entries.parts(self.model))
         assign_values([variable for variable, _ in pairs], self._redistributed(snapshot, pairs))
-        self._pending_metrics = to_array_list(own, "metric") if batches else []
+        self._pending_metrics = own["metric"] if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
         self._session.resume_at(snapshot.meta["epoch"], batches)
         runtime.log_once(
@@ -337,32 +309,29 @@ class Checkpoint(keras.callbacks.Callback):
                     "keras_callbacks.CachePosition, whose order depends only on the global batch."
                 )
 
-    def _assign_own(self, snapshot: Snapshot) -> dict[str, np.ndarray]:
+    def _assign_own(self, snapshot: Snapshot) -> snapshots.Arrays:
         """Restores the state of this rank's layers, and returns its arrays of the snapshot.
 
         A rank that the saved job did not have uses the averaged state of another rank, retains its
         recurrent states, and receives seeds that no other rank has. If the layout of ranks has
         changed, rank 0 receives the sum of partial state.
         """
-        rank = self._wire.topology.rank
-        is_new = rank not in snapshot.own
-        own = next(iter(snapshot.own.values())) if is_new else snapshot.own[rank]
-        local = variables_of(self.model, Placement.LOCAL) if is_new else []
-        before = values_of(local)
-        assign_values(variables_of(self.model, *_OWN), to_array_list(own, "own"))
-        for variable, value in zip(local, before, strict=True):
-            if is_seed(variable):
-                value = another_seed(tf.convert_to_tensor(variable), rank)
-            variable.assign(value)
+        rank, saved = self._wire.topology.rank, snapshot.own
+        own = saved[rank] if rank in saved else next(iter(saved.values()))
+        averaged, local, partial = (variables_of(self.model, one) for one in _OWN)
+        assign_values(averaged, own["averaged"])
+        if rank in saved:
+            assign_values(local, own["local"])
+        else:
+            for variable, value in zip(local, own["local"], strict=True):
+                if is_seed(variable):
+                    variable.assign(another_seed(tf.constant(value), rank))
+        values = own["partial"]
         if not snapshot.same_layout:
-            all_ranks = [to_array_list(arrays, "own") for arrays in snapshot.own.values()]
-            partial = {id(variable) for variable in variables_of(self.model, Placement.PARTIAL)}
-            for variable, *values in zip(variables_of(self.model, *_OWN), *all_ranks, strict=True):
-                if id(variable) in partial:
-                    total = np.sum(values, axis=0)
-                    variable.assign(
-                        tf.cast(np.zeros_like(total) if rank else total, variable.dtype)
-                    )
+            summands = zip(*(arrays["partial"] for arrays in saved.values()), strict=True)
+            totals = [np.sum(of_ranks, axis=0) for of_ranks in summands]
+            values = list(map(np.zeros_like, totals)) if rank else totals
+        assign_values(partial, values)
         return own
 
     def _build_optimizers(self, snapshot: Snapshot) -> None:
@@ -389,11 +358,11 @@ class Checkpoint(keras.callbacks.Callback):
             if planning and exchange and exchange.plans.resume(planning):
                 self._session.retrace()
             # Create these exchangers, so that each residual returns to the step that computed it.
-            for indices in saved.get("lists", []) if exchange else []:
+            for indices in saved["lists"] if exchange else []:
                 exchange.exchanger([self.model.variables[index] for index in indices])
 
     def _with_saved(self, snapshot: Snapshot) -> list[tuple[Any, dict[str, Any]]]:
-        found, saved = held_optimizers(self.model), snapshot.meta["optimizers"]
+        found, saved = entries.held_optimizers(self.model), snapshot.meta["optimizers"]
         if len(found) != len(saved):
             raise mismatch(f"{len(saved)} optimizer(s) in {self.folder}, {len(found)} in the model")
         return list(zip(found, saved, strict=True))
@@ -401,22 +370,16 @@ class Checkpoint(keras.callbacks.Callback):
     def _redistributed(
         self, snapshot: Snapshot, pairs: list[tuple[Any, StateDescription]]
     ) -> list[np.ndarray]:
-        """Returns the values of per-rank optimizer state.
-
-        Their sum over ranks is preserved: with other ranks or buckets, a rank receives its part of
-        the sum.
-        """
-        names = self._names(snapshot)
-        same = snapshot.same_layout and saved_descriptions(
-            snapshot.own[self._wire.topology.rank], names
-        ) == [description for _, description in pairs]
+        """Returns the values of per-rank optimizer state, whose sum over ranks is preserved."""
+        names, mine = self._names(snapshot), snapshot.own.get(self._wire.topology.rank, {})
+        now = [description for _, description in pairs]
+        same = snapshot.same_layout and saved_descriptions(mine["pieces"][0], names) == now
         # All ranks must take the same branch, because `read_all_ranks` is collective.
         if all(exchange_objects(same, self._wire, "tp.same_pieces")):
-            return to_array_list(snapshot.own[self._wire.topology.rank], "sum")
-        all_ranks = self._files.read_all_ranks(snapshot)
+            return mine["sum"]
         saved = [
-            list(zip(saved_descriptions(own, names), to_array_list(own, "sum"), strict=True))
-            for own in all_ranks.values()
+            list(zip(saved_descriptions(own["pieces"][0], names), own["sum"], strict=True))
+            for own in self._files.read_all_ranks(snapshot).values()
         ]
         try:
             return redistribute(saved, [(piece, values_of([one])[0]) for one, piece in pairs])
@@ -428,9 +391,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _names(self, snapshot: Snapshot) -> dict[str, str]:
         """Returns current paths of variables by saved paths, which differ in a loaded model."""
-        now = replicas.describe_any(replicated_variables(self.model))
-        pairs = zip(snapshot.meta["variables"], now, strict=False)
-        return {saved: description.path for (saved, _, _), description in pairs}
+        pairs = zip(snapshot.meta["variables"], self._variables(), strict=False)
+        return {saved: path for (saved, _, _), (path, _, _) in pairs}
 
     def _check(self, snapshot: Snapshot) -> None:
         for held, meta in self._with_saved(snapshot):
@@ -438,8 +400,7 @@ class Checkpoint(keras.callbacks.Callback):
             if before != now:
                 # Compare classes, because other optimizers may have state of the same shapes.
                 raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
-        described = variables_as_json(replicas.describe_any(replicated_variables(self.model)))
-        difference = first_different_variable(snapshot.meta["variables"], described)
+        difference = first_different_variable(snapshot.meta["variables"], self._variables())
         if difference:
             index, saved, built = difference
             raise mismatch(f"variable {index}: {saved} in {self.folder}, {built} in the model")

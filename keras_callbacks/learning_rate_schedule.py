@@ -90,14 +90,12 @@ class LearningRateSchedule(keras.callbacks.Callback):
             "initial_learning_rate", initial_learning_rate, checks.NOT_NEGATIVE
         )
         self.multiplier = multiplier if callable(multiplier) else lambda _: multiplier
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.given_optimizer = optimizer
-        self._epoch = 0
-        self._steps = 0
+        self._epoch = self._steps = 0
         self._scaled: list[Any] = []
 
     @property
@@ -134,9 +132,8 @@ class LearningRateSchedule(keras.callbacks.Callback):
             self._set(self._epoch + batch / self._steps)
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs is not None:
-            logs["learning_rate"] = float(self.optimizer.learning_rate)
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["learning_rate"] = float(self.optimizer.learning_rate)
 
     def _check_optimizer(self) -> None:
         count = len(optimizers(self.model))
@@ -144,9 +141,9 @@ class LearningRateSchedule(keras.callbacks.Callback):
             count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
-                "A callback sets the rate of one optimizer. Received: optimizer=None for a model "
-                f"with several optimizers, of which {count} communicate. Create one callback for "
-                "each, with optimizer=...."
+                f"{type(self).__name__} sets the rate of one optimizer. Received: a model with "
+                f"several optimizers, of which {count} communicate. Use a LearningRateSchedule "
+                "for each of them, with optimizer=...."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Averages metrics over ranks, so that callbacks make the same decisions on all ranks."""
 
-from __future__ import annotations
-
 from tfposeidon.training.global_metrics import GlobalMetrics
 
 

@@ -15,15 +15,16 @@ import keras
 from typing_extensions import override
 
 from keras_callbacks.learning_rate_schedule import LearningRateSchedule
-from keras_callbacks.scheme_schedule import SchemeSchedule
+from keras_callbacks.scheme_schedule import SchemeSchedule, check_precedes_checkpoint
 from tfposeidon import checks, policies
 from tfposeidon.communication import runtime
 from tfposeidon.optimizers.wrapper import innermost
 from tfposeidon.training import session
-from tfposeidon.training.entries import optimizers
 
 Rate = float | Callable[[float], float]
 """A learning rate, or a function from the fractional epoch to a learning rate."""
+_RETAINED = ("scheme", "momentum", "weight_decay")
+"""Settings that a phase without them takes from the phase before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Phase:
         return self.first_epoch + self.epochs
 
 
-class ProgressiveResize(keras.callbacks.Callback):
+class ProgressiveResize(LearningRateSchedule):
     """Trains in phases at increasing resolutions, with the scheme, rates and batch size of each.
 
     Small images make the first epochs fast, and large images make the last epochs accurate. Each
@@ -116,7 +117,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         see `LearningRateSchedule`.
 
     Attributes:
-      phases: The phases, with their first epochs.
+      phases: The phases, with their first epochs and with retained settings.
 
     Raises:
       ValueError: If there is no phase, if a later phase has a scheme, momentum or weight decay and
@@ -148,8 +149,7 @@ class ProgressiveResize(keras.callbacks.Callback):
         learning_rate: Rate | None = None,
         momentum_correction: bool = True,
     ) -> None:
-        super().__init__()
-        self.phases = _with_first_epochs(phases)
+        self.phases = _completed(phases)
         if learning_rate is not None and not callable(learning_rate):
             checks.check_number("learning_rate", learning_rate, checks.NOT_NEGATIVE)
         _check_settings(self.phases, learning_rate)
@@ -157,14 +157,13 @@ class ProgressiveResize(keras.callbacks.Callback):
         self._phase: Phase | None = None
         # Change the rate within epochs only for functions: this requires epochs of known length.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
-        self._callbacks: list[keras.callbacks.Callback] = [
-            LearningRateSchedule(
-                1.0, self.rate_at, staircase=is_constant, momentum_correction=momentum_correction
-            )
-        ]
+        super().__init__(
+            1.0, self.rate_at, staircase=is_constant, momentum_correction=momentum_correction
+        )
+        self._schemes = keras.callbacks.Callback()
         if self.phases[0].scheme is not None:
-            schemes = {p.first_epoch: p.scheme for p in self.phases if p.scheme is not None}
-            self._callbacks.append(SchemeSchedule(schemes, verbose=False))
+            schemes = {phase.first_epoch: phase.scheme for phase in self.phases}
+            self._schemes = SchemeSchedule(schemes, verbose=False)
 
     def rate_at(self, epoch: float) -> float:
         """Returns the learning rate at an epoch.
@@ -221,33 +220,12 @@ class ProgressiveResize(keras.callbacks.Callback):
     # --------------------------------------------------------------- callback
 
     @override
-    def set_params(self, params: Any) -> None:
-        super().set_params(params)
-        for callback in self._callbacks:
-            callback.set_params(params)
-
-    @override
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        for callback in self._callbacks:
-            callback.set_model(model)
-
-    @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._session = session.of(self.model)
-        if self._session.is_resumed:
-            raise ValueError(
-                "ProgressiveResize must come before Checkpoint in the list of callbacks. Received: "
-                "Checkpoint first. Move Checkpoint to the end of the list."
-            )
-        if len(optimizers(self.model)) > 1:
-            raise ValueError(
-                "ProgressiveResize supports models with one optimizer. Received: a model with "
-                f"{len(optimizers(self.model))} optimizers. Use a LearningRateSchedule for each "
-                "optimizer, and a SchemeSchedule for the schemes."
-            )
-        for callback in self._callbacks:
-            callback.on_train_begin(logs)
+        check_precedes_checkpoint(self)
+        super().on_train_begin(logs)
+        self._schemes.set_model(self.model)
+        self._schemes.set_params(self.params)
+        self._schemes.on_train_begin(logs)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -262,39 +240,27 @@ class ProgressiveResize(keras.callbacks.Callback):
             )
         if phase is not self._phase:
             self._begin(phase)
-            if epoch == phase.first_epoch and not self._session.is_skipping:
-                self._session.forget_steps()
-        for callback in self._callbacks:
-            callback.on_epoch_begin(epoch, logs)
-
-    @override
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        for callback in self._callbacks:
-            callback.on_train_batch_begin(batch, logs)
+            current = session.of(self.model)
+            if epoch == phase.first_epoch and not current.is_skipping:
+                current.forget_steps()
+        super().on_epoch_begin(epoch, logs)
+        self._schemes.on_epoch_begin(epoch, logs)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        for callback in self._callbacks:
-            callback.on_train_batch_end(batch, logs)
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        for callback in self._callbacks:
-            callback.on_epoch_end(epoch, logs)
+        self._schemes.on_train_batch_end(batch, logs)
 
     def _begin(self, phase: Phase) -> None:
         """Sets the optimizer's settings, and releases the traced step of the previous phase."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
-            value = self._setting(name, phase)
+            value = getattr(phase, name)
             if value is not None:
-                for optimizer in optimizers(self.model):
-                    _set(innermost(optimizer), name, value)
-        self._session.retrace()
+                _set(innermost(self.optimizer), name, value)
+        session.of(self.model).retrace()
         # Graphs contain reference cycles, so only the garbage collector releases their memory.
         gc.collect()
         first, last = phase.first_epoch, phase.end_epoch - 1
-        scheme = self._setting("scheme", phase)
         runtime.log_once(
             "tfposeidon: phase %d of %d: epochs %d to %d, %d pixels, batches of %d on each rank, "
             "learning rate %.3g to %.3g%s.",
@@ -306,20 +272,20 @@ class ProgressiveResize(keras.callbacks.Callback):
             phase.batch,
             self.rate_at(first),
             self.rate_at(last + 1 - 1e-6),
-            "" if scheme is None else f", scheme {policies.parse(scheme)}",
+            "" if phase.scheme is None else f", scheme {policies.parse(phase.scheme)}",
         )
 
-    def _setting(self, name: str, phase: Phase) -> Any:
-        """Returns a setting of a phase, or of the closest earlier phase that has this setting."""
-        until = reversed(self.phases[: self.phases.index(phase) + 1])
-        return next((value for p in until if (value := getattr(p, name)) is not None), None)
 
-
-def _with_first_epochs(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+def _completed(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Returns phases with their first epochs, and with the settings of earlier phases."""
     found: list[Phase] = []
     for phase in phases:
-        first_epoch = found[-1].end_epoch if found else 0
-        found.append(dataclasses.replace(phase, first_epoch=first_epoch))
+        changes: dict[str, Any] = {"first_epoch": 0}
+        if found:
+            omitted = [name for name in _RETAINED if getattr(phase, name) is None]
+            changes = {name: getattr(found[-1], name) for name in omitted}
+            changes["first_epoch"] = found[-1].end_epoch
+        found.append(dataclasses.replace(phase, **changes))
     if not found:
         raise ValueError(
             f"`phases` must have one phase or more. Received: phases={phases!r}. Add a Phase(...)."
@@ -333,7 +299,7 @@ def _check_settings(phases: Sequence[Phase], rate: Rate | None) -> None:
             "Each phase must have a learning rate. Received: learning_rate=None for the phase of "
             f"{missing[0]} pixels. Pass learning_rate to ProgressiveResize, or to each Phase."
         )
-    for name in ("scheme", "momentum", "weight_decay"):
+    for name in _RETAINED:
         later = [phase for phase in phases if getattr(phase, name) is not None]
         if later and later[0] is not phases[0]:
             raise ValueError(

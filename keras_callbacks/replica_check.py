@@ -10,9 +10,7 @@ from typing_extensions import override
 from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
-from tfposeidon.state.placement import Placement
 from tfposeidon.training import entries, session
-from tfposeidon.training.entries import replicated_variables
 
 ACTIONS = ("stop", "repair", "report")
 
@@ -35,7 +33,7 @@ class ReplicaCheck(keras.callbacks.Callback):
       RuntimeError: In `fit`, on all ranks, with `action="stop"`; the message names the first
         variable that differs and the ranks.
 
-    Cost: each check reads all of this state once, and exchanges a checksum for each variable.
+    Cost: each check reads all of this state once, and exchanges a checksum.
 
     >>> import keras_callbacks
     >>> callbacks = [keras_callbacks.ReplicaCheck(every_n_steps=500, action="report")]
@@ -67,28 +65,17 @@ class ReplicaCheck(keras.callbacks.Callback):
                 self._check()
 
     def _check(self) -> None:
-        variables = replicated_variables(self.model)
         wire = session.of(self.model).wire
-        layers = entries.read_layers(self.model, Placement.REPLICATED)
-        found = replicas.differences(variables, layers, wire)
-        if not found:
+        found = entries.difference(self.model, wire, with_layers=True)
+        if found is None:
             return
-        path, ranks = next(iter(found.items()))
-        problem = (
-            f"Replicas must be equal bit by bit. After {self._steps} steps, {len(found)} of "
-            f"{len(variables) + len(layers)} variables and layer states differ. The first is "
-            f"{path!r}, which differs on rank(s) {ranks} from rank 0."
-        )
+        problem = f"After {self._steps} steps: {found}"
         if self.action == "stop":
             raise RuntimeError(
                 f'{problem} Use ReplicaCheck(action="repair") to continue with rank 0\'s values.'
             )
-        repairs = self.action == "repair"
-        runtime.log_once(
-            "tfposeidon: %s%s",
-            problem,
-            " All ranks receive the values of rank 0." if repairs else "",
-        )
-        if repairs:
-            replicas.broadcast(variables, wire)
+        if self.action == "repair":
+            problem += " All ranks receive the values of rank 0."
+            replicas.broadcast(entries.replicated_variables(self.model), wire)
             entries.broadcast_layers(self.model, wire)
+        runtime.log_once("tfposeidon: %s", problem)

@@ -63,11 +63,10 @@ class SchemeSchedule(keras.callbacks.Callback):
                 f"schedule={self.schedule}. Omit momentum from the schemes, and set it in the "
                 "optimizer."
             )
-        self._next: policies.Policy | None = None
         self._optimizers: list[Any] = []
         self._epoch = self._batches = self._batches_before = 0
-        # This is True while residuals are sent before the epoch that changes the scheme.
-        self._flushes_ahead = False
+        # This is True from the request to send all residuals until the scheme changes.
+        self._is_flushing = False
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
@@ -79,11 +78,7 @@ class SchemeSchedule(keras.callbacks.Callback):
                 f"{type(self.model.optimizer).__name__}. "
                 "Compile the model with tp.DistributedOptimizer(...)."
             )
-        if self._session.is_resumed:
-            raise ValueError(
-                "SchemeSchedule must come before Checkpoint in the list of callbacks. Received: "
-                "Checkpoint first. Move Checkpoint to the end of the list."
-            )
+        check_precedes_checkpoint(self)
         if len(self.schedule) > 1:
             self._session.check_in_step("a SchemeSchedule")
         # Check all schemes now, because the epoch of a change may be hours away.
@@ -101,21 +96,15 @@ class SchemeSchedule(keras.callbacks.Callback):
         # resumed epoch.
         if self._session.watches_absence and self._session.is_skipping:
             return
-        # Apply a change that was deferred in the previous epoch.
-        self._change_if_flushed()
-        wanted, was_flushed = self._wanted_at(epoch), self._flushes_ahead
-        self._flushes_ahead = False
-        if self._goes_by(wanted):
-            if was_flushed:
-                # This `fit` does not make the expected change. Set the scheme again, because
-                # schemes that have sent their residuals remain dense.
-                self._session.change_scheme(wanted)
+        # If residuals were sent for a change that this `fit` does not make, set the scheme again,
+        # because schemes that have sent their residuals remain dense.
+        if self._goes_by(epoch) and not self._is_flushing:
             return
         if self.verbose:
-            runtime.log_once("tfposeidon: epoch %d changes the scheme to %s.", epoch, wanted)
-        self._next = wanted
-        if not self._session.has_flushed:
-            self._session.flush()
+            runtime.log_once(
+                "tfposeidon: epoch %d changes the scheme to %s.", epoch, self._wanted_at(epoch)
+            )
+        self._flush()
         self._change_if_flushed()
 
     @override
@@ -124,28 +113,36 @@ class SchemeSchedule(keras.callbacks.Callback):
         if self._session.was_skipped:
             return
         # If epochs may end early, do not change the scheme within an epoch: a rank that has
-        # exhausted its input can join only the exchange that it has traced.
+        # exhausted its input can join only the exchange that it has traced. Instead, the last
+        # exchange in an epoch of the expected length sends the residuals.
         if not self._session.watches_absence:
             self._change_if_flushed()
-        elif self._is_time_to_flush and not self._goes_by(self._wanted_at(self._epoch + 1)):
-            self._flushes_ahead = True
-            self._session.flush()
-
-    @property
-    def _is_time_to_flush(self) -> bool:
-        """True if one exchange remains in an epoch of the expected length."""
-        if self._flushes_ahead or self._next is not None:
-            return False
-        left = self._batches_before - self._batches
-        return 0 < left <= self._session.steps_until_exchange(self._optimizers)
+        elif not (self._is_flushing or self._goes_by(self._epoch + 1)):
+            left = self._batches_before - self._batches
+            if 0 < left <= self._session.steps_until_exchange(self._optimizers):
+                self._flush()
 
     def _wanted_at(self, epoch: int) -> policies.Policy:
         return self.schedule[max(start for start in self.schedule if start <= epoch)]
 
-    def _goes_by(self, policy: policies.Policy) -> bool:
-        return all(optimizer.policy == policy for optimizer in self._optimizers)
+    def _goes_by(self, epoch: int) -> bool:
+        return all(one.policy == self._wanted_at(epoch) for one in self._optimizers)
+
+    def _flush(self) -> None:
+        self._is_flushing = True
+        if not self._session.has_flushed:
+            self._session.flush()
 
     def _change_if_flushed(self) -> None:
-        if self._next is not None and self._session.has_flushed:
-            self._session.change_scheme(self._next)
-            self._next = None
+        if self._is_flushing and self._session.has_flushed:
+            self._is_flushing = False
+            self._session.change_scheme(self._wanted_at(self._epoch))
+
+
+def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
+    """Refuses a callback behind a `Checkpoint` that has resumed."""
+    if session.of(callback.model).is_resumed:
+        raise ValueError(
+            f"{type(callback).__name__} must come before Checkpoint in the list of callbacks. "
+            "Received: Checkpoint first. Move Checkpoint to the end of the list."
+        )

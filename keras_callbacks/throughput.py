@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import keras
 from typing_extensions import override
 
-from keras_callbacks._tensorboard import ScalarCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import samples_seen
 from tfposeidon.training.session import optimizers_of
 
 
-class Throughput(ScalarCallback):
-    """Adds the training speed to the logs of each epoch, and to TensorBoard.
+class Throughput(keras.callbacks.Callback):
+    """Adds the training speed to the logs of each epoch.
 
     All ranks exchange their measurements at the end of the epoch and report the same numbers:
 
@@ -31,19 +31,17 @@ class Throughput(ScalarCallback):
     traces and compiles. An epoch of one step reports only `megabytes_sent`, because no time
     remains. An epoch without a step reports nothing.
 
-    Args:
-      log_dir: Folder in which the first rank that trains writes scalars such as
-        `throughput/samples_per_second`; `None` (default) to write no scalars.
+    Callbacks behind it, such as `keras.callbacks.TensorBoard`, receive these logs.
 
     Cost: one exchange of about 100 bytes per rank and epoch, and up to five clock ops per step. The
     step of a model that was trained before without this callback is traced once more.
 
-    >>> import keras_callbacks
-    >>> callbacks = [keras_callbacks.Throughput(log_dir="logs"), keras_callbacks.MetricAverage()]
+    >>> import keras, keras_callbacks
+    >>> callbacks = [keras_callbacks.Throughput(), keras.callbacks.TensorBoard()]
     """
 
-    def __init__(self, log_dir: str | None = None) -> None:
-        super().__init__(log_dir)
+    def __init__(self) -> None:
+        super().__init__()
         # `_begin` has the totals after the first step of the epoch, `_last_s` is the time at which
         # the last step ended, and `_increase` is the increase of the totals in between.
         self._begin: dict[str, float] | None = None
@@ -52,7 +50,6 @@ class Throughput(ScalarCallback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        super().on_train_begin(logs)
         untimed = [one for one in optimizers_of(self.model) if not one.exchange.is_timed]
         for optimizer in untimed:
             optimizer.exchange.is_timed = True
@@ -78,7 +75,7 @@ class Throughput(ScalarCallback):
         self._end_training()
 
     @override
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._end_training()
         bytes_sent = sum(one.bytes_per_step for one in optimizers_of(self.model) if one.built)
         has_trained = self._begin is not None or self._increase is not None
@@ -88,17 +85,13 @@ class Throughput(ScalarCallback):
             # This is a server of `ElasticAveraging`, or all batches of the epoch were skipped.
             return
         timed = [rank["increase"] for rank in ranks if rank["increase"]]
-        speed: dict[str, float] = {}
         if samples := sum(one["samples"] for one in timed):
-            speed["samples_per_second"] = samples / max(one["seconds"] for one in timed)
+            logs["samples_per_second"] = samples / max(one["seconds"] for one in timed)
         if timed:
             shares = [one["exposed_s"] / one["seconds"] for one in timed]
-            speed["exposed_communication"] = sum(shares) / len(timed)
+            logs["exposed_communication"] = sum(shares) / len(timed)
         # Report the bytes of rank 0, because ranks on nodes of unequal sizes send unequal bytes.
-        speed["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
-        if logs is not None:
-            logs.update(speed)
-        self._write("throughput", speed, epoch)
+        logs["megabytes_sent"] = ranks[0]["bytes_sent"] / 1e6
 
     def _end_training(self) -> None:
         # Read the totals before validation, for which Keras resets its loss tracker.

@@ -1,8 +1,10 @@
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tfposeidon.text import ProgressBar
+from tfposeidon import text
 
 
 class Terminal(io.StringIO):
@@ -25,9 +27,11 @@ class Terminal(io.StringIO):
         ),
     ],
 )
-def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(stream, expected):
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(stream, expected, monkeypatch):
     now_s = iter([0.0, 0.1, 60.0, 120.0])
-    progress = ProgressBar(4, "files", stream=stream, clock=lambda: next(now_s))
+    monkeypatch.setattr(text, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    monkeypatch.setattr(sys, "stderr", stream)
+    progress = text.ProgressBar(4, "files")
     for count in (1, 1, 2):
         progress.add(count)
     progress.close()

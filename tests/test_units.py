@@ -45,7 +45,14 @@ def test_shares_of_what_is_free_are_exact():
     assert [budget_bytes(f"{share}%", 100) for share in range(1, 101)] == list(range(1, 101))
 
 
-RATES = {"8kbit": 8e3, "1.5Gbit": 1.5e9, "10mbps": 8e7, "1 tbit": 1e12, "1Mibit": MIB}
+RATES = {
+    "8kbit": 8e3,
+    "1.5Gbit": 1.5e9,
+    "10mbps": 8e7,
+    "1 tbit": 1e12,
+    "1Mibit": MIB,
+    "200mbit": 2e8,
+}
 
 
 @pytest.mark.parametrize("text", RATES)
@@ -55,7 +62,7 @@ def test_rates(text):
 
 def test_durations_and_shares():
     assert [parse_duration(text) for text in ("2s", "1.5ms", "3 usec")] == [2, 1.5e-3, 3e-6]
-    assert parse_share("12.5%") == 0.125
+    assert [parse_share("12.5%"), parse_share("0.1%")] == [0.125, 0.001]
     with pytest.raises(ValueError, match=r"A percentage must be at most 100%. Received: '101%'"):
         parse_share("101%")
 

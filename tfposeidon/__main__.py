@@ -1,7 +1,5 @@
 """Runs the commands of `python -m tfposeidon`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

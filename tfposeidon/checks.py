@@ -38,11 +38,7 @@ FRACTION = Range("a number in (0, 1]", lambda value: 0.0 < value <= 1.0)
 
 
 def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> float:
-    """Returns `value` as a float, or raises `ValueError` if it is not a number in the range.
-
-    >>> check_number("momentum", 0, BELOW_1, "Use 0.9.")
-    0.0
-    """
+    """Returns `value` as a float, or raises `ValueError` if it is not a number in the range."""
     # In Python a bool is a number, but a bool as a numeric argument is a mistake.
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not allowed.holds(value):
@@ -51,22 +47,14 @@ def check_number(name: str, value: Any, allowed: Range, remedy: str = "") -> flo
 
 
 def check_integer(name: str, value: Any, least: int, remedy: str = "") -> int:
-    """Returns `value` as an int, or raises `ValueError` if it is not an integer >= `least`.
-
-    >>> check_integer("keep", 2, 1)
-    2
-    """
+    """Returns `value` as an int, or raises `ValueError` if it is not an integer >= `least`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(_message(name, value, f"an integer >= {least}", remedy))
     return int(value)
 
 
 def check_flag(name: str, value: Any, remedy: str = "") -> bool:
-    """Returns `value`, or raises `ValueError` if it is not a bool.
-
-    >>> check_flag("nesterov", True)
-    True
-    """
+    """Returns `value`, or raises `ValueError` if it is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(_message(name, value, "True or False", remedy))
     return value
@@ -121,10 +109,6 @@ def require_equal(
 
     `received` holds the values of all ranks, or maps some ranks to their values. All ranks raise
     the error if all pass the same `received`.
-
-    >>> require_equal([1, 1, 2], "All ranks must use one rate", "Set it on all.")
-    Traceback (most recent call last):
-    RuntimeError: All ranks must use one rate. Received: 1 on rank 0, 2 on rank 2. Set it on all.
     """
     values = received if isinstance(received, Mapping) else dict(enumerate(received))
     lowest = min(values)
@@ -137,22 +121,14 @@ def require_equal(
 
 
 def different_ranks(received: Sequence[Any]) -> list[int]:
-    """Returns the ranks whose values differ from the value of rank 0.
-
-    >>> different_ranks(["a", "a", "b"])
-    [2]
-    """
+    """Returns the ranks whose values differ from the value of rank 0."""
     return [rank for rank, value in enumerate(received) if value != received[0]]
 
 
 def first_difference(
     first: Sequence[Any], other: Sequence[Any], show: Callable[[Any], str] = str
 ) -> tuple[int, str, str]:
-    """Returns the first index at which two lists differ, and each list's item there as a text.
-
-    >>> first_difference(["a", "b"], ["a"])
-    (1, 'b', 'none (there are 1)')
-    """
+    """Returns the first index at which two lists differ, and each list's item there as a text."""
     pairs = enumerate(zip(first, other, strict=False))
     shorter = min(len(first), len(other))
     index = next((index for index, (a, b) in pairs if a != b), shorter)

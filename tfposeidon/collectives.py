@@ -34,16 +34,10 @@ _OF_CONTROL_FLOW = (
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
     # A sum of float16 values may overflow although their mean does not.
-    "float16": tf.float32,
-    "bfloat16": tf.float32,
-    "bool": tf.int32,
-    "int8": tf.int32,
-    "uint8": tf.int32,
-    "int16": tf.int32,
-    "uint16": tf.int32,
-    "uint32": tf.int64,
+    **dict.fromkeys(("float16", "bfloat16"), tf.float32),
+    **dict.fromkeys(("bool", "int8", "uint8", "int16", "uint16"), tf.int32),
     # Modulo 2**64, signed and unsigned sums have the same bits.
-    "uint64": tf.int64,
+    **dict.fromkeys(("uint32", "uint64"), tf.int64),
 }
 
 
@@ -242,20 +236,19 @@ def _on_each(
 ) -> Any:
     """Applies a collective to each tensor of a structure; structures of all ranks must be equal."""
     wire, refusal = runtime.wire(), None
+    given: dict[str, Any] = {}
     tensors: Any = None
     try:
         tensors = keras.tree.map_structure(_tensor, keras.tree.traverse(_joined, value))
-        for tensor in keras.tree.flatten(tensors):
+        for path, tensor in keras.tree.flatten_with_path(tensors):
             check(tensor)
+            if tf.executing_eagerly():
+                given["/".join(map(str, path))] = describe(tensor)
     except ValueError as error:
         refusal = error
-    if tf.executing_eagerly() and wire.topology.size > 1:
-        given = {}
-        if refusal is None:
-            paths = keras.tree.flatten_with_path(tensors)
-            given = {"/".join(map(str, path)): describe(tensor) for path, tensor in paths}
+    if tf.executing_eagerly():
         _compare(given, refusal, wire, f"{name}.given")
-    if refusal is not None:
+    elif refusal is not None:
         raise refusal
     flat = keras.tree.flatten(tensors)
     names = [name if len(flat) == 1 else f"{name}.{number}" for number in range(len(flat))]

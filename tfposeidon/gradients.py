@@ -45,9 +45,6 @@ class Description:
     `dtype` is the dtype of the exchange. In the first traced step, the policy's reader sets
     `structure`, or the reason `why_no_structure`. `is_value` is true if the gradient replaces the
     variable, as with Keras's `overwrite_with_gradient`.
-
-    >>> Description("dense/kernel", (20, 3), "float32").bytes
-    240
     """
 
     path: str
@@ -81,9 +78,8 @@ class Description:
 class GradientReader(Protocol):
     """Reads the structure of gradients from the graph of a step, for schemes that exchange it.
 
-    A scheme with a reader sends less than a whole gradient, because the structure describes how the
-    step computes the gradient. Gradients are in the order of their variables. `replicated` are
-    variables with the same values on all ranks.
+    Gradients are in the order of their variables. `replicated` are variables with the same values
+    on all ranks.
     """
 
     def find(
@@ -187,13 +183,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice.
-
-    >>> rows = tf.IndexedSlices(tf.ones([3, 1]), tf.constant([7, 2, 7]))
-    >>> merged = merge_rows(rows)
-    >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
-    ([7, 2], [[2.0], [1.0]])
-    """
+    """Sums rows of equal index: Keras's optimizers do not, and would update repeated rows twice."""
     if not native.in_xla():
         indices, segments = tf.unique(rows.indices)
         values = tf.math.unsorted_segment_sum(rows.values, segments, tf.size(indices))
@@ -263,26 +253,16 @@ def as_vector(
 # ------------------------------------------------------------------ accumulation
 
 
-@dataclass(frozen=True)
-class AccumulatedCall:
-    """One call of an optimizer that accumulates gradients.
+class Accumulation:
+    """Sums weighted gradients, and their weights, over calls on this rank until an update.
 
-    `weight` is the scalar weight of this rank, or `None` if all ranks have the same. `is_due` is
-    true if the call makes an update, and `scale` is the loss scale of its gradients. `counter` is a
-    variable that changes unless the call is skipped; `None` if no call is skipped.
+    Gradients that overwrite their variable are not summed: the largest values are retained.
     """
 
-    weight: Any
-    is_due: tf.Tensor
-    scale: Any = 1.0
-    counter: Any = None
-
-
-class Accumulation:
-    """Sums weighted gradients, and their weights, over calls on this rank until an update."""
-
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        self._accumulators = [_Accumulator(optimizer, variable) for variable in variables]
+        add_sum = functools.partial(optimizer.add_variable_from_reference, name="accumulator")
+        self._sums = list(map(add_sum, variables))
+        self._overwritten = list(map(is_overwritten, variables))
         self._weight = optimizer.add_variable((), dtype="float32", name="accumulated_weight")
         # Count the calls, because their number in the first update is smaller if the optimizer was
         # wrapped between two updates.
@@ -290,7 +270,7 @@ class Accumulation:
 
     def rank_state(self, size: int) -> list[tuple[Any, StateDescription]]:
         """Returns all variables of the accumulation, each with its description."""
-        named = {f"accumulated_{i}": one.sum for i, one in enumerate(self._accumulators)}
+        named = {f"accumulated_{i}": variable for i, variable in enumerate(self._sums)}
         partial = [
             (variable, StateDescription(name=name, placement=Placement.PARTIAL, owners=size))
             for name, variable in (named | {"accumulated_weight": self._weight}).items()
@@ -301,70 +281,66 @@ class Accumulation:
         self,
         indices: Sequence[int],
         gradients: Sequence[Any],
-        call: AccumulatedCall,
         update: Callable[[list[Any], Any, Any], None],
         wait: Callable[[], None],
+        *,
+        weight: Any,
+        is_due: tf.Tensor,
+        scale: Any = 1.0,
+        counter: Any = None,
     ) -> None:
-        """Adds gradients; a due call passes averages, total weight and call count to `update`."""
-        weight = tf.cast(1.0 if call.weight is None else call.weight, tf.float32)
-        accumulators = [self._accumulators[index] for index in indices]
-        pairs = zip(accumulators, gradients, strict=True)
+        """Adds gradients; a due call passes averages, total weight and call count to `update`.
+
+        `weight` is the scalar weight of this rank, or `None` if all ranks have the same. `scale` is
+        the loss scale of the gradients. `counter` is a variable that changes unless the call is
+        skipped; `None` if no call is skipped.
+        """
+        own = tf.cast(1.0 if weight is None else weight, tf.float32)
+        pairs = zip(indices, gradients, strict=True)
         # The loss scale may change between calls, so undo it for each of them.
-        values = [None if g is None else one.plus(g, weight / call.scale) for one, g in pairs]
-        total, calls = self._weight + weight, self._calls + 1
-        sums = list(zip(accumulators, values, strict=True))
+        values = [self._plus(index, gradient, own / scale) for index, gradient in pairs]
+        total, calls = self._weight + own, self._calls + 1
 
         def step() -> None:
-            scaled = total / call.scale
-            means = [None if value is None else one.mean(value, scaled) for one, value in sums]
-            update(means, None if call.weight is None else total, calls)
+            pairs = zip(indices, values, strict=True)
+            means = [self._mean(index, value, total / scale) for index, value in pairs]
+            update(means, None if weight is None else total, calls)
 
-        before = None if call.counter is None else tf.identity(call.counter)
+        before = None if counter is None else tf.identity(counter)
         # The condition must be the same on all ranks, because the branches contain collectives.
-        tf.cond(call.is_due, step, wait)
+        tf.cond(is_due, step, wait)
 
         # Assign last and use tensors until then, because a bucket must not wait for another
         # bucket's accumulator.
         def keep() -> None:
-            kept = [(one.sum, value) for one, value in sums]
+            kept = zip([self._sums[index] for index in indices], values, strict=True)
             for variable, value in (*kept, (self._weight, total), (self._calls, calls)):
-                if value is not None:
-                    variable.assign(tf.where(call.is_due, tf.zeros_like(value), value))
-                else:
-                    # As in Keras, a variable without a gradient in the call that makes the update
-                    # is not updated, and its sum is lost.
-                    tf.cond(call.is_due, functools.partial(_clear, variable), lambda: None)
+                # As in Keras, a variable without a gradient in the call that makes the update is
+                # not updated, and its sum is lost.
+                left = tf.convert_to_tensor(variable if value is None else value)
+                variable.assign(tf.where(is_due, tf.zeros_like(left), left))
 
         if before is None:
             keep()
         else:
-            tf.cond(tf.not_equal(tf.identity(call.counter), before), keep, lambda: None)
+            tf.cond(tf.not_equal(tf.identity(counter), before), keep, lambda: None)
 
     def reset(self) -> None:
-        for variable in (self._weight, self._calls, *(one.sum for one in self._accumulators)):
-            _clear(variable)
+        for variable in (self._weight, self._calls, *self._sums):
+            variable.assign(tf.zeros_like(variable))
 
-
-class _Accumulator:
-    """Sum of one variable's gradients, or their maximum if they overwrite the variable."""
-
-    def __init__(self, optimizer: Any, variable: Any) -> None:
-        self.sum = optimizer.add_variable_from_reference(variable, name="accumulator")
-        self._is_overwritten = is_overwritten(variable)
-
-    def plus(self, gradient: Any, weight: tf.Tensor) -> tf.Tensor:
-        dense = tf.cast(tf.convert_to_tensor(gradient), self.sum.dtype)
-        if self._is_overwritten:
-            return tf.maximum(tf.convert_to_tensor(self.sum), dense)
+    def _plus(self, index: int, gradient: Any, weight: tf.Tensor) -> tf.Tensor | None:
+        if gradient is None:
+            return None
+        before = tf.convert_to_tensor(self._sums[index])
+        dense = tf.cast(tf.convert_to_tensor(gradient), before.dtype)
+        if self._overwritten[index]:
+            return tf.maximum(before, dense)
         # Ignore gradients of empty batches: their mean is NaN.
         own = tf.where(weight > 0.0, dense * tf.cast(weight, dense.dtype), tf.zeros_like(dense))
-        return self.sum + own
+        return before + own
 
-    def mean(self, value: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
-        if self._is_overwritten:
+    def _mean(self, index: int, value: tf.Tensor | None, total: tf.Tensor) -> tf.Tensor | None:
+        if value is None or self._overwritten[index]:
             return value
         return tf.math.divide_no_nan(value, tf.cast(total, value.dtype))
-
-
-def _clear(variable: Any) -> None:
-    variable.assign(tf.zeros_like(variable))

@@ -16,25 +16,12 @@ PROC = Path("/proc")
 SPARE_SHARE = 20
 """Divisor: 1/20 of each limit stays free, because other processes may allocate memory."""
 
-
-class _Version(NamedTuple):
-    """File names and keys of one version of cgroups.
-
-    In version 1, keys of `reclaimable` that begin with "total" include child cgroups, as `used`
-    does.
-    """
-
-    file_system: str
-    limit: str
-    used: str
-    reclaimable: tuple[str, str]
-
-
-V1 = _Version(
-    *("cgroup", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    reclaimable=("total_active_file", "total_inactive_file"),
-)
-V2 = _Version("cgroup2", "memory.max", "memory.current", ("active_file", "inactive_file"))
+FILES = {
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "cgroup2": ("memory.max", "memory.current", ""),
+}
+"""Names of the files with limit and use of a cgroup, and the prefix of statistics that include
+child cgroups, as the use does; by the file system of versions 1 and 2 of cgroups."""
 
 
 class _Mount(NamedTuple):
@@ -69,40 +56,35 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
     # Kernels without cgroups do not have this file.
     for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
         number, controllers, path = line.split(":", 2)
-        version = V2 if number == "0" else V1
+        file_system = "cgroup2" if number == "0" else "cgroup"
         for mount in _mounts(proc):
             # In version 1, only the mount with the memory controller has the limits.
             has_memory = "memory" in controllers.split(",") and "memory" in mount.options
-            if mount.file_system == version.file_system and (version is V2 or has_memory):
-                yield from _enclosing_limits(mount, path, version)
+            if mount.file_system == file_system and (number == "0" or has_memory):
+                yield from _enclosing_limits(mount, path)
 
 
-def _enclosing_limits(mount: _Mount, path: str, version: _Version) -> Iterator[tuple[int, int]]:
+def _enclosing_limits(mount: _Mount, path: str) -> Iterator[tuple[int, int]]:
     """Yields limit and remainder of a cgroup and of its parents, because all of them apply."""
     # In a container, the mount starts at the container's cgroup, and `path` is relative to the
     # machine or to the container.
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""
-    folder = mount.point / inside
+    folder, (limit_file, used_file, prefix) = mount.point / inside, FILES[mount.file_system]
     for cgroup in (folder, *folder.parents):
-        limit = _limit(cgroup / version.limit)
-        if limit is not None:
+        file = cgroup / limit_file
+        # The root cgroup and cgroups without the memory controller have no limit.
+        limit = file.read_text().strip() if file.exists() else "max"
+        if limit != "max":
             stat = _first_numbers(cgroup / "memory.stat")
             # Do not count the whole page cache: it includes files in tmpfs, which cannot be
             # reclaimed.
-            reclaimable = sum(stat.get(name, 0) for name in version.reclaimable)
-            used = int((cgroup / version.used).read_text()) - reclaimable
-            yield limit, limit - used
+            reclaimable = sum(
+                stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
+            )
+            used = int((cgroup / used_file).read_text()) - reclaimable
+            yield int(limit), int(limit) - used
         if cgroup == mount.point:
             return
-
-
-def _limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except FileNotFoundError:
-        # The root cgroup and cgroups without the memory controller have no limit.
-        return None
-    return None if text == "max" else int(text)
 
 
 def _mounts(proc: Path) -> Iterator[_Mount]:

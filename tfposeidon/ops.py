@@ -11,6 +11,7 @@ raise a `RuntimeError` if the native library is not built.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -305,37 +306,24 @@ def _options(x: tf.Tensor, k: Any, seed: Any, method: str, steps: int) -> dict[s
 
 
 def check_method(method: str) -> None:
-    """Refuses an unknown method of selection.
-
-    Args:
-      method: Method of selection.
-
-    Raises:
-      ValueError: If `method` is not one of `METHODS`.
-    """
+    """Refuses an unknown method of selection."""
     if method not in METHODS:
         names = ", ".join(f'"{name}"' for name in METHODS)
         raise ValueError(f"The selection method must be one of {names}. Received: {method!r}.")
 
 
-def _floating(name: str, tensor: Any) -> tf.Tensor:
+def _floating(name: str, tensor: Any, dtype: tf.DType | None = None) -> tf.Tensor:
+    """Returns a value as a tensor, which must be floating point, or of `dtype` if given."""
     tensor = tf.convert_to_tensor(tensor)
-    if not tensor.dtype.is_floating:
+    if not tensor.dtype.is_floating or tensor.dtype != (dtype or tensor.dtype):
         raise ValueError(
-            f"`{name}` must be floating point. Received: dtype={tensor.dtype.name}, "
-            f"shape={tensor.shape}. Use tf.cast."
+            f"`{name}` must be {dtype.name if dtype else 'floating point'}. Received: "
+            f"dtype={tensor.dtype.name}, shape={tensor.shape}. Use tf.cast."
         )
     return tensor
 
 
-def _float32(name: str, tensor: Any) -> tf.Tensor:
-    tensor = tf.convert_to_tensor(tensor)
-    if tensor.dtype != tf.float32:
-        raise ValueError(
-            f"`{name}` must be float32. Received: dtype={tensor.dtype.name}, "
-            f"shape={tensor.shape}. Use tf.cast."
-        )
-    return tensor
+_float32 = functools.partial(_floating, dtype=tf.float32)
 
 
 def _scalar(value: Any) -> tf.Tensor:

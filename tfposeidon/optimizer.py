@@ -21,7 +21,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.gradients import AccumulatedCall, Accumulation, describe
+from tfposeidon.gradients import Accumulation
 from tfposeidon.optimizers.wrapper import accumulated_steps, leaves, step_counter
 from tfposeidon.state.placement import StateDescription
 from tfposeidon.training.hooks import FitHooks
@@ -126,30 +126,22 @@ class DistributedOptimizer(CommunicatingOptimizer):
         # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
             return
-        for variable in variables:
-            # Refuse variables that cannot be trained before any state is created.
-            describe(variable)
         self._build_inner(variables)
-        if self.gradient_accumulation_steps:
-            self._check_accumulates_inside()
+        if steps := self.gradient_accumulation_steps:
+            # A `MultiOptimizer` creates optimizers in `build`, after the setting was applied.
+            if accumulated_steps(self.inner_optimizer) != steps:
+                raise ValueError(
+                    "All inner optimizers must accumulate gradients over the same number of calls. "
+                    f"Received: gradient_accumulation_steps={steps}, and an inner optimizer that "
+                    "was created later without it. Pass gradient_accumulation_steps to its "
+                    "constructor."
+                )
             self._accumulation = Accumulation(self, variables)
         self._exchange.build()
         self._adopt(variables)
 
     def _build_inner(self, variables: Sequence[Any]) -> None:
-        if not self.inner_optimizer.built:
-            self.inner_optimizer.build(variables)
-
-    def _check_accumulates_inside(self) -> None:
-        steps, inner = self.gradient_accumulation_steps, self.inner_optimizer
-        # Check again, because a `MultiOptimizer` creates further optimizers in `build`, after the
-        # setting was applied.
-        if accumulated_steps(inner) != steps:
-            raise ValueError(
-                "All inner optimizers must accumulate gradients over the same number of calls. "
-                f"Received: gradient_accumulation_steps={steps}, and an inner optimizer that was "
-                "created later without it. Pass gradient_accumulation_steps to its constructor."
-            )
+        communicating.build_inner(self.inner_optimizer, variables)
 
     @property
     @override
@@ -194,14 +186,6 @@ class DistributedOptimizer(CommunicatingOptimizer):
         share, finite, everybody = self._exchange.join_call(
             grads, variables, rows, skips=updater is not inner
         )
-        call = AccumulatedCall(
-            weight=share if own is None else own,
-            is_due=self._is_due(),
-            scale=updater.scale_loss(1.0),
-            # A loss scale may skip a call, depending on the averaged gradients. Once a rank has
-            # exhausted its input, calls without an update are skipped, too.
-            counter=None if finite is None and everybody is None else step_counter(inner),
-        )
 
         def wait() -> None:
             # If gradients are not finite on one rank, all ranks skip the call.
@@ -219,7 +203,18 @@ class DistributedOptimizer(CommunicatingOptimizer):
             exchange, averaged = self._exchange.prepare(grads, variables, weight)
             self._apply(averaged(*exchange()), variables, factor)
 
-        accumulation.add([self._index_of(v) for v in variables], grads, call, update, wait)
+        accumulation.add(
+            [self._index_of(variable) for variable in variables],
+            grads,
+            update,
+            wait,
+            weight=share if own is None else own,
+            is_due=self._is_due(),
+            scale=updater.scale_loss(1.0),
+            # A loss scale may skip a call, depending on the averaged gradients. Once a rank has
+            # exhausted its input, calls without an update are skipped, too.
+            counter=None if finite is None and everybody is None else step_counter(inner),
+        )
 
     def _apply_to_all(self, variables: list[Any], value: Any) -> None:
         grads = [tf.fill(tuple(v.shape), tf.cast(value, v.dtype)) for v in variables]
@@ -276,10 +271,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     def _abandon_update(self) -> None:
         """Discards gradients that were accumulated for an update that will not happen."""
-        assert self._accumulation is not None
-        assert self.gradient_accumulation_steps is not None
-        calls = int(step_counter(self.inner_optimizer).numpy()) % self.gradient_accumulation_steps
-        if not calls:
+        counter = step_counter(self.inner_optimizer)
+        calls = int(counter.numpy()) % (self.gradient_accumulation_steps or 1)
+        if self._accumulation is None or not calls:
             return
         self._accumulation.reset()
         for leaf in leaves(self.inner_optimizer):

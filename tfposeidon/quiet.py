@@ -22,50 +22,34 @@ STARTUP_MESSAGE = re.compile(
     "To enable the following instructions: "
 )
 LONGEST_WAIT_S = 5.0
-FILTER = """
-import re, sys
-for line in sys.stdin.buffer:
-    if not re.search(sys.argv[1], line.decode(errors="replace")):
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
-"""
-"""Program that copies its input to standard error, except lines that match its argument."""
 
 
 def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether to suppress a line: a start-up message, unless the log level is 0.
-
-    >>> is_startup_message("I0000 port.cc:153] oneDNN custom operations are on. You may", DEFAULTS)
-    True
-    >>> is_startup_message("E0000 no such device", DEFAULTS)
-    False
-    """
-    return environment.get(LEVEL, DEFAULTS[LEVEL]) != "0" and bool(STARTUP_MESSAGE.search(line))
+    """Returns whether to suppress a line: a start-up message, unless the log level is 0."""
+    return environment.get(LEVEL) != "0" and bool(STARTUP_MESSAGE.search(line))
 
 
 def import_tensorflow() -> None:
     """Imports TensorFlow without its start-up messages, and passes on all other output."""
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    with _startup_messages_left_out():
+    os.environ.setdefault(LEVEL, DEFAULTS[LEVEL])
+    with contextlib.nullcontext() if os.environ[LEVEL] == "0" else _without_startup_messages():
         importlib.import_module("tensorflow")
 
 
 @contextlib.contextmanager
-def _startup_messages_left_out() -> Iterator[None]:
+def _without_startup_messages() -> Iterator[None]:
     """Passes standard error, also of native code, through a process that filters it."""
     # Use a process, not a thread, so that the last output of native code that aborts (TensorFlow on
-    # a CPU without AVX) still arrives.
-    if os.environ[LEVEL] == "0":
-        yield
-        return
-    # Start a new session, so that a keyboard interrupt does not end the filter before this process.
-    command = [sys.executable, "-I", "-S", "-c", FILTER, STARTUP_MESSAGE.pattern]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert process.stdin is not None
-    # Redirect the descriptor, because native code does not write through `sys.stderr`.
+    # a CPU without AVX) still arrives. Start a new session, so that a keyboard interrupt does not
+    # end the filter before this process.
+    command = ["grep", "--text", "--line-buffered", "-vE", STARTUP_MESSAGE.pattern]
     sys.stderr.flush()
     descriptor = os.dup(2)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=descriptor, start_new_session=True
+    )
+    assert process.stdin is not None
+    # Redirect the descriptor, because native code does not write through `sys.stderr`.
     os.dup2(process.stdin.fileno(), 2)
     try:
         yield

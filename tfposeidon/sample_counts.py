@@ -24,30 +24,14 @@ SampleCount = Callable[[Any], Any]
 
 
 def name(count: SampleCount) -> str:
-    """Returns the name of a function, or of a callable object's class: the same on all ranks.
-
-    Args:
-      count: Function that was passed as `sample_count`.
-    """
+    """Returns the name of a function, or of a callable object's class: the same on all ranks."""
     return getattr(count, "__name__", type(count).__name__)
 
 
 def counted(count: SampleCount, data: Any) -> Any:
-    """Returns the count of a batch, as a tensor that depends on the batch.
-
-    The dependency prevents a rank with exhausted input from counting, even if `count` ignores the
-    batch.
-
-    Args:
-      count: Function from a batch to a number.
-      data: Batch, the argument of a train step.
-
-    Returns:
-      Scalar, or `None` if `count` returns `None`.
-
-    Raises:
-      ValueError: If `count` does not return a scalar.
-    """
+    """Returns the count of a batch, a scalar that depends on the batch; `None` if it is unknown."""
+    # The dependency prevents a rank with exhausted input from counting, even if `count` ignores the
+    # batch.
     number = count(data)
     if number is None:
         return None
@@ -62,18 +46,7 @@ def counted(count: SampleCount, data: Any) -> Any:
 
 
 def tensors(data: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a batch, and the components of ragged and sparse tensors.
-
-    Args:
-      data: Batch, the argument of a train step.
-
-    Returns:
-      Tensors, in the order of the batch.
-
-    >>> import tensorflow as tf
-    >>> len(tensors((tf.zeros([2]), tf.ragged.constant([[1], [2, 3]]))))
-    3
-    """
+    """Returns the tensors of a batch, and the components of ragged and sparse tensors."""
     leaves = tf.nest.flatten(keras.tree.flatten(data), expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
@@ -101,10 +74,9 @@ def batch_size(data: Any) -> Any:
 def _rows(batch: Any) -> tf.Tensor:
     if isinstance(batch, tf.RaggedTensor):
         return batch.nrows(tf.int32)
-    if isinstance(batch, tf.SparseTensor):
-        return tf.cast(batch.dense_shape[0], tf.int32)
     if isinstance(batch, np.ndarray):
         return tf.constant(len(batch))
+    # This accepts sparse tensors, too.
     return tf.shape(batch)[0]
 
 

@@ -9,40 +9,28 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
 
-DECIMAL_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-BINARY_PREFIXES = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-PREFIXES = {"": 1.0, **DECIMAL_PREFIXES, **BINARY_PREFIXES}
+PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+PREFIXES |= {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 SIZES = {"": 1.0} | {f"{prefix}b": factor for prefix, factor in PREFIXES.items()}
 # As in `tc`, "bps" means bytes per second.
 RATES = {"": 1.0} | {f"{prefix}bit": factor for prefix, factor in PREFIXES.items()}
 RATES |= {f"{prefix}bps": 8 * factor for prefix, factor in PREFIXES.items()}
-DURATIONS = dict.fromkeys(("us", "usec", "usecs"), 1e-6)
-DURATIONS |= dict.fromkeys(("ms", "msec", "msecs"), 1e-3)
-DURATIONS |= dict.fromkeys(("s", "sec", "secs"), 1.0)
-SHARES = {"%": 0.01}
+SECONDS = {"": 1.0, "m": 1e-3, "u": 1e-6}
+DURATIONS = {f"{p}{unit}": SECONDS[p] for p in SECONDS for unit in ("s", "sec", "secs")}
 SLOWEST_RATE, FASTEST_RATE = 8e3, 1e12
 NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> float:
-    """Parses a size and returns it in bytes; a number without a unit is in bytes.
-
-    >>> parse_size("1.5gb"), parse_size("1.5 GB"), parse_size("1.5GiB"), parse_size("400")
-    (1500000000.0, 1500000000.0, 1610612736.0, 400.0)
-    """
+    """Parses a size and returns it in bytes; a number without a unit is in bytes."""
     examples = "400MB, 1.5GB (powers of ten) or 1.5GiB (powers of two)"
     return _parse(text, SIZES, "A size", examples)
 
 
 def parse_rate(text: str) -> float:
-    """Parses a rate and returns it in bits per second; `tc` supports 8 kbit/s to 1 Tbit/s.
-
-    >>> parse_rate("200mbit"), parse_rate("1.5gbit"), parse_rate("10mbps")
-    (200000000.0, 1500000000.0, 80000000.0)
-    """
+    """Parses a rate and returns it in bits per second; `tc` supports 8 kbit/s to 1 Tbit/s."""
     examples = "200mbit, 1gbit or 25gbit (powers of ten; mbps are megabytes per second, as in tc)"
     bits_per_s = _parse(text, RATES, "A rate", examples)
     if not SLOWEST_RATE <= bits_per_s <= FASTEST_RATE:
@@ -51,32 +39,20 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parses a duration and returns it in seconds.
-
-    >>> parse_duration("500us"), parse_duration("2s")
-    (0.0005, 2.0)
-    """
+    """Parses a duration and returns it in seconds."""
     return _parse(text, DURATIONS, "A duration", "1ms, 500us or 2s")
 
 
 def parse_share(text: str) -> float:
-    """Parses a percentage and returns it as a fraction, at most 1.
-
-    >>> parse_share("0.1%")
-    0.001
-    """
-    share = _parse(text, SHARES, "A percentage", "0.1%")
+    """Parses a percentage and returns it as a fraction, at most 1."""
+    share = _parse(text, {"%": 0.01}, "A percentage", "0.1%")
     if share > 1:
         raise ValueError(f"A percentage must be at most 100%. Received: {text!r}")
     return share
 
 
 def readable_size(size_bytes: float) -> str:
-    """Formats a size in bytes, in powers of ten.
-
-    >>> readable_size(1.5e6)
-    '1.50 MB'
-    """
+    """Formats a size in bytes, in powers of ten."""
     value, prefix = _scaled(size_bytes)
     return f"{value:.{2 if prefix else 0}f} {prefix}B"
 
@@ -95,8 +71,8 @@ def readable_rate(bits_per_s: float | None) -> str:
 
 def _scaled(value: float) -> tuple[float, str]:
     """Returns a value divided by the largest prefix up to G that it reaches, and the prefix."""
-    for prefix in "GMk":
-        if value >= (factor := DECIMAL_PREFIXES[prefix.lower()]):
+    for prefix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
             return value / factor, prefix
     return value, ""
 
@@ -124,35 +100,22 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class ProgressBar:
-    """Progress bar on a terminal, or a line every 30 s in a log.
-
-    >>> progress = ProgressBar(1000, "samples", stream=sys.stdout)
-    >>> progress.add(256)
-    >>> progress.close()
-    """
+    """Progress bar on a terminal, or a line every 30 s in a log."""
 
     WIDTH = 30
     TERMINAL_INTERVAL_S = 0.2
     LOG_INTERVAL_S = 30.0
 
-    def __init__(
-        self,
-        total: int,
-        unit: str,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, total: int, unit: str) -> None:
         self._total, self._unit, self._done = total, unit, 0
-        self._stream, self._clock = stream or sys.stderr, clock
         # A log gets fewer lines, and no control characters.
-        self._on_terminal = self._stream.isatty()
-        self._begin_s = self._written_s = clock()
+        self._on_terminal = sys.stderr.isatty()
+        self._begin_s = self._written_s = time.monotonic()
 
     def add(self, count: int) -> None:
         """Counts items as done, and shows the progress if the last output is old enough."""
         self._done += count
-        now_s = self._clock()
+        now_s = time.monotonic()
         interval_s = self.TERMINAL_INTERVAL_S if self._on_terminal else self.LOG_INTERVAL_S
         if now_s - self._written_s >= interval_s:
             self._written_s = now_s
@@ -174,5 +137,5 @@ class ProgressBar:
         )
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -259,14 +259,11 @@ def test_a_failure_is_saved_with_the_epoch_to_go_on_with(wire):
             elastic_fitted(data, epochs=epochs, callbacks=[saved, Fails(saved, expected)])
 
 
-def test_scalars_and_rates_are_those_of_workers(wire):
-    with _folder(wire) as folder:
-        throughput = keras_callbacks.Throughput(log_dir=os.path.join(folder, f"{tp.rank()}"))
-        warmup = keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=1)
-        assert warmup.multiplier(0) == 1 / 2
-        elastic_fitted(models.mlp.data(MANY), epochs=1, callbacks=[throughput, warmup])
-        exchange_objects(None, wire, "written")
-        assert os.listdir(folder) == ["1"]
+def test_speed_and_rates_are_those_of_workers(wire):
+    warmup = keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=1)
+    assert warmup.multiplier(0) == 1 / 2
+    callbacks = [keras_callbacks.Throughput(), warmup]
+    elastic_fitted(models.mlp.data(MANY), epochs=1, callbacks=callbacks)
 
 
 class _Normalized(Gan):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfposeidon.gradients import AccumulatedCall, Accumulation
+from tfposeidon.gradients import Accumulation
 
 SHAPE = (7, 5)
 
@@ -24,8 +24,9 @@ class _Calls:
         self._add(gradient, tf.constant(count), tf.constant(self._done % self._steps == 0))
 
     def _traced(self, gradient, count, is_due):
-        call = AccumulatedCall(weight=count, is_due=is_due)
-        self.accumulation.add([0], [gradient], call, self._update, lambda: None)
+        self.accumulation.add(
+            [0], [gradient], self._update, lambda: None, weight=count, is_due=is_due
+        )
 
     def _update(self, means, total, calls):
         tf.py_function(lambda m: self.means.append(m.numpy()), means, [])

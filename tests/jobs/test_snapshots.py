@@ -18,7 +18,7 @@ from tests.state.test_snapshots import WIRE, Snapshots, write
 files = Snapshots(sys.argv[1], WIRE)
 for step in range(int(sys.argv[2]), 10**6):
     print(step, flush=True)
-    write(files, {"step": step}, {"a": np.full(200_000, step)}, {"b": np.full(50_000, -step)})
+    write(files, {"step": step}, {"a": [np.full(200_000, step)]}, {"b": [np.full(50_000, -step)]})
 """
 
 
@@ -51,5 +51,5 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(outcome):
     for before, snapshot in outcome:
         step = snapshot.meta["step"]
         assert step > before, "what was whole is gone"
-        assert (snapshot.shared["a"] == step).all()
-        assert (snapshot.own[0]["b"] == -step).all()
+        assert (snapshot.shared["a"][0] == step).all()
+        assert (snapshot.own[0]["b"][0] == -step).all()

@@ -1,6 +1,7 @@
 """State of sparse schemes moved onto other ranks: sums are kept."""
 
 import json
+from dataclasses import asdict
 
 import keras
 import numpy as np
@@ -176,7 +177,7 @@ def test_descriptions_survive_json():
         placement=Placement.PARTIAL,
         owners=2,
     )
-    assert StateDescription.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece
+    assert StateDescription.from_dict(json.loads(json.dumps(asdict(piece)))) == piece
 
 
 def test_means_and_what_is_private():
@@ -192,4 +193,4 @@ def test_means_and_what_is_private():
     mean, forgotten = redistribute(saved, wanted)
     np.testing.assert_array_equal(mean, np.array([3.0, 6.0], "float32"))
     np.testing.assert_array_equal(forgotten, np.zeros(2, "int64"))
-    assert StateDescription.from_dict(json.loads(json.dumps(own.to_dict()))) == own
+    assert StateDescription.from_dict(json.loads(json.dumps(asdict(own)))) == own

@@ -30,7 +30,7 @@ def test_no_snapshots_is_a_fresh_start(tmp_path):
 def test_older_ones_are_deleted_whatever_their_step(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for step in (1, 2, 3, 3):
-        write(files, {}, {"a": np.array([step])}, {})
+        write(files, {}, {"a": [np.array(step)]}, {})
     assert sorted(os.listdir(tmp_path)) == ["snapshot-000003", "snapshot-000004"]
 
 
@@ -63,7 +63,7 @@ def test_damaged_snapshots_do_not_count_as_kept(tmp_path):
 
 
 def test_only_damaged_snapshots_is_an_error(tmp_path):
-    write(Snapshots(tmp_path, WIRE), {}, {"a": np.arange(1000)}, {})
+    write(Snapshots(tmp_path, WIRE), {}, {"a": [np.arange(1000)]}, {})
     path = tmp_path / "snapshot-000001" / "model.npz"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -201,16 +201,6 @@ class StateDescription:
     """Description of one array of a rank's state.
 
     A partial or sharded array covers a range of its bucket, which is its `members` concatenated.
-
-    >>> residual = StateDescription(
-    ...     name="residual",
-    ...     members=(("kernel", 6),),
-    ...     placement=Placement.PARTIAL,
-    ...     offset=2,
-    ...     owners=1,
-    ... )
-    >>> StateDescription.from_dict(residual.to_dict()) == residual
-    True
     """
 
     name: str
@@ -225,20 +215,11 @@ class StateDescription:
     # True for one number per bucket that is equal on all ranks, such as a count of steps.
     scalar: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a dictionary for JSON that `from_dict` reads."""
-        content = asdict(self)
-        # Checkpoints of older releases use this key.
-        content["holders"] = content.pop("owners")
-        return content
-
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> StateDescription:
-        """Creates a description from a result of `to_dict`, in which tuples may be lists."""
-        values = dict(content)
-        values["owners"] = values.pop("holders")
-        values["members"] = tuple(map(tuple, content["members"]))
-        return cls(**values | {"placement": Placement(content["placement"])})
+        """Creates a description from a result of `asdict`, in which JSON has changed types."""
+        members = tuple(map(tuple, content["members"]))
+        return cls(**content | {"members": members, "placement": Placement(content["placement"])})
 
     @property
     def is_cut(self) -> bool:
@@ -345,10 +326,9 @@ def _whole(
     return arrays[0]
 
 
-def saved_descriptions(own: dict[str, np.ndarray], names: dict[str, str]) -> list[StateDescription]:
+def saved_descriptions(pieces: np.ndarray, names: dict[str, str]) -> list[StateDescription]:
     """Returns a snapshot's descriptions of a rank's state, with current paths."""
-    saved = with_names(json.loads(own["pieces"].tobytes()), names)
-    return [StateDescription.from_dict(content) for content in saved]
+    return list(map(StateDescription.from_dict, with_names(json.loads(str(pieces)), names)))
 
 
 def with_names(value: Any, names: dict[str, str]) -> Any:

@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
 import os
 import re
 import secrets
 import shutil
-import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,12 +34,11 @@ from tfposeidon.checks import check_integer
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
 
-log = logging.getLogger("tfposeidon")
-
 # Increment this number with every change of a snapshot's contents.
 _FORMAT = 10
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, list[np.ndarray]]
+"""Lists of arrays by name; a name without arrays is absent from files, and has an empty list."""
 
 
 class SnapshotError(RuntimeError):
@@ -129,9 +127,10 @@ class Snapshots:
         # All ranks try the same snapshot, and fall back to an older one if any of them fails.
         for name in reversed(names):
             read = functools.partial(self._read_files, self.folder / name)
-            snapshot, failed = self._on_all(f"tp.read.{name}", read)
-            if failed:
-                problems.append(f"{name}: {failed[0]}")
+            try:
+                snapshot: Snapshot = self._on_all(f"tp.read.{name}", read)
+            except SnapshotError as error:
+                problems.append(f"{name}: {error}")
                 self._unreadable.add(name)
                 continue
             # Snapshots of the first format have no number.
@@ -163,19 +162,18 @@ class Snapshots:
         """Returns the arrays of all ranks; raises on all ranks if one cannot read the files."""
         if not snapshot.same_layout:
             return snapshot.own
-        files = {
-            rank: snapshot.folder / f"rank-{rank}.npz"
-            for rank in itertools.chain(*snapshot.meta["nodes"])
-        }
-        own, failed = self._on_all(
-            "tp.read_all_ranks", lambda: {rank: _load(path) for rank, path in files.items()}
-        )
-        if failed:
+        ranks = itertools.chain(*snapshot.meta["nodes"])
+        files = {rank: snapshot.folder / f"rank-{rank}.npz" for rank in ranks}
+        try:
+            own: dict[int, Arrays] = self._on_all(
+                "tp.read_all_ranks", lambda: {rank: _load(path) for rank, path in files.items()}
+            )
+        except SnapshotError as error:
             raise SnapshotError(
                 "The files of all ranks must be readable on every rank. Received: "
-                f"{failed[0]}. Make {self.folder} visible to all nodes, or use the scheme and "
+                f"{error}. Make {self.folder} visible to all nodes, or use the scheme and "
                 "bucket_bytes of the snapshot."
-            )
+            ) from error
         return own
 
     def _names(self) -> list[str]:
@@ -201,30 +199,28 @@ class Snapshots:
 
     def _together(self, stage: str, action: Callable[[], Any]) -> None:
         """Runs an action on this rank; all ranks raise an error if it fails on any."""
-        _, failed = self._on_all(f"tp.snapshot.{stage}", action)
-        if failed:
+        try:
+            self._on_all(f"tp.snapshot.{stage}", action)
+        except SnapshotError as error:
             names = self._names()
             last = f"the last complete snapshot is {names[-1]}" if names else ""
             raise SnapshotError(
-                f"A snapshot could not be written to {self.folder} ({'; '.join(failed)}); "
+                f"A snapshot could not be written to {self.folder} ({error}); "
                 f"{last or 'no complete snapshot exists'}. Free disk space or use another folder, "
                 "and start again."
-            )
+            ) from error
 
-    def _on_all(self, name: str, action: Callable[[], Any]) -> tuple[Any, list[str]]:
-        """Runs an action on this rank; returns its result, and the errors of all ranks as text."""
-        result, problem = None, None
-        # Damaged JSON and arrays raise ValueError, KeyError or EOFError. Damaged archives raise
-        # BadZipFile.
-        expected = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+    def _on_all(self, name: str, action: Callable[[], Any]) -> Any:
+        """Returns the result of an action on this rank; all ranks raise if it fails on any."""
+        result = problem = cause = None
         try:
             result = action()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            if not isinstance(error, expected):
-                log.exception("tfposeidon: reading or writing a snapshot raised an error.")
+        except Exception as error:  # noqa: BLE001, because all ranks must take part in the exchange.
+            problem, cause = f"{type(error).__name__}: {error}", error
         everybody = exchange_objects(problem, self.wire, name)
-        return result, [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]
+        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text]:
+            raise SnapshotError("; ".join(failed)) from cause
+        return result
 
 
 def _write_files(
@@ -239,9 +235,12 @@ def _write_files(
     _sync(folder)
 
 
-def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes arrays and syncs them to disk."""
-    _write(path, lambda stream: np.savez(stream, **arrays))
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """Writes lists of arrays and syncs them to disk."""
+    named: dict[str, Any] = {
+        f"{name}.{i}": one for name, found in arrays.items() for i, one in enumerate(found)
+    }
+    _write(path, lambda stream: np.savez(stream, **named))
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
@@ -252,9 +251,12 @@ def _write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def _load(path: Path) -> Arrays:
-    # Reading whole arrays makes the archive verify their CRCs.
+    found: Arrays = defaultdict(list)
     with path.open("rb") as stream, np.load(stream) as archive:
-        return {name: archive[name] for name in archive.files}
+        for name in archive.files:
+            # Reading whole arrays makes the archive verify their CRCs.
+            found[name.rpartition(".")[0]].append(archive[name])
+    return found
 
 
 def _sync(folder: Path) -> None:
@@ -264,16 +266,6 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def to_named_arrays(arrays: Sequence[np.ndarray], prefix: str) -> Arrays:
-    """Returns arrays by name; each name is `prefix` and the index in the list."""
-    return {f"{prefix}{i}": array for i, array in enumerate(arrays)}
-
-
-def to_array_list(arrays: Arrays, prefix: str) -> list[np.ndarray]:
-    """Returns the list of arrays that `to_named_arrays` named."""
-    return [arrays[f"{prefix}{i}"] for i in range(sum(name.startswith(prefix) for name in arrays))]
 
 
 def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
@@ -293,8 +285,7 @@ def mismatch(received: str) -> SnapshotError:
 
 def assign_values(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     """Assigns arrays of a snapshot to variables of the same shapes."""
-    pairs = itertools.zip_longest(variables, values)
-    if any(v is None or value is None or tuple(v.shape) != value.shape for v, value in pairs):
+    if [tuple(variable.shape) for variable in variables] != [value.shape for value in values]:
         raise mismatch(
             f"{len(values)} arrays, which do not fit the shapes of {len(variables)} variables"
         )
