@@ -31,6 +31,7 @@ from functools import cache
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tfposeidon", "keras_callbacks", "datacache")
@@ -317,7 +318,8 @@ def private_names(modules: list[Module]) -> set[str]:
             defined.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             defined.add(node.id)
-    return (used - defined) & words_of_keras()
+    # `tf.data` has some of these names, too.
+    return ((used - defined) & words_of_keras()) - set(dir(tf.data.Dataset))
 
 
 @cache

@@ -140,7 +140,14 @@ class SchemeSchedule(keras.callbacks.Callback):
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
-    """Refuses a callback behind a `Checkpoint` that has resumed."""
+    """Refuses a callback behind a `Checkpoint` that has resumed.
+
+    Args:
+      callback: The callback, at the start of training.
+
+    Raises:
+      ValueError: If the model has resumed already.
+    """
     if session.of(callback.model).is_resumed:
         raise ValueError(
             f"{type(callback).__name__} must come before Checkpoint in the list of callbacks. "

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import keras
@@ -25,7 +24,7 @@ from tfposeidon.exchange.means import JoinHook
 from tfposeidon.exchange.plan import Plan
 from tfposeidon.exchange.step import Step
 from tfposeidon.gradients import with_merged_rows
-from tfposeidon.local import outer_optimizers
+from tfposeidon.local import exchanges, outer_optimizers
 from tfposeidon.local.global_weights import GlobalWeights, check_equal
 from tfposeidon.local.schedule import Schedule, notes_of_plan
 from tfposeidon.local.showing import Showing
@@ -34,9 +33,6 @@ from tfposeidon.optimizers.wrapper import settings
 from tfposeidon.state.placement import StateDescription, by_dtype
 from tfposeidon.training import entries
 from tfposeidon.training.hooks import FitHooks
-
-_LEAST_SAMPLES = 1e-6
-"""Weight of a rank without samples, positive but negligible compared with other weights."""
 
 
 @keras.saving.register_keras_serializable("tfposeidon")
@@ -115,7 +111,7 @@ class LocalUpdates(CommunicatingOptimizer):
         schedule = Schedule(sync_every, overlap_steps, warmup_steps)
         checks.check_flag("hierarchical", hierarchical, "Leave it out for separate ranks.")
         policy = policies.parse(scheme)
-        _check_policy(policy)
+        exchanges.check_policy(policy)
         super().__init__(
             inner_optimizer,
             policy,
@@ -129,25 +125,10 @@ class LocalUpdates(CommunicatingOptimizer):
         self._outer = outer_optimizers.parse(outer_optimizer)
         # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
-        # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
-        sgd = keras.optimizers.SGD(1.0)
-        adding = SimpleNamespace(inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None)
-        agreed = self.agreed_settings
-        self._exchange = Step(adding, policy, bucket_bytes, sample_count, settings=agreed)
+        self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
         self._node: Step | None = None
         if hierarchical:
-            self._node = Step(
-                self,
-                policies.parse("allreduce"),
-                bucket_bytes,
-                sample_count,
-                runtime.node_wire,
-                # Use no number: numbers would differ, because nodes of one rank exchange nothing.
-                prefix=lambda: f"{self._exchange.exchangers[-1].prefix}.node",
-                settings=agreed,
-            )
-            # Share the number of absent ranks, because the node's exchange detects them first.
-            self._node.absence = self._exchange.absence
+            self._node = exchanges.of_gradients_in_node(self, bucket_bytes, sample_count)
         self._synchronization: Synchronization | None = None
         self._showing = Showing(lambda: self._synchronization)
         self._model: Callable[[], Any] = lambda: None
@@ -350,14 +331,7 @@ class LocalUpdates(CommunicatingOptimizer):
             self.updater.apply(with_merged_rows(grads), variables)
             return count
         self._node.is_timed = self._exchange.is_timed
-        with self._node.call(grads, variables, count):
-            exchange, averaged = self._node.prepare(grads, variables, count)
-            means = averaged(*exchange())
-            means.update(lambda found: self.updater.apply(found, variables))
-        # A rank without samples applies the update of its node, too, so it needs a positive weight.
-        own = tf.maximum(tf.cast(1.0 if count is None else count, tf.float32), _LEAST_SAMPLES)
-        # If any rank of the node has exhausted its input, all ranks of the node drop the update.
-        return own if means.everybody is None else tf.where(means.everybody, own, 0.0)
+        return exchanges.update_in_node(self._node, self.updater, grads, variables, count)
 
     def agreed_settings(self) -> dict[str, Any]:
         """Returns the settings of both exchanges that must be equal on all ranks."""
@@ -392,7 +366,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def check_change(self, policy: policies.Policy) -> None:
-        _check_policy(policy)
+        exchanges.check_policy(policy)
         outer_optimizers.check_nothing_counts_twice(self._outer, policy, policy.keeps_state)
         if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
@@ -473,17 +447,3 @@ class LocalUpdates(CommunicatingOptimizer):
         in_node = [] if self._node is None else self._node.join_hooks()
         # A synchronization runs as a graph in eager steps, too, and its collectives match by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]
-
-
-def _check_policy(policy: policies.Policy) -> None:
-    reasons = {
-        "it chooses by the times of steps that exchange gradients": not policy.is_fixed,
-        "it reads the graph of gradients": policy.reader is not None,
-        "pseudo-gradients have no velocity": policy.corrects_momentum,
-    }
-    for reason in (reason for reason, is_so in reasons.items() if is_so):
-        raise ValueError(
-            "`scheme` must support pseudo-gradients, which are differences of weights. "
-            f'Received: scheme={policy}, but {reason}. Use "torus2d" (the default), "allreduce", '
-            'tp.schemes.AllToAll(wire_dtype="float16"), "topk" or "hitopk".'
-        )
