@@ -3,7 +3,7 @@
     python -m benchmarks.wrapper                                             # 10 minutes
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
     python -m benchmarks.wrapper --pairs 11 --systems synchronization        # ResNet-50 itself
-    python -m benchmarks.wrapper --pairs 21 --systems "small 1" "small 10"   # steps of 4 ms; 3 min
+    python -m benchmarks.wrapper --pairs 15 --systems "small 1" "small 10"   # steps of 4 ms; 8 min
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
 Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
@@ -154,7 +154,9 @@ def plot(cells, path):
         axis.set_yticks(range(len(found)), map(readable, found))
         for text, system in zip(axis.get_yticklabels(), found, strict=True):
             text.set_fontweight("bold" if style(system).ours else "normal")
-        axis.set(xlabel="time of a step / that of Horovod's own all-reduce; of fit: of plain Keras")
+        axis.set(
+            xlabel="time of a step / with Horovod's own all-reduce; on one rank: / of plain Keras"
+        )
         axis.invert_yaxis()
         axis.tick_params(left=False)
         title = "lines and figures: medians of the pairs; boxes: from quartile to quartile"
@@ -178,7 +180,7 @@ def readable(system):
     if system == "fit":
         return figures.style(system).label
     if system in WHOLE:
-        return f"fit of a small model, {system.split()[1]} steps per execution"
+        return f"fit of a small model, steps_per_execution={system.split()[1]}"
     scheme, bucket_mib = system.rsplit(" ", 1)
     return f"{figures.style(scheme).label}, buckets of {bucket_mib} MiB"
 
