@@ -6,6 +6,7 @@ import argparse
 import functools
 import itertools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -126,8 +127,12 @@ def _rm(folder: Path) -> int:
 
 def _stores(root: Path) -> list[Path]:
     """Returns the folder if it is a store or the remains of one, else the stores in it."""
-    is_store = _looks_like_a_store(root) or not root.is_dir()
-    return list(filter(_looks_like_a_store, [root] if is_store else sorted(root.iterdir())))
+    if _looks_like_a_store(root) or not root.is_dir():
+        return list(filter(_looks_like_a_store, [root]))
+    try:
+        return list(filter(_looks_like_a_store, sorted(root.iterdir())))
+    except OSError:
+        return [root]  # for which the command fails with the reason
 
 
 def _looks_like_a_store(path: Path) -> bool:
@@ -155,4 +160,5 @@ def _failed(error: Exception) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `ls | head`
     sys.exit(main())

@@ -56,8 +56,7 @@ class EpochIterator:
         self.all_whole = not self._first.samples
         # Compute the number here, so that an invalid batch size is an error before the first batch.
         self.epoch_steps = order.steps(Position(), ranks)
-        # `_begin` is the start of the iteration in training, `_trained` its number of trained
-        # steps, and `_length` its total number of steps: infinity for data that repeat, `None`
+        # `_length` is the number of steps of the iteration: infinity for data that repeat, `None`
         # outside of training. `_next` advances when the last batch is read, before it is trained.
         self._begin, self._trained = self._next, 0
         self._ahead: float = MOST_AHEAD

@@ -98,7 +98,7 @@ class LoaderProcess:
     def __init__(self, load: Load, buffers: int) -> None:
         try:
             content = pickle.dumps(load)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             raise TypeError(
                 f"`load` must be picklable. Received: {load!r:.200} ({error}). Use a function or "
                 "an object of a class at the top level of a module."
@@ -164,18 +164,21 @@ class LoaderProcess:
 
 def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
     """Receives requests until `None`; ends the process when its training process has ended."""
-    # With this thread, the loader can end with the training process while `load` is busy, and the
-    # training process never blocks on sending. A death signal from the kernel is not a substitute:
-    # it is sent as soon as the thread that started the loader ends.
+    # The kernel would send a death signal when the thread that started the loader ends.
     request: Any = ()
     try:
         while request is not None:
-            # Check the parent process too. The connection may stay open after the training process
-            # has ended, because its forks hold the other end open as well.
+            # Forks of the training process hold the connection open after it has ended.
             while not end.poll(WATCH_S):
                 if os.getppid() != trainer:
                     raise EOFError
-            requests.put(request := end.recv())
+            request = end.recv()
+            if request is None:
+                # Skip requests that are left, so that the loader ends after the current one.
+                with contextlib.suppress(queue.Empty):
+                    while requests.get_nowait():
+                        pass
+            requests.put(request)
     except (EOFError, OSError):
         os._exit(1)
 

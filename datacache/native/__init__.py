@@ -64,9 +64,8 @@ class FileStatus(NamedTuple):
 
     def is_of(self, other: FileStatus) -> bool:
         """Returns whether both statuses refer to the same version of a file's content."""
-        # Require only the inode or the change time to be equal: a file that was only moved has
-        # another change time, and some file systems change inode numbers at any time. A file that
-        # was replaced by a rename differs in both.
+        # A moved file has another change time, and some file systems change inode numbers. A file
+        # that was replaced by a rename differs in both.
         same_inode = self.inode == other.inode or self.inode_ns == other.inode_ns
         return self[:2] == other[:2] and same_inode
 

@@ -99,9 +99,8 @@ class StoreFile(Owner):
     @contextlib.contextmanager
     def locked_bytes(self, indices: Iterable[int], wait: bool = False) -> Iterator[list[bool]]:
         """Locks bytes of the file against other threads and processes; yields which are locked."""
-        # Open the file once more: locks of a separate open file description also exclude other
-        # threads, and the kernel releases the locks when the description is closed. Open the file
-        # by its descriptor, because a cleaner of temporary files may have removed its name.
+        # Locks of a separate open file description also exclude other threads. Open it by the
+        # descriptor, because a cleaner of temporary files may have removed the file's name.
         with closed_on_fork(f"/proc/self/fd/{self.file.fileno()}", os.O_RDWR) as handle:
             yield [lock_byte(handle, index, wait) for index in indices]
 

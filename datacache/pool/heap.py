@@ -35,8 +35,7 @@ class Heap:
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
         """Locks the heap against other threads and processes until added bytes are published."""
-        # Without the lock, another process could take bytes that are not yet published. The first
-        # lock lets threads of this process wait without opening the file. The second one locks the
+        # Another process must not take bytes that are not yet published. The second lock is on the
         # byte after the bytes of the claims.
         byte = self._file.spec.shard.kept_samples + 1
         with self._lock, self._file.locked_bytes([byte], wait=True):

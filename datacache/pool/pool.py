@@ -62,9 +62,8 @@ class Pool(Owner):
 
     def prepare(self) -> None:
         """Starts a thread that creates the page tables of a full store in memory."""
-        # A process that opens a full store finds its pages in memory, but has no page tables for
-        # them. A page fault at the first access to each page would nearly double the time of the
-        # first epoch.
+        # A page fault at the first access to each page of a full store would nearly double the time
+        # of the first epoch.
         if self.filled == self.slots and is_memory(os.fstat(self._file.file.fileno()).st_dev):
             # Leave out the heap, which may have holes.
             pages = self._file.content[: self._file.heap_begin]

@@ -131,7 +131,7 @@ def _checked(handle: Descriptor, path: Path, kind: int, mode: int, new: bool) ->
         if new:
             # Set the mode regardless of the umask.
             os.fchmod(handle.fileno(), mode)
-        elif found & ~mode:
+        elif found & ~mode & 0o777:
             # Other users may have changed the file already.
             folder = shlex.quote(str(path if kind == stat.S_IFDIR else path.parent))
             raise CacheError(

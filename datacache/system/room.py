@@ -43,9 +43,8 @@ def free_bytes(path: Path) -> int:
 
 def reserve(file: Descriptor, offset: int, size: int) -> None:
     """Reserves space for a part of a file; raises `OSError` if disk or memory is full."""
-    # A process that writes into a hole of a sparse file through a mapping is killed if the disk is
-    # full (SIGBUS). For a file in memory that exceeds the available memory, the kernel kills
-    # processes, so available memory is checked before each step.
+    # Writing into a hole of a sparse file on a full disk kills the process (SIGBUS). For a file in
+    # memory, the kernel kills processes, so available memory is checked before each step.
     handle = file.fileno()
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)

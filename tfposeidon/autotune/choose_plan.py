@@ -165,7 +165,12 @@ class ChoosePlan(keras.callbacks.Callback):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
             self._continue()
-        self._begin_s = time.perf_counter()
+
+    @override
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if not self._steps:
+            # The first timed step traces; skipped batches and later callbacks are not part of it.
+            self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -241,10 +246,11 @@ class ChoosePlan(keras.callbacks.Callback):
         # Assume that an epoch of unknown length is as long as the previous one.
         steps = self.params.get("steps") or self._batches_before
         left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
-        mine = [own if self._steps >= self._end else None, self._trace_s, left / self._calls]
+        updates_now, in_epoch = left / self._calls, self._batches_before / self._calls
+        mine = [own if self._steps >= self._end else None, self._trace_s, updates_now, in_epoch]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         # Ranks may have executed different numbers of steps, and must make the same decision.
-        ranks, traces_s, lefts = zip(*everybody, strict=True)
+        ranks, traces_s, lefts, before = zip(*everybody, strict=True)
         if any(found is None for found in ranks):
             # A rank has timed too few steps; the next epoch may have more.
             return
@@ -256,7 +262,7 @@ class ChoosePlan(keras.callbacks.Callback):
             saved_s += plans.planner.propose(plans, measured, shortest_s)
         if self._session.watches_absence and self._unsent:
             # The plan changes only after another epoch.
-            updates -= self._batches_before / self._calls
+            updates -= max(before)
         self._is_changing = (saved_s + CLOCKS_S) * updates > least_s
         if not self._is_changing:
             for plans in self._plans:

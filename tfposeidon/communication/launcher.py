@@ -142,7 +142,7 @@ class Store:
                 raise TimeoutError(
                     f"{key!r} did not appear in the launcher's store within {timeout_s:.0f} s"
                 )
-            time.sleep(0.05)
+            time.sleep(0.2)
         return value
 
 

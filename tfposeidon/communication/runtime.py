@@ -103,8 +103,6 @@ def init(
     nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
         start.require_gpu_per_rank(launcher.ranks_of_node())
-        # Under MPI, the start runs a collective, which initializes all visible GPUs.
-        start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
     _wire = start.start_horovod(ranks_per_node, server_rank, nodes)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)

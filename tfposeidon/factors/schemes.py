@@ -21,7 +21,7 @@ from tfposeidon.factors.reader import FactorReader
 from tfposeidon.gradients import Description, Structure
 from tfposeidon.policies import Choice, Policy
 from tfposeidon.schemes import stages
-from tfposeidon.schemes.base import Scheme
+from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.dense import ParameterServer
 from tfposeidon.schemes.stages import Stage
 from tfposeidon.text import readable_size
@@ -179,6 +179,12 @@ class ByRows(SchemeOfFactors):
         self, length: int, itemsize: int, structures: Sequence[Structure], topology: Topology
     ) -> tuple[Stage, ...]:
         return self.many.bucket_stages(length, itemsize, structures, topology)
+
+    @override
+    def exchange(
+        self, gradient: tf.Tensor, state: State, wire: Wire, name: str
+    ) -> tuple[tf.Tensor, State]:
+        return self.many.exchange(gradient, state, wire, name)
 
     @override
     def exchange_pairs(

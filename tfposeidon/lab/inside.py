@@ -152,7 +152,9 @@ async def _run(options: argparse.Namespace) -> int:
         # Read the counters inside the context, because they disappear with the interfaces.
         report = job.report(command)
     if options.report:
-        options.report.write_text(json.dumps(asdict(report), indent=2) + "\n")
+        beside = options.report.with_name(f".{options.report.name}.part")
+        beside.write_text(json.dumps(asdict(report), indent=2) + "\n")
+        beside.replace(options.report)
     print(report, file=sys.stderr)
     return job.status
 
