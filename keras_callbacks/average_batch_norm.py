@@ -45,6 +45,11 @@ class AverageBatchNorm(global_metrics.LayerAverages):
         self._is_done_by_fit = bool(hooks) and all(one.synchronizes_model for one in hooks)
 
     @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._is_done_by_fit:
+            super().on_epoch_end(epoch, logs)
+
+    @override
     def _average(self) -> None:
         # If only some ranks validate, `fit` and this callback would wait for each other.
         if not self._is_done_by_fit:

@@ -323,6 +323,8 @@ class Checkpoint(keras.callbacks.Callback):
         if rank in saved:
             assign_values(local, own["local"])
         else:
+            if len(local) != len(own["local"]):
+                raise snapshots.mismatch(f"{len(own['local'])} local values for {len(local)}")
             for variable, value in zip(local, own["local"], strict=True):
                 if is_seed(variable):
                     variable.assign(another_seed(tf.constant(value), rank))

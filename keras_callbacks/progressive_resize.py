@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +163,8 @@ class ProgressiveResize(LearningRateSchedule):
         )
         self._schemes = keras.callbacks.Callback()
         if self.phases[0].scheme is not None:
-            schemes = {phase.first_epoch: phase.scheme for phase in self.phases}
+            changes = itertools.groupby(self.phases, lambda phase: phase.scheme)
+            schemes = {next(phases).first_epoch: scheme for scheme, phases in changes}
             self._schemes = SchemeSchedule(schemes, verbose=False)
 
     def rate_at(self, epoch: float) -> float:

@@ -101,7 +101,6 @@ class Throughput(keras.callbacks.Callback):
             self._begin = None
 
     def _totals(self) -> dict[str, float]:
-        # An optimizer that was found in its first step has no clocks.
         timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
         # Read the exposed seconds before the clock, because on GPUs this waits for the step.
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)

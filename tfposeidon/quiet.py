@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,8 @@ def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -
 def import_tensorflow() -> None:
     """Imports TensorFlow without its start-up messages, and passes on all other output."""
     os.environ.setdefault(LEVEL, DEFAULTS[LEVEL])
-    with contextlib.nullcontext() if os.environ[LEVEL] == "0" else _without_startup_messages():
+    filters = os.environ[LEVEL] != "0" and shutil.which("grep") is not None
+    with _without_startup_messages() if filters else contextlib.nullcontext():
         importlib.import_module("tensorflow")
 
 

@@ -261,7 +261,8 @@ class AgreedPlans:
         )
         _check_structures(plan, self.policy)
         # Retain the exchanger's variables, because TensorFlow retraces a function that creates any.
-        states = SchemeStates(plan)
+        with runtime.variables_outside_trace():
+            states = SchemeStates(plan)
         states.take_over(exchanger.states)
         exchanger.plan, exchanger.states = plan, states
 

@@ -106,6 +106,11 @@ class Synchronization:
     def end_step(self, steps: int = 1) -> None:
         # Ranks agree on the exchange in the optimizer's first step.
         if not self._exchange.exchangers:
+            if self._samples.numpy() > 0.0:
+                raise RuntimeError(
+                    "A step must be traced again after change_scheme(). Received: a step that was "
+                    "traced before. Create the tf.function of the step again."
+                )
             return
         self._steps += steps
         if self._is_pending:

@@ -276,6 +276,7 @@ class Shards:
             begin, end = self.parts[state.member]
             if begin < end:
                 state.variable.assign(flat[begin:end])
+        self._whole = (0, {})
 
     def _current_whole(self) -> dict[int, np.ndarray]:
         """Returns the whole state, if this rank has it; ignores state that steps have replaced."""

@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -50,11 +50,12 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     """
     if session.of(model).has_begun:
         return
-    batch_size = own = None
+    found: list[Any] = []
     try:
-        batch_size, own = _read(arguments)
+        found.extend(_read(arguments))
     except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
         log.debug("tfposeidon: the data of ranks are not compared: %s", error)
+    batch_size, own = (*found, None, None)[:2]
     ranks = exchange_objects([batch_size, own], runtime.wire(), "tp.given_data")
     sizes = [size for size, _ in ranks]
     if None not in sizes and session.of(model).is_in_step:
@@ -72,8 +73,8 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
         )
 
 
-def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
-    """Returns the batch size, and the number of samples with checksums of some of them.
+def _read(arguments: dict[str, Any]) -> Iterator[int | list[Any] | None]:
+    """Yields the batch size, and the number of samples with checksums of some of them.
 
     Both are `None` where they are unknown, as the samples of datasets that call Python.
     """
@@ -81,22 +82,25 @@ def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
     if isinstance(x, tf.data.Dataset):
         variant = tf.data.experimental.to_variant(x)
         size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
-        return size if size > 0 else None, _samples_of_dataset(x)
-    if isinstance(x, keras.utils.PyDataset):
-        leaves = _arrays(x[0]) if x.num_batches != 0 else []
-        return (
-            (len(leaves[0]), [x.num_batches, *map(_checksum, leaves)]) if leaves else (None, None)
-        )
+        yield size if size > 0 else None
+        yield _samples_of_dataset(x)
+    elif isinstance(x, keras.utils.PyDataset):
+        if leaves := _arrays(x[0]) if x.num_batches != 0 else []:
+            yield len(leaves[0])
+            yield [x.num_batches, *map(_checksum, leaves)]
+    else:
+        yield from _read_arrays(arguments)
+
+
+def _read_arrays(arguments: dict[str, Any]) -> Iterator[int | list[Any] | None]:
     leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
-    rows = leaves[0].shape[0] if leaves else 0
-    if not rows:
-        return None, None
-    default = None if arguments["steps_per_epoch"] else 32
-    return arguments["batch_size"] or default, [rows] + [
-        _checksum(getattr(leaf, "iloc", leaf)[row])
-        for leaf in leaves
-        for row in (0, rows // 2, rows - 1)
-    ]
+    if rows := leaves[0].shape[0] if leaves else 0:
+        yield arguments["batch_size"] or (None if arguments["steps_per_epoch"] else 32)
+        yield [rows] + [
+            _checksum(getattr(leaf, "iloc", leaf)[row])
+            for leaf in leaves
+            for row in (0, rows // 2, rows - 1)
+        ]
 
 
 def _arrays(data: Any) -> list[Any]:

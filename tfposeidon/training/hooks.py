@@ -17,7 +17,7 @@ class FitHooks:
     """Hooks that `fit` calls for one optimizer.
 
     Attributes:
-      check: Refuses incompatible callbacks of the user.
+      check: Refuses incompatible callbacks and settings of the user.
       prepare: Creates variables that a step with these trainable variables needs, before its trace.
       first: Callbacks that run before the user's callbacks.
       last: Callbacks that run after the user's callbacks.

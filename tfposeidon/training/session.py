@@ -149,7 +149,7 @@ class Session:
         self.callbacks_with_state = weakref.WeakValueDictionary[int, Any]()
         self.has_logged_xla = self.has_scheme_changes = self.has_begun = self.counts_steps = False
         self.knows_position = self.only_reports = self.shuffles = False
-        self.was_skipped = self.is_outside_of_fit = False
+        self.was_skipped = self.is_outside_of_fit = self.is_executing = False
         self.knows_lengths = True
         self.batches_to_skip = 0
 
@@ -275,10 +275,11 @@ class Session:
         self.wrap_train_function()
 
     def wrap_train_function(self) -> None:
-        """Makes the model's train function a `TrainFunction`, if it is not yet."""
+        """Makes the model's train function a `TrainFunction` with the current hooks."""
         if not isinstance(self.model.train_function, TrainFunction):
             self.is_outside_of_fit = False
             self.model.train_function = TrainFunction(self)
+        self.model.train_function.hooks = self.step_hooks
 
     # ------------------------------------------------------------------ weights of each rank
 
@@ -374,7 +375,7 @@ class TrainFunction:
 
     def __init__(self, own: Session) -> None:
         # This list is complete, because optimizers that are found only in a step are refused.
-        self._session, self._hooks = own, own.step_hooks
+        self._session, self.hooks = own, own.step_hooks
         self._train: Callable[[Any], Any] = own.model.train_function
 
     def __call__(self, iterator: Any) -> Any:
@@ -382,15 +383,22 @@ class TrainFunction:
         if own.is_outside_of_fit:
             own.model.make_train_function(force=True)
             return own.model.train_function(iterator)
+        if own.is_executing:
+            # A model may have wrapped another `TrainFunction` in its own function.
+            return self._train(iterator)
         own.was_skipped = own.is_skipping
         if own.was_skipped:
             return own.skip(iterator)
         before = own.steps_executed if own.counts_steps else 0
-        for begin, _ in self._hooks:
+        for begin, _ in self.hooks:
             begin()
-        logs = self._train(iterator)
+        own.is_executing = True
+        try:
+            logs = self._train(iterator)
+        finally:
+            own.is_executing = False
         steps = own.steps_executed - before if own.counts_steps else 1
-        for _, end in self._hooks:
+        for _, end in self.hooks:
             end(steps)
         return logs
 
