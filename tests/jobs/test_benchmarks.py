@@ -12,6 +12,7 @@ from tests.launch import LIMIT_S, ROOT, WITH_SKLEARN, ahead, finish, start
 
 NOT_MEASURED = {
     "__init__",
+    "architectures",
     "best_scheme",
     "exchanges",
     "gpu_check",  # in test_gpu_check.py
