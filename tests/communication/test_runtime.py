@@ -205,6 +205,17 @@ def test_check_reports(capsys, monkeypatch):
     assert "separates jobs but is not secret" in said
 
 
+def test_check_reports_what_it_has_found_before_an_error(capsys, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    error = TimeoutError("rank 1 did not register")
+    with mock.patch.object(runtime, "init", side_effect=error):
+        assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 1
+    rows, _, last = capsys.readouterr().err.rstrip().rpartition("\n")
+    assert last == "tfposeidon check: rank 1 did not register"
+    assert "python  " in rows
+    assert "TrainJob lacks PET_NODE_RANK" in rows
+
+
 @pytest.mark.parametrize(
     ("versions", "remedy"),
     [

@@ -1,12 +1,17 @@
 """One rank of a job that finds its peers: sums the ranks; with "kill", rank 0 is killed then.
 
-With "lab KIND", the ranks of the lab get the variables of another kind in place of Horovod's.
+With "lab KIND", the ranks of the lab get the variables of another kind in place of Horovod's. With
+"nodes", the nodes of the lab start two ranks each by `run`, with the variables of kinds that
+describe nodes. These ranks ("join KIND") need no TensorFlow.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 KINDS = {
     "TF_CONFIG": lambda rank, size, hosts: {
@@ -40,16 +45,104 @@ KINDS = {
         "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"{hosts[0]}:7000",
     },
 }
+NODE_KINDS = {
+    "CLUSTER_SPEC": lambda node, hosts: {
+        "CLUSTER_SPEC": json.dumps(
+            {
+                "cluster": {f"workerpool{i}": [f"{host}:2222"] for i, host in enumerate(hosts)},
+                "task": {"type": f"workerpool{node}", "index": 0},
+            }
+        )
+    },
+    "PyTorchJob": lambda node, hosts: {
+        "RANK": str(node),
+        "WORLD_SIZE": str(len(hosts)),
+        "MASTER_ADDR": hosts[0],
+        "MASTER_PORT": "23456",
+    },
+    "TrainJob": lambda node, hosts: {
+        "PET_NODE_RANK": str(node),
+        "PET_NNODES": str(len(hosts)),
+        "PET_NPROC_PER_NODE": "auto",
+        "PET_MASTER_ADDR": hosts[0],
+        "PET_MASTER_PORT": "29500",
+    },
+    "Indexed Job": lambda node, hosts: {
+        "JOB_COMPLETION_INDEX": str(node),
+        "TFPOSEIDON_NODES": str(len(hosts)),
+        "HOSTNAME": f"train-{node}",
+        "TFPOSEIDON_HOST": hosts[0],
+    },
+}
+FAILING_KIND, FAILING_RANK = "Indexed Job", 3
+HOSTS = ["10.99.0.1", "10.99.0.2"]
+LATE = {"torchrun": 0, "SLURM": 3}
+"""Kinds of which one rank starts late."""
+LATE_S = 3
+
+
+def without_launcher():
+    """Takes the lab's variables away; returns this rank's number and the number of ranks."""
+    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]:
+        del os.environ[name]
+    return rank, size
 
 
 def take_variables_of(kind):
     """Numbers the ranks of two nodes in turn, as some platforms do."""
-    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    rank, size = without_launcher()
     node, position = divmod(rank, size // 2)
-    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]:
-        del os.environ[name]
-    hosts = ["10.99.0.1", "10.99.0.2"] * (size // 2)
-    os.environ.update(KINDS[kind](2 * position + node, size, hosts))
+    rank = 2 * position + node
+    os.environ.update(KINDS[kind](rank, size, HOSTS * (size // 2)))
+    if rank == LATE.get(kind):
+        print(f"rank {rank} starts late", flush=True)
+        time.sleep(LATE_S)
+
+
+def run_in_turn():
+    """Starts two ranks of each kind on this node; one of both nodes is late."""
+    node, _ = without_launcher()
+    command = [sys.executable, "-m", "tfposeidon", "run", "--per-node", "2", "--"]
+    for index, (kind, variables_of) in enumerate(NODE_KINDS.items()):
+        if index % 2 == node:
+            time.sleep(LATE_S)
+        environment = {**os.environ, **variables_of(node, HOSTS)}
+        done = subprocess.run([*command, sys.executable, __file__, "join", kind], env=environment)
+        print(f"{kind} ended with {done.returncode} on node {node}", flush=True)
+
+
+def join(kind):
+    from tfposeidon.peers import rendezvous, store
+
+    nodes = rendezvous.join(60.0, has_mpi=False)
+    rank = int(os.environ["HOROVOD_RANK"])
+    place, prefix = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].split("/")
+    host, port = place.split(":")
+    print(f"{kind}: rank {rank} of nodes {nodes} at {os.environ[rendezvous.INTERFACE]}", flush=True)
+    check_command_lines()
+    # `run` on node 0 would wait for the last word of each rank.
+    client = rendezvous.Client(host, int(port), prefix)
+    client.put_first(store.FAILURES, store.EXIT_STATUS.format(rank), "ended")
+    if kind == FAILING_KIND:
+        if rank == FAILING_RANK:
+            sys.exit(3)
+        if rank in nodes[0]:
+            time.sleep(600)
+
+
+def check_command_lines():
+    """Every user could read the job's token and key on the command line of a process."""
+    secrets = [os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[2]]
+    secrets += [token] if (token := os.environ.get("TFPOSEIDON_TOKEN")) else []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:
+            # The process has ended.
+            continue
+        assert not any(secret in text for secret in secrets), text
+    print(f"{len(secrets)} secrets are on no command line", flush=True)
 
 
 def main(what):
@@ -58,6 +151,7 @@ def main(what):
     topology = tp.init(start_timeout_s=float(os.environ.get("START_TIMEOUT_S", "60")))
     total = int(tp.all_reduce(topology.rank, op="sum"))
     print(f"rank {topology.rank} of {topology}: nodes {topology.nodes}, sum {total}", flush=True)
+    check_command_lines()
     if what == "kill":
         if topology.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,6 +159,12 @@ def main(what):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "lab":
-        take_variables_of(sys.argv[2])
-    main(sys.argv[1])
+    what = sys.argv[1]
+    if what == "nodes":
+        run_in_turn()
+    elif what == "join":
+        join(sys.argv[2])
+    else:
+        if what == "lab":
+            take_variables_of(sys.argv[2])
+        main(what)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.jobs.starting import KINDS
+from tests.jobs.starting import FAILING_KIND, FAILING_RANK, KINDS, LATE, NODE_KINDS
 from tests.launch import ROOT, ahead, finish, lab, start
 
 SCRIPT = str(ROOT / "tests" / "jobs" / "starting.py")
@@ -43,12 +43,16 @@ def _check_no_store_left(port):
         raise AssertionError("the store of rank 0 was left behind")
 
 
-@ahead(lambda: started("torchrun", "sum"))
+TOKEN = {"TFPOSEIDON_TOKEN": "the-token-of-this-job"}
+
+
+@ahead(lambda: started("torchrun", "sum", environments=[TOKEN, TOKEN]))
 def test_two_ranks_of_one_machine(outcome):
     for rank, done in enumerate(outcome):
         assert done.returncode == 0, done.stdout
         assert f"rank {rank} of 2 rank(s) on 1 node(s) (1 x 2)" in done.stdout
         assert "sum 1" in done.stdout
+        assert "2 secrets are on no command line" in done.stdout
 
 
 @ahead(lambda: started("TF_CONFIG", "kill"))
@@ -97,6 +101,7 @@ def test_run_ends_with_the_status_of_the_first_that_fails(outcome):
     assert outcome.returncode == 128 + 9, outcome.stdout
     assert "tfposeidon run: rank 0 was ended by SIGKILL" in outcome.stdout
     assert "[1] tfposeidon: the job ends. rank 0 was ended by SIGKILL" in outcome.stdout
+    assert "[1] 2 secrets are on no command line" in outcome.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,3 +109,18 @@ def test_ranks_in_turn_on_two_nodes_of_the_lab(kind):
     done = lab("--nodes 2 --per-node 2", sys.executable, SCRIPT, "lab", kind, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("nodes ((0, 2), (1, 3)), sum 6") == 4, done.stdout
+    assert (f"rank {LATE.get(kind)} starts late" in done.stdout) == (kind in LATE)
+
+
+@ahead(lambda: lab("--nodes 2", sys.executable, SCRIPT, "nodes", timeout_s=LIMIT_S))
+def test_run_on_two_nodes_of_the_lab_by_variables_of_nodes(outcome):
+    """In the last job, a rank of node 1 fails, and `run` of node 0 ends with the cause."""
+    said = outcome.stdout
+    assert outcome.returncode == 0, said
+    for kind in NODE_KINDS:
+        statuses = (1, 3) if kind == FAILING_KIND else (0, 0)
+        for rank in range(4):
+            assert f"[{rank}] {kind}: rank {rank} of nodes ((0, 1), (2, 3)) at eth0" in said, said
+        for node, status in enumerate(statuses):
+            assert f"{kind} ended with {status} on node {node}" in said, said
+    assert f"tfposeidon run: the job ends. rank {FAILING_RANK} ended with exit status 3" in said

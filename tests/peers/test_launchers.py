@@ -75,9 +75,15 @@ def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
 
 
 def test_check_claims_no_key_where_a_launcher_counts(environment):
-    environment({**TORCHRUN, rendezvous.LAUNCHER: "0"})
+    environment({rendezvous.LAUNCHER: "0"})
     assert check.peer_rows() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
-    environment({**TORCHRUN, **MPIRUN}, has_mpi=True)
-    assert check.peer_rows() == [("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK")]
+    environment({**TORCHRUN, **MPIRUN, "PET_NNODES": "2"}, has_mpi=True)
+    assert check.peer_rows() == [
+        ("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK"),
+        (
+            "other sources",
+            "torchrun: rank 1 of 4; TrainJob lacks PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT",
+        ),
+    ]
     environment({**TORCHRUN, **MPIRUN})
     assert [name for name, _ in check.peer_rows()] == ["peers by", "rendezvous"]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tfposeidon.peers import run, store
+from tfposeidon.peers import run, sources, store
 from tfposeidon.peers.rendezvous import Client
 from tfposeidon.peers.runner import Rank, Runner
 
@@ -114,6 +114,26 @@ def test_a_command_is_required(words, message):
     assert run.read_command(["--", "true", "-x"]) == ["true", "-x"]
 
 
+@pytest.mark.parametrize(
+    ("count", "gpus", "visible"),
+    [
+        (2, ["2", "5"], ["2", "5"]),
+        (1, ["GPU-a", "GPU-b"], ["GPU-a"]),
+        # More ranks than GPUs: tfposeidon.init() chooses.
+        (2, ["0"], [None, None]),
+    ],
+)
+def test_each_rank_has_its_own_gpu(monkeypatch, count, gpus, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    node = run.read_job(options("--nodes", "2", "--node-rank", "1", "--master", "a:5"), {})
+    found = [*run.environments(node, "secret", Client("a", 5, "key"), [3, count], gpus)]
+    assert [variables.get("CUDA_VISIBLE_DEVICES") for _, variables in found] == visible
+    for index, (number, variables) in enumerate(found):
+        rank = sources.find(variables)
+        assert (rank.rank, rank.size, rank.node) == (3 + index, 3 + count, "node 1")
+        assert (number, sources.token(variables)) == (rank.rank, "secret")
+
+
 @pytest.fixture
 def job():
     """A store, and a client of it."""
@@ -122,8 +142,11 @@ def job():
         yield server, Client("127.0.0.1", server.server_address[1], server.prefix)
 
 
-def ranks(script):
-    return [Rank(number=4, node=2, command=["sh", "-c", script], environment={**os.environ})]
+def ranks(*scripts):
+    return [
+        Rank(number=number, node=2, command=["sh", "-c", script], environment={**os.environ})
+        for number, script in enumerate(scripts, 4)
+    ]
 
 
 def first_failure(server):
@@ -186,14 +209,28 @@ def sends(number, is_ready):
     return thread
 
 
-def test_a_signal_is_reported_to_other_nodes(job, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_is_reported_to_other_nodes(job, tmp_path, number):
     server, client = job
-    started = tmp_path / "started"
-    thread = sends(signal.SIGTERM, started.exists)
-    status = asyncio.run(run.run_ranks(ranks(f"touch {started}; sleep 60"), client, None))
+    started = [tmp_path / "a", tmp_path / "b"]
+    thread = sends(number, lambda: all(file.exists() for file in started))
+    running = ranks(*(f"touch {file}; sleep 60" for file in started))
+    status = asyncio.run(run.run_ranks(running, client, None))
     thread.join()
-    assert status == 128 + signal.SIGTERM
-    assert first_failure(server) == "run of node 2 received SIGTERM."
+    assert status == 128 + number
+    assert [rank.status for rank in running] == [-signal.SIGTERM] * 2
+    assert first_failure(server) == f"run of node 2 received {number.name}."
+
+
+def test_a_second_signal_kills_ranks_that_ignore_the_first(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TERMINATION_S", 3600.0)
+    started, asked = tmp_path / "started", tmp_path / "asked"
+    running = ranks(f"trap 'touch {asked}' TERM; touch {started}; while :; do sleep 0.1; done")
+    threads = [sends(signal.SIGINT, file.exists) for file in (started, asked)]
+    assert asyncio.run(run.run_ranks(running, job[1], None)) == 128 + signal.SIGINT
+    for thread in threads:
+        thread.join()
+    assert running[0].status == -signal.SIGKILL
 
 
 def test_signals_that_nohup_ignores_stay_ignored(job, tmp_path):

@@ -225,8 +225,22 @@ def test_incomplete_sources_are_named(variables, message):
         ),
         (cluster("worker", 0, worker=["a", "b"]), r"form host:port\. Received from TF_CONFIG: 'a'"),
         (cluster("worker", 0, worker=["[::1]:1", "[::1]:2"]), "IPv4.*TF_CONFIG: '::1'"),
+        (
+            cluster("worker", 0, chief=["a:1"], worker=["b:1", "a:1"]),
+            r"addresses of TF_CONFIG must differ\. Received more than once: a:1\. Set",
+        ),
         ({**TORCHRUN, "RANK": "4"}, "rank must be in 0.*torchrun: rank 4 of 4"),
         ({**TORCHRUN, "RANK": "one"}, "RANK must be a number"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "less than LOCAL_WORLD_SIZE. Received: 1 of 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "less than LOCAL_WORLD_SIZE. Received: 4 of 4"),
+        (
+            {**SLURM, "SLURMD_NODENAME": "login1"},
+            r"must be in SLURM_STEP_NODELIST\. Received: 'login1' and 'n\[01-02\]'",
+        ),
+        (
+            {**SLURM, "SLURMD_NODENAME": "n3", "SLURM_STEP_NODELIST": "n1,n2"},
+            "must be in SLURM_STEP_NODELIST. Received: 'n3' and 'n1,n2'",
+        ),
         (
             {
                 "PET_NNODES": "1:2",

@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a check failed, else 0."""
+    rows = [("python", f"{platform.python_version()} on {platform.machine()}")]
     try:
-        rows = [*_versions(), *peer_rows()]
+        rows += _versions()
+        rows += peer_rows()
         # Import modules that need TensorFlow here and below: if TensorFlow is missing or
         # unsupported, `_versions` must first report the remedy.
         from tfposeidon.communication import launcher, runtime
@@ -55,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         if options.network:
             rows += _measured_links(topology, options.network)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        print(f"tfposeidon check: {error}", file=sys.stderr)
+        print(*table(rows), f"tfposeidon check: {error}", sep="\n", file=sys.stderr)
         return 1
     if topology.rank == 0:
         print("\n".join(table(rows)))
@@ -89,7 +91,7 @@ def _versions() -> list[tuple[str, str]]:
             f"{found['horovod']} without patches. "
             "Run: python -m tfposeidon install --horovod-only"
         )
-    return [("python", f"{platform.python_version()} on {platform.machine()}"), *found.items()]
+    return [*found.items()]
 
 
 def version_of(name: str) -> str | None:
@@ -103,17 +105,19 @@ def peer_rows() -> list[tuple[str, str]]:
     import_tensorflow()
     from tfposeidon.communication import launcher
 
+    found = "; ".join(map(str, sources.jobs(os.environ)))
     if rendezvous.has_launcher(os.environ, launcher.has_mpi()):
         name = next(name for name in launcher.RANK if os.environ.get(name))
-        return [("peers by", f"a launcher, which has set {name}")]
-    if not (found := [*map(str, sources.jobs(os.environ))]):
+        by_launcher = ("peers by", f"a launcher, which has set {name}")
+        return [by_launcher, ("other sources", found)] if found else [by_launcher]
+    if not found:
         return []
     secret = (
         f"requests carry a key from {sources.TOKEN}"
         if sources.token(os.environ)
         else "requests carry the job's identity, which separates jobs but is not secret"
     )
-    return [("peers by", "; ".join(found)), ("rendezvous", secret)]
+    return [("peers by", found), ("rendezvous", secret)]
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:

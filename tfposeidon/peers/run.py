@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
         counts = [node["ranks"] for node in nodes]
         ranks = [
             Rank(number, job.rank, command, environment)
-            for number, environment in _environments(job, token, client, counts, gpus)
+            for number, environment in environments(job, token, client, counts, gpus)
         ]
         status = asyncio.run(run_ranks(ranks, client, options.output_folder))
         if server and job.size > 1:
@@ -183,7 +183,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
     return count
 
 
-def _environments(
+def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Yields number and environment of each rank of this node, from the counts of all nodes."""

@@ -225,6 +225,11 @@ def _parsed(source: str, text: str) -> tuple[dict[str, list[str]], str, int]:
 
 def _of_addresses(source: str, addresses: list[str], rank: int, size: int) -> Job:
     """Returns the job of a source that lists the addresses of all ranks, or that of rank 0 only."""
+    if repeated := sorted({one for one in addresses if addresses.count(one) > 1}):
+        raise ValueError(
+            f"The addresses of {source} must differ. Received more than once: "
+            f"{', '.join(repeated)}. Set the address of each process."
+        )
     split = [split_address(address, source) for address in addresses]
     hosts = [host for host, _ in split]
     digest = hashlib.sha256(",".join(addresses).encode()).hexdigest()[:8]
@@ -245,6 +250,12 @@ def _torchrun(variables: Variables) -> Job:
     if per_node and variables.get("PET_NNODES", "").isdecimal():
         # With `nprocPerNode`, a PyTorchJob counts pods in RANK, but processes in WORLD_SIZE.
         size = int(variables["PET_NNODES"])
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size), **variables}
+    if _integer(local, "LOCAL_RANK") >= _integer(local, "LOCAL_WORLD_SIZE"):
+        raise ValueError(
+            f"LOCAL_RANK must be less than LOCAL_WORLD_SIZE. Received: {local['LOCAL_RANK']} of "
+            f"{local['LOCAL_WORLD_SIZE']}. Number the ranks of each node from 0."
+        )
     port = _integer(variables, "MASTER_PORT")
     # Ignore restarts on several nodes, because the agents may count them differently.
     alone = variables.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -285,10 +296,16 @@ def _slurm(variables: Variables) -> Job | None:
     rank, size = _integer(variables, "SLURM_PROCID"), _integer(variables, "SLURM_STEP_NUM_TASKS")
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
-    host, ports = first_host(variables["SLURM_STEP_NODELIST"]), derived_ports(identity)
+    nodes, node = variables["SLURM_STEP_NODELIST"], variables.get("SLURMD_NODENAME", "")
+    # Accept any number for one in brackets, because SLURM does not always count in decimals.
+    if node and not re.fullmatch(re.sub(r"\[.*?\]", r"\\w+", nodes).replace(",", "|"), node):
+        raise ValueError(
+            f"SLURMD_NODENAME must be in SLURM_STEP_NODELIST. Received: {node!r} and {nodes!r}. "
+            "Unset the variables of another step, and start the tasks with srun."
+        )
     return Job(
-        *("SLURM", rank, size, host, ports, identity),
-        node=variables.get("SLURMD_NODENAME", ""),
+        *("SLURM", rank, size, first_host(nodes), derived_ports(identity), identity),
+        node=node,
         one_per_node=variables.get("SLURM_STEP_NUM_NODES") == str(size),
         hint=" Start all tasks of the step with srun, or unset SLURM_STEP_ID and "
         "SLURM_STEP_NODELIST for a job of one process.",
