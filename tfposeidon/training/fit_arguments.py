@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -51,8 +52,10 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.of(model).has_begun:
         return
     batch_size = own = None
+    # Read it here, because a generator that raised an error is exhausted.
+    batch = first_batch(arguments)
     try:
-        batch_size, own = _read(arguments)
+        batch_size, own = _read(arguments, batch)
     except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
         log.debug("tfposeidon: the data of ranks are not compared: %s", error)
     ranks = exchange_objects([batch_size, own], runtime.wire(), "tp.given_data")
@@ -72,7 +75,23 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
         )
 
 
-def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
+def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns the first batch of a generator and puts it back for `fit`."""
+    rest = arguments["x"]
+    if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
+        return None
+
+    def restored() -> Iterator[Any]:
+        yield first
+        # `yield from` would close the user's generator, which the next `fit` continues.
+        for batch in rest:  # noqa: UP028
+            yield batch
+
+    arguments["x"] = restored()
+    return keras.utils.unpack_x_y_sample_weight(first)
+
+
+def _read(arguments: dict[str, Any], batch: Any) -> tuple[int | None, list[Any] | None]:
     """Returns the batch size, and the number of samples with checksums of some of them.
 
     Both are `None` where they are unknown, as the samples of datasets that call Python.
@@ -82,11 +101,11 @@ def _read(arguments: dict[str, Any]) -> tuple[int | None, list[Any] | None]:
         variant = tf.data.experimental.to_variant(x)
         size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
         return size if size > 0 else None, _samples_of_dataset(x)
-    if isinstance(x, keras.utils.PyDataset):
-        leaves = _arrays(x[0]) if x.num_batches != 0 else []
-        return (
-            (len(leaves[0]), [x.num_batches, *map(_checksum, leaves)]) if leaves else (None, None)
-        )
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches != 0:
+        batch = x[0]
+    if leaves := _arrays(batch):
+        length = getattr(x, "num_batches", None)
+        return len(leaves[0]), [length, *map(_checksum, leaves)]
     leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
     rows = leaves[0].shape[0] if leaves else 0
     if not rows:
