@@ -144,7 +144,7 @@ class _Averages(keras.Sequential):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(map(tp.all_reduce, gradients), self.trainable_variables)
+        self.optimizer.apply([tp.all_reduce(g) for g in gradients], self.trainable_variables)
         return {"loss": loss}
 
 
