@@ -6,10 +6,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.training import global_metrics, session
 
 
-class AverageBatchNorm(global_metrics.LayerAverages):
+class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
     """Averages the moving statistics of layers over ranks.
 
     `fit` averages them automatically for optimizers of `tfposeidon`. Use this callback for other

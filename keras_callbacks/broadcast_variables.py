@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.communication import runtime
-from tfposeidon.training import entries, session
+from tfposeidon.training import entries
 
 
-class BroadcastVariables(keras.callbacks.Callback):
+class BroadcastVariables(RankCallback):
     """Broadcasts the model and optimizer state of one rank when training begins.
 
     The broadcast includes moving statistics, frozen weights, and the state that preprocessing
@@ -30,7 +30,7 @@ class BroadcastVariables(keras.callbacks.Callback):
       RuntimeError: In `fit`, on all ranks, if the model has no weights yet, or if ranks built
         different models; the message names the first variable that differs.
       RuntimeError: After the first step or an epoch, on all ranks, if their weights have diverged
-        because the model's optimizer does not communicate.
+        because none of the model's optimizers communicates.
       ValueError: In `fit`, on all ranks, if layers hold tables that differ and cannot be assigned.
 
     Cost: one broadcast per variable, once per `fit`.
@@ -42,29 +42,11 @@ class BroadcastVariables(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._has_compared = False
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._has_compared:
-            self._has_compared = True
-            self._compare()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._compare()
-
-    def _compare(self) -> None:
-        # With a communicating optimizer, `fit` itself compares the values.
-        if runtime.size() == 1 or session.optimizers_of(self.model):
-            return
-        if problem := entries.difference(self.model, runtime.wire()):
-            raise RuntimeError(
-                f"{problem} The optimizer of this model does not communicate. Wrap it: "
-                "compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
-            )
+        self._compare_replicas()
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        self._has_compared = False
         entries.broadcast_state(self.model, runtime.wire(), self.root_rank)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 
 
-class CacheStatistics(keras.callbacks.Callback):
+class CacheStatistics(RankCallback):
     """Adds the counts of a `datacache.Cache` to the logs of each epoch.
 
     All ranks exchange their counts and report the same numbers:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -44,7 +45,7 @@ _LAYER = "layer."
 """Prefix of the array names of layer state outside of variables."""
 
 
-class Checkpoint(keras.callbacks.Callback):
+class Checkpoint(RankCallback):
     """Saves the model, its optimizers and per-rank state in snapshots, and resumes from them.
 
     It saves at the end of each epoch, and optionally within epochs. Every rank needs this callback:
@@ -167,6 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
         if self._session.was_skipped:
             return
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution

@@ -1,9 +1,10 @@
 """Averages metrics over ranks, so that callbacks make the same decisions on all ranks."""
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.training.global_metrics import GlobalMetrics
 
 
-class MetricAverage(GlobalMetrics):
+class MetricAverage(GlobalMetrics, RankCallback):
     """Replaces the metrics in the logs of an epoch by metrics over the samples of all ranks.
 
     `fit` replaces them automatically for optimizers of `tfposeidon`, before it calls other

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import replicas
@@ -15,7 +15,7 @@ from tfposeidon.training import entries, session
 ACTIONS = ("stop", "repair", "report")
 
 
-class ReplicaCheck(keras.callbacks.Callback):
+class ReplicaCheck(RankCallback):
     """Compares checksums of weights, optimizer state and other layer state between ranks.
 
     Exchanges produce the same bits on every rank. Replicas can still diverge because of faulty
@@ -58,6 +58,7 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
         # A call covers `steps_per_execution` steps, so a check may be due within a call.
         before, self._steps = self._steps, self._steps + self.model.steps_per_execution
         if self._steps // self.every_n_steps > before // self.every_n_steps:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import keras
 from typing_extensions import override
 
+from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import samples_seen
 from tfposeidon.training.session import optimizers_of
 
 
-class Throughput(keras.callbacks.Callback):
+class Throughput(RankCallback):
     """Adds the training speed to the logs of each epoch.
 
     All ranks exchange their measurements at the end of the epoch and report the same numbers:
@@ -62,6 +62,7 @@ class Throughput(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
         if session.of(self.model).was_skipped:
             return
         if self._begin is None:

@@ -13,6 +13,7 @@ import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
 from tfposeidon import native, policies, schemes
+from tfposeidon.communication import runtime
 from tfposeidon.exchange.means import Means
 from tfposeidon.training import entries
 from tfposeidon.training.session import optimizers_of
@@ -110,6 +111,23 @@ def test_saved_models_load_and_go_on(tmp_path, accumulation):
     for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     loaded.fit(*models.mlp.data(16), verbose=0)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_loading_needs_no_complete_variables_of_a_platform(tmp_path, monkeypatch, variables):
+    """And starts nothing: that is left to the first call that needs ranks."""
+    model = trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model.save(tmp_path / "model.keras")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in ("init", "wire"):
+        monkeypatch.setattr(runtime, name, mock.Mock(side_effect=AssertionError(name)))
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, tp.DistributedOptimizer)
+    assert int(loaded.optimizer.iterations) == 4
+    x, y = models.mlp.data(8)
+    np.testing.assert_array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    assert loaded.evaluate(x, y, verbose=0) > 0
 
 
 @pytest.mark.parametrize(

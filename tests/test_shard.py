@@ -1,5 +1,6 @@
 """The union of all shares is the data, each sample once, and shares differ by at most one."""
 
+import itertools
 import types
 
 import keras
@@ -46,9 +47,17 @@ def test_arrays(size):
 
 
 def test_frames():
-    """By position, whatever the index is: pandas is not installed here."""
+    """By position, whatever the index is: pandas may not be installed here."""
     frame = types.SimpleNamespace(shape=(4, 1), iloc=np.arange(4), __getitem__=None)
     assert [part.tolist() for part in shares(frame, 3)] == [[0, 3], [1], [2]]
+
+
+def test_frames_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"a": np.arange(5), "b": np.arange(5) * 2.0}, index=list("vwxyz"))
+    x, y = tp.shard((frame, frame["a"]), rank=1, size=2)
+    assert x.equals(frame.iloc[[1, 3]])
+    assert y.equals(frame["a"].iloc[[1, 3]])
 
 
 def test_arrays_of_other_lengths_are_refused():
@@ -336,7 +345,7 @@ def test_two_lines_train_as_one_process(wire):
 
 
 @pytest.mark.ranks("2x1")
-@pytest.mark.parametrize("kind", ["arrays", "batches", "dataset", "files"])
+@pytest.mark.parametrize("kind", ["arrays", "batches", "generator", "dataset", "files"])
 def test_equal_data_are_named_once(wire, kind, tmp_path):
     x, y = models.mlp.data(24)
     for name in ("a", "b"):
@@ -348,6 +357,7 @@ def test_equal_data_are_named_once(wire, kind, tmp_path):
     data = {
         "arrays": (x, y),
         "batches": (models.Batches(x, y, 6),),
+        "generator": ((batch for batch in itertools.repeat((x, y))),),
         "dataset": (Dataset.from_tensor_slices((x, y)).shuffle(24).batch(6),),
         "files": (rows.map(lambda n: (tf.gather(x, n), tf.gather(y, n))).batch(6),),
     }[kind]
@@ -355,5 +365,5 @@ def test_equal_data_are_named_once(wire, kind, tmp_path):
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
     with LogLines() as lines:
         for _ in range(2):
-            model.fit(*data, verbose=0)
+            model.fit(*data, verbose=0, steps_per_epoch=4 if kind == "generator" else None)
     assert sum("tp.shard" in line for line in lines) == (wire.topology.rank == 0)

@@ -136,20 +136,50 @@ def test_vocabularies_that_differ(wire):
     assert lookup.get_vocabulary() == ["[UNK]", "a", "b", "c"]
 
 
-def test_an_optimizer_that_was_not_wrapped(wire):
-    """Callbacks of ours say so where nothing else of ours looks."""
-    model = models.mlp()
-    model.compile("adam", models.LOSS)
+class _Averages(keras.Sequential):
+    """Averages gradients itself, so that its replicas stay equal."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply([tp.all_reduce(g) for g in gradients], self.trainable_variables)
+        return {"loss": loss}
+
+
+WITHOUT_OURS = {
+    "broadcast": lambda: [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()],
+    "metrics": lambda: [keras_callbacks.MetricAverage()],
+    "warm-up": lambda: [keras_callbacks.LearningRateWarmup(0.1, 1, steps_per_epoch=2)],
+    "check": lambda: [keras_callbacks.AverageBatchNorm(), keras_callbacks.ReplicaCheck()],
+}
+
+
+def _fit_without_ours(wire, kind, callbacks):
+    keras.utils.set_random_seed(3)
+    model = kind([keras.Input((20,)), keras.layers.Dense(models.CLASSES)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), models.LOSS, jit_compile=False)
     x, y = models.mlp.data(16)
-    mine = slice(wire.topology.rank, None, 2)
-    with Raises(RuntimeError, f"{PARTED}.*does not communicate. Wrap it"):
-        model.fit(
-            x[mine],
-            y[mine],
-            batch_size=4,
-            verbose=0,
-            callbacks=[keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()],
-        )
+    mine, steps = slice(wire.topology.rank, None, 2), []
+    count = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(1))
+    try:
+        model.fit(x[mine], y[mine], batch_size=4, verbose=0, callbacks=[*callbacks, count])
+    finally:
+        assert len(steps) == (2 if kind is _Averages else 1)
+    return model
+
+
+@pytest.mark.parametrize("callbacks", WITHOUT_OURS)
+def test_an_optimizer_that_was_not_wrapped(wire, callbacks):
+    """Callbacks of ours say so after the first step, where nothing else of ours looks."""
+    with Raises(RuntimeError, f"{PARTED}.*so nothing of this model is exchanged. Wrap it"):
+        _fit_without_ours(wire, keras.Sequential, WITHOUT_OURS[callbacks]())
+
+
+def test_gradients_that_are_averaged_by_hand(wire):
+    model = _fit_without_ours(wire, _Averages, WITHOUT_OURS["broadcast"]())
+    same_on_all_ranks(model.get_weights(), wire)
 
 
 def test_metrics_that_only_one_rank_has(wire):

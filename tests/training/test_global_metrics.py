@@ -228,6 +228,54 @@ def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
     assert logs[0] == logs[1]
 
 
+def test_the_state_of_metrics_is_put_back(wire):
+    """A batch's logs are a rank's own. One rank alone evaluates and predicts afterwards."""
+    model, seen = models.mlp(), {"batch": [], "epoch": []}
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), models.LOSS, ["accuracy"])
+
+    def see(hook):
+        def append(_, logs):
+            state = [v.numpy().tolist() for v in model.metrics_variables]
+            seen[hook].append([float(logs["loss"]), state])
+
+        return append
+
+    watching = keras.callbacks.LambdaCallback(
+        on_train_batch_end=see("batch"), on_epoch_end=see("epoch")
+    )
+    x, y = _rows(models.mlp.data(16), slice(wire.topology.rank, None, 2))
+    model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[watching])
+    if wire.topology.rank == 1:
+        model.evaluate(x, y, verbose=0)
+        assert model.predict(x, verbose=0).shape == (8, models.CLASSES)
+    first, second = exchange_objects(seen, wire, "seen")
+    for own in (first, second):
+        assert [state for _, state in own["batch"][1::2]] == [state for _, state in own["epoch"]]
+    assert [loss for loss, _ in first["epoch"]] == [loss for loss, _ in second["epoch"]]
+    for (one, _), (other, _) in zip(first["batch"], second["batch"], strict=True):
+        assert one != other
+
+
+@pytest.mark.parametrize("make", [tp.LocalUpdates, tp.ShardedOptimizer])
+def test_metrics_are_exact_with_other_optimizers(wire, make):
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
+    auc = metrics.AUC(num_thresholds=20)
+    model.compile(make(keras.optimizers.SGD(0.0)), "binary_crossentropy", [auc])
+    x, y = _samples(24)
+    data, rank = (x, y["binary"]), wire.topology.rank
+    history = model.fit(
+        *_rows(data, slice(rank, 16, 2)),
+        validation_data=_rows(data, (slice(0, 18), slice(18, 24))[rank]),
+        batch_size=4,
+        verbose=0,
+    ).history
+    for prefix, rows in (("", slice(0, 16)), ("val_", slice(0, 24))):
+        expected = model.evaluate(*_rows(data, rows), verbose=0, return_dict=True)
+        for name, value in expected.items():
+            np.testing.assert_allclose(history[prefix + name], [value], rtol=1e-4, err_msg=name)
+
+
 def test_callbacks_change_nothing(wire):
     """Averaging callbacks of ours find what `fit` has averaged already."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import types
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -51,8 +52,10 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.of(model).has_begun:
         return
     found: list[Any] = []
+    # Read it here, because a generator that raised an error is exhausted.
+    batch = first_batch(arguments)
     try:
-        found.extend(_read(arguments))
+        found.extend(_read(arguments, batch))
     except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
         log.debug("tfposeidon: the data of ranks are not compared: %s", error)
     batch_size, own = (*found, None, None)[:2]
@@ -73,7 +76,23 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
         )
 
 
-def _read(arguments: dict[str, Any]) -> Iterator[int | list[Any] | None]:
+def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns the first batch of a generator and puts it back for `fit`."""
+    rest = arguments["x"]
+    if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
+        return None
+
+    def restored() -> Iterator[Any]:
+        yield first
+        # `yield from` would close the user's generator, which the next `fit` continues.
+        for batch in rest:  # noqa: UP028
+            yield batch
+
+    arguments["x"] = restored()
+    return keras.utils.unpack_x_y_sample_weight(first)
+
+
+def _read(arguments: dict[str, Any], batch: Any) -> Iterator[int | list[Any] | None]:
     """Yields the batch size, and the number of samples with checksums of some of them.
 
     Both are `None` where they are unknown, as the samples of datasets that call Python.
@@ -84,15 +103,13 @@ def _read(arguments: dict[str, Any]) -> Iterator[int | list[Any] | None]:
         size = int(tf.raw_ops.ComputeBatchSize(input_dataset=variant))
         yield size if size > 0 else None
         yield _samples_of_dataset(x)
-    elif isinstance(x, keras.utils.PyDataset):
-        if leaves := _arrays(x[0]) if x.num_batches != 0 else []:
-            yield len(leaves[0])
-            yield [x.num_batches, *map(_checksum, leaves)]
-    else:
-        yield from _read_arrays(arguments)
-
-
-def _read_arrays(arguments: dict[str, Any]) -> Iterator[int | list[Any] | None]:
+        return
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches != 0:
+        batch = x[0]
+    if leaves := _arrays(batch):
+        yield len(leaves[0])
+        yield [getattr(x, "num_batches", None), *map(_checksum, leaves)]
+        return
     leaves = _arrays([arguments[name] for name in ("x", "y", "sample_weight")])
     if rows := leaves[0].shape[0] if leaves else 0:
         yield arguments["batch_size"] or (None if arguments["steps_per_epoch"] else 32)

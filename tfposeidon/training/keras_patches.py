@@ -26,7 +26,6 @@ import math
 import os
 import sys
 import threading
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -195,7 +194,7 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     """Builds model and optimizer state before the first step, which is then traced only once."""
     optimizer = session.without_loss_scale(model.optimizer)
     if session.is_distributed(optimizer):
-        first = _first_batch(arguments)
+        first = fit_arguments.first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
         if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
             # Create variables now: if a trace creates any, TensorFlow traces the step again.
@@ -282,22 +281,6 @@ def _zeros(specification: Any) -> Any:
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
     # This raises if a dimension is unknown, because layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
-
-
-def _first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """Returns the first batch of a generator and puts it back for `fit`."""
-    rest = arguments["x"]
-    if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
-        return None
-
-    def restored() -> Iterator[Any]:
-        yield first
-        # `yield from` would close the user's generator, which the next `fit` continues.
-        for batch in rest:  # noqa: UP028
-            yield batch
-
-    arguments["x"] = restored()
-    return keras.utils.unpack_x_y_sample_weight(first)
 
 
 def _batch_specification(x: Any, y: Any, sample_weight: Any) -> Any:

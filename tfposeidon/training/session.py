@@ -130,6 +130,7 @@ class Session:
       knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
         steps.
       knows_position: True in a `fit` whose data follow one order over all ranks.
+      compared: Optimizer with which a callback last compared replicas.
       only_reports: True in a `fit` that logs differences between ranks instead of raising an error.
       batches_to_skip: Number of batches of a resumed epoch to drop, a multiple of
         `steps_per_execution`.
@@ -152,6 +153,7 @@ class Session:
         self.was_skipped = self.is_outside_of_fit = self.is_executing = False
         self.knows_lengths = True
         self.batches_to_skip = 0
+        self.compared: Any = False
 
     @property
     def model(self) -> Any:
