@@ -18,8 +18,7 @@ def permutation(length: int, seed: int, number: int) -> np.ndarray:
     It depends on the arguments only, on any machine and with any release of NumPy.
     """
     # NumPy guarantees the raw bits of a bit generator across releases, but not the methods that use
-    # them. The sort is stable, because the order of equal bits must not depend on the release
-    # either.
+    # them. The sort is stable, because the order of equal bits must not depend on the release.
     bits = np.random.Philox(key=[seed, number]).random_raw(length)
     return np.argsort(bits, kind="stable")
 
