@@ -291,7 +291,8 @@ def _tensor(value: Any) -> tf.Tensor:
     except (TypeError, ValueError, tf.errors.OpError) as error:
         raise ValueError(
             "A collective requires tensors, numbers or strings, or dictionaries, lists or tuples "
-            f"of them. Received: {type(value).__name__}. Convert it to a tensor."
+            f"of them. Received: {type(value).__name__}, which TensorFlow cannot convert. Convert "
+            "it to a tensor."
         ) from error
 
 

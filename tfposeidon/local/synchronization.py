@@ -152,8 +152,7 @@ class Synchronization:
         if self.weights.has_begun and not self._steps and self._samples.numpy() > 0.0:
             raise RuntimeError(
                 "A custom loop must call LocalUpdates.end_step() after each step, because ranks "
-                "synchronize there. Received: steps without this call. Add it after the step, on "
-                "all ranks."
+                "synchronize there. Received: steps without this call. Add it on all ranks."
             )
 
     # ------------------------------------------------------------------ one synchronization
