@@ -27,8 +27,8 @@ class Closed:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CacheError(
-            "A closed cache cannot be used. Received: a call after close(). Open the cache again: "
-            "datacache.Cache(...). A `with` block closes the cache at its end."
+            "A cache must be open when it is used. Received: a call after close(). Open the cache "
+            "again: datacache.Cache(...). A `with` block closes the cache at its end."
         )
 
     def __len__(self) -> int:

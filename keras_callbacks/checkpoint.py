@@ -134,8 +134,7 @@ class Checkpoint(RankCallback):
     def epoch_to_resume(self) -> int:
         """Returns the epoch at which the next `fit` resumes; 0 if there is no snapshot.
 
-        All ranks call it together. The next `fit` uses the same snapshot, so that all ranks resume
-        from it.
+        All ranks call it together. The next `fit` uses the same snapshot: all ranks resume from it.
 
         Returns:
           Index of the epoch, from 0.
@@ -159,8 +158,7 @@ class Checkpoint(RankCallback):
         if pending and len(self.model.metrics_variables) == len(pending):
             assign_values(self.model.metrics_variables, pending)
         elif pending:
-            # Keras builds metrics in the first step if it cannot build them earlier, as with
-            # `run_eagerly`.
+            # Keras builds metrics in the first step at the latest, as with `run_eagerly`.
             runtime.log_once(
                 "tfposeidon: the metrics of this epoch exclude the batches that were trained on "
                 "before the job resumed."

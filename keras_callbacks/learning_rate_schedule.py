@@ -38,20 +38,18 @@ class LearningRateSchedule(RankCallback):
     Args:
       initial_learning_rate: Rate that the multiplier scales, not negative. It is an argument,
         because the current rate of a resumed optimizer may come from the middle of its schedule.
-      multiplier: A number, or a function of the epoch, from 0: whole epochs with `staircase`, else
-        fractional epochs.
+      multiplier: A number, or a function of the epoch (from 0; fractional without `staircase`).
       start_epoch: First epoch in which the callback sets the rate (default 0).
       end_epoch: First epoch in which the callback no longer sets the rate; `None` (default) to set
         the rate until the end of training.
-      staircase: True (default) to change the rate once per epoch; False to change it before each
-        batch.
+      staircase: True (default) to change the rate once per epoch; False to change it per batch.
       momentum_correction: True (default) to multiply the velocity by `b / a` when the rate changes
         from `a` to `b` (Goyal et al. 2017, equation 10), because the velocity of Keras's SGD
         includes the rate.
       steps_per_epoch: Number of batches per epoch on one rank, required without `staircase` if
         `fit` cannot determine it.
-      optimizer: Optimizer whose rate is set; by default `model.optimizer`. A model with several
-        optimizers needs one callback for each.
+      optimizer: Optimizer whose learning rate this callback sets (default `model.optimizer`). A
+        model with several optimizers needs one callback for each.
       **others: Arguments of Horovod's callback, which are refused with their replacement.
 
     Raises:
@@ -114,8 +112,8 @@ class LearningRateSchedule(RankCallback):
         self._steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self._steps:
             raise ValueError(
-                "With staircase=False, the rate changes within epochs, so their number of steps "
-                f"must be known. Received: steps_per_epoch={self.steps_per_epoch} and data of "
+                "staircase=False requires the number of steps per epoch, because the rate changes "
+                f"within epochs. Received: steps_per_epoch={self.steps_per_epoch} and data of "
                 "unknown length. Pass steps_per_epoch."
             )
 
@@ -142,23 +140,24 @@ class LearningRateSchedule(RankCallback):
             count > 1 or self.optimizer not in optimizers(self.model)
         ):
             raise ValueError(
-                f"{type(self).__name__} sets the rate of one optimizer. Received: a model with "
-                f"several optimizers, of which {count} communicate. Use a LearningRateSchedule "
-                "for each of them, with optimizer=...."
+                "`optimizer` must be given if a model has several optimizers. Received: a model "
+                f"with several optimizers, of which {count} communicate, and optimizer=None. Use "
+                f"one {type(self).__name__} with optimizer=... for each of them."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(
-                "A callback sets the rate of one optimizer. Received: an optimizer that contains "
-                f"{len(leaves(self.optimizer))} others. Create each of them with a schedule of "
+                f"{type(self).__name__} can set the learning rate of only one optimizer. Received: "
+                f"an optimizer that contains {len(leaves(self.optimizer))} others. Remove the "
+                "callback, and create each inner optimizer with a schedule from "
                 "keras.optimizers.schedules as learning_rate."
             )
         # Keras's public `learning_rate` would return the value of a schedule, not the schedule.
         rate = innermost(self.optimizer)._learning_rate
         if not isinstance(rate, keras.Variable):
             raise ValueError(
-                "A callback can only set a learning rate that is a number. Received: an optimizer "
-                f"with learning_rate={rate!r}. Create the optimizer with a number, or remove the "
-                "callback."
+                f"{type(self).__name__} requires an optimizer whose learning rate is a number. "
+                f"Received: learning_rate={rate!r}. Create the optimizer with a number, or remove "
+                "the callback."
             )
 
     def _set(self, epoch: float) -> None:

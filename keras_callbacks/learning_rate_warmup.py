@@ -26,8 +26,7 @@ class LearningRateWarmup(LearningRateSchedule):
       warmup_epochs: Length of the warm-up in epochs, above 0 (default 5); fractions are allowed.
       momentum_correction: True (default) to multiply the velocity by the ratio of new to old rate;
         see `LearningRateSchedule`.
-      steps_per_epoch: Number of batches per epoch on one rank, required if `fit` cannot determine
-        it.
+      steps_per_epoch: Number of batches per epoch on one rank, required if it is unknown in `fit`.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`.
       **others: Arguments of Horovod's callback, which are refused with their replacement.
 

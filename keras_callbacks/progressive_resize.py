@@ -36,15 +36,12 @@ class Phase:
       epochs: Number of epochs, at least 1.
       size: Width and height of the images in pixels, at least 1.
       batch: Number of samples per step on each rank, at least 1.
-      scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains the scheme of the
-        previous phase.
+      scheme: Communication scheme, as for `DistributedOptimizer`; `None` retains the previous one.
       learning_rate: Rate of this phase: a number, or a function of the fractional epoch, counted
         from the start of the first phase. `None` for the rate of `ProgressiveResize`, multiplied by
         the ratio of this phase's `batch` to the first phase's (Goyal et al. 2017, section 2.1).
-      momentum: Momentum of the optimizer, in [0, 1); `None` retains the momentum of the previous
-        phase.
-      weight_decay: Weight decay of the optimizer, not negative; `None` retains the weight decay of
-        the previous phase.
+      momentum: Momentum of the optimizer, in [0, 1); `None` retains the previous phase's value.
+      weight_decay: Weight decay of the optimizer, not negative; `None` retains the previous one.
       first_epoch: Index of the first epoch of the phase, which `ProgressiveResize` computes.
 
     Raises:
@@ -210,8 +207,7 @@ class ProgressiveResize(LearningRateSchedule):
         """Returns the remaining phases, including the one in progress.
 
         Args:
-          epoch: Index of the epoch to resume at, as `Checkpoint.epoch_to_resume` returns it
-            (default 0).
+          epoch: Index of the epoch to resume at (default 0), see `Checkpoint.epoch_to_resume`.
 
         Returns:
           Phases in their order. If training is complete, only the last one: its `fit` then restores
@@ -234,11 +230,10 @@ class ProgressiveResize(LearningRateSchedule):
         phase = self.phase_at(epoch)
         if self.params["epochs"] > phase.end_epoch:
             raise ValueError(
-                f"A `fit` must end with the phase of its epochs. Received: a fit up to epoch "
-                f"{self.params['epochs'] - 1} with epoch {epoch} in the phase of {phase.size} "
-                f"pixels, which ends with epoch {phase.end_epoch - 1}. Call `fit` for each phase "
-                "that remaining() returns. After a phase that stopped early, call remaining() "
-                "again."
+                f"All epochs of a `fit` must belong to one phase. Received: epochs {epoch} to "
+                f"{self.params['epochs'] - 1}, but the phase of {phase.size} pixels ends with "
+                f"epoch {phase.end_epoch - 1}. Call `fit` for each phase that remaining() returns. "
+                "After a phase that stopped early, call remaining() again."
             )
         if phase is not self._phase:
             self._begin(phase)
@@ -290,7 +285,8 @@ def _completed(phases: Sequence[Phase]) -> tuple[Phase, ...]:
         found.append(dataclasses.replace(phase, **changes))
     if not found:
         raise ValueError(
-            f"`phases` must have one phase or more. Received: phases={phases!r}. Add a Phase(...)."
+            f"`phases` must contain at least one phase. Received: phases={phases!r}. Add a "
+            "Phase(...)."
         )
     return tuple(found)
 

@@ -290,9 +290,9 @@ def _tensor(value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.OpError) as error:
         raise ValueError(
-            "Collectives accept tensors, numbers and strings, and dictionaries, lists and tuples "
-            f"of them. Received: {type(value).__name__}, which TensorFlow cannot convert to a "
-            "tensor."
+            "A collective requires tensors, numbers or strings, or dictionaries, lists or tuples "
+            f"of them. Received: {type(value).__name__}, which TensorFlow cannot convert. Convert "
+            "it to a tensor."
         ) from error
 
 

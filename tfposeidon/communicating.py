@@ -293,7 +293,7 @@ def check_built(optimizer: Any) -> None:
     """Raises `RuntimeError` if the optimizer is not built and therefore has no plan."""
     if not optimizer.built:
         raise RuntimeError(
-            "The plan exists only after the optimizer is built. Received: an optimizer that is "
+            "The optimizer must be built before its plan is read. Received: an optimizer that is "
             "not built. Call fit, or optimizer.build(model.trainable_variables), first."
         )
 

@@ -76,8 +76,7 @@ def _enclosing_limits(mount: _Mount, path: str) -> Iterator[tuple[int, int]]:
         limit = file.read_text().strip() if file.exists() else "max"
         if limit != "max":
             stat = _first_numbers(cgroup / "memory.stat")
-            # Do not count the whole page cache: it includes files in tmpfs, which cannot be
-            # reclaimed.
+            # Do not count the whole page cache: it includes tmpfs files, which cannot be reclaimed.
             reclaimable = sum(
                 stat.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")
             )

@@ -30,8 +30,7 @@ def name(count: SampleCount) -> str:
 
 def counted(count: SampleCount, data: Any) -> Any:
     """Returns the count of a batch, a scalar that depends on the batch; `None` if it is unknown."""
-    # The dependency prevents a rank with exhausted input from counting, even if `count` ignores the
-    # batch.
+    # The dependency prevents ranks with exhausted input from counting if `count` ignores the batch.
     number = count(data)
     if number is None:
         return None
@@ -174,9 +173,9 @@ def _single(tensors: Any, name: str) -> tf.Tensor:
     leaves = keras.tree.flatten(tensors)
     if len(leaves) != 1:
         raise ValueError(
-            f"Samples can be counted only in a single tensor. Received: {len(leaves)} tensors in "
-            f"{name!r}. Pass a custom sample_count, a function of the data that train_step "
-            "receives."
+            f"{name!r} must be a single tensor, so that its samples can be counted. Received: "
+            f"{len(leaves)} tensors. Pass a custom sample_count, a function of the data that "
+            "train_step receives."
         )
     (tensor,) = leaves
     if isinstance(tensor, tf.RaggedTensor):

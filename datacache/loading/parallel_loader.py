@@ -74,8 +74,8 @@ class ParallelLoader:
             "buffers",
             buffers,
             2,
-            "One buffer holds the batch in training, and another the next batch. Call `load` "
-            "directly to load without prefetching.",
+            "Use 2 or more: one for the batch in training, and one for the next batch. To load "
+            "without prefetching, call `load` directly.",
         )
         self._load, self._views = load, views
         self._child: LoaderProcess | None = None

@@ -112,7 +112,7 @@ def _library() -> Any:
             function.restype, function.argtypes = result, arguments
     except (AttributeError, OSError) as error:
         raise ImportError(
-            f"The library of datacache must be built for this machine. Received: {error}. Build "
-            "it: pip install ."
+            f"The library of datacache must be built for this machine. Received: {error}. Run in "
+            "tfposeidon's folder: pip install ."
         ) from error
     return library

@@ -58,9 +58,9 @@ def own_memory() -> Path:
     """Returns the folder of `default_memory`, after creating it if necessary."""
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
-            f'The store in memory needs shared memory. Received: memory="auto" without a folder '
-            f"{SHARED_MEMORY}. Mount a tmpfs there (with Docker: --shm-size), or pass a folder as "
-            "`memory`, or None to disable it."
+            f'memory="auto" requires {SHARED_MEMORY}, a folder in shared memory. Received: a '
+            "machine without it. Mount a tmpfs there (with Docker: --shm-size), or pass another "
+            "folder as `memory`, or None to disable the store in memory."
         )
     with Directory.create(Path(default_memory())) as directory:
         return directory.path
@@ -120,8 +120,9 @@ def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
         if not names or names - FILES:
             raise _not_a_pool(directory.path) from error
         raise CacheError(
-            f"A store must be complete. Received: {directory.path}, which is being created, or was "
-            "left by a killed process. Wait, or remove it with `python -m datacache rm`."
+            f"A store must be complete. Received: {directory.path}, whose creation has not "
+            "finished. Wait for the process that creates it; if none does, remove it: python -m "
+            f"datacache rm {directory.path}"
         ) from error
 
 
@@ -142,8 +143,9 @@ def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
     # Check the format first: a newer one may have another digest, and must not be rebuilt.
     if found > FORMAT:
         raise CacheError(
-            f"The format of a store must be at most {FORMAT}. Received: format {found} in {folder}."
-            " Use a newer tfposeidon, or another folder."
+            f"The format of a store must be at most {FORMAT}. Received: format {found} in "
+            f"{folder}, created by a newer tfposeidon. Install that release, or pass another "
+            "folder."
         )
     if found < FORMAT:
         raise DamagedError(
@@ -185,8 +187,8 @@ def remove(folder: Path) -> None:
             with directory.open(STORE) as file:
                 if is_byte_locked(file, IN_USE):
                     raise CacheError(
-                        f"A store in use cannot be removed. Received: {folder}, which a process "
-                        "has open. Wait for the process, or end it."
+                        f"A store must not be in use when it is removed. Received: {folder}, which "
+                        "a process has open. Wait until that process ends, or end it."
                     )
         _clear(directory)
         directory.path.rmdir()
@@ -247,9 +249,9 @@ def _make(directory: Directory, spec: PoolSpec) -> None:
             if not means_full(error):
                 raise
             raise NoRoomError(
-                f"A store needs free space for its file. Received: {directory.path}, without "
-                f"{spec.reserved_bytes} bytes. Reduce the budget, or remove other stores: "
-                "python -m datacache ls"
+                f"A store needs {spec.reserved_bytes} bytes of free space. Received: "
+                f"{directory.path}, on a file system with less. Reduce the budget, or remove other "
+                "stores: python -m datacache ls"
             ) from error
     os.replace(UNFINISHED, STORE, src_dir_fd=directory.fileno(), dst_dir_fd=directory.fileno())
 

@@ -1,4 +1,7 @@
-"""Stores samples in a file that all processes of a node map: written once, and read by all."""
+"""Stores samples in a file that all processes of a node memory-map.
+
+Each sample is written once and read by all of them.
+"""
 
 from __future__ import annotations
 

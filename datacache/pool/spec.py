@@ -35,11 +35,12 @@ def aligned(size: int) -> int:
 
 def as_array(value: Any) -> np.ndarray:
     """Returns a value as a NumPy array; bytes become an object array."""
-    # NumPy's own dtype for bytes drops trailing zeros.
+    # Refuse NumPy's `S` dtype, because it strips trailing null bytes.
     array = np.array(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
     if array.dtype.kind == "S":
         raise ValueError(
-            f"Texts must be Python bytes. Received: an array of {array.dtype}. Use dtype=object."
+            f"Arrays of texts must contain Python bytes objects. Received: dtype={array.dtype}. "
+            "Create the array with dtype=object."
         )
     # Stores and messages use the byte order of this machine.
     return array.astype(array.dtype.newbyteorder("="), copy=False)

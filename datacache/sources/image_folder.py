@@ -107,8 +107,7 @@ def from_folder(
       path: Folder with one folder for each class. Hidden folders and `lost+found` are ignored. The
         label is the index of the class's folder in alphabetical order, including folders without
         files; see `class_names` of the result.
-      extensions: Endings of the files to include, in upper or lower case; `None` includes all
-        files.
+      extensions: Endings of the files to include, in upper or lower case; `None` for all files.
       labels: True if samples have labels. Without labels, `preprocess` receives the contents only,
         and files may lie anywhere below the folder.
       class_names: Names of the folders by label. Pass `class_names` of the training data for

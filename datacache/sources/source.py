@@ -85,7 +85,7 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     # Do not convert values of this type, such as the contents of a file, which are one text.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
-    # Refuse NumPy's own dtype for bytes, which has dropped trailing zeros.
+    # Refuse NumPy's `S` dtype, because it strips trailing null bytes.
     if is_text and (dtype is None or dtype.kind != "S"):
         texts = np.array(value, object)
         if all(isinstance(text, (str, bytes)) for text in texts.flat):
@@ -135,10 +135,9 @@ def refuse_changed(path: str, now: FileStatus, listed: FileStatus) -> None:
     """Raises `SourceError` for a file that has changed since it was listed."""
     if not now.is_of(listed):
         raise SourceError(
-            "Files must not change while a cache reads them. Received: "
-            f"{path}, changed or replaced since it was listed ({listed.size} bytes then, "
-            f"{now.size} bytes now). Open the cache again: samples of changed files are stored "
-            "separately."
+            f"Files must not change while a cache reads them. Received: {path}, changed or "
+            f"replaced since it was listed ({listed.size} bytes then, {now.size} bytes now). Open "
+            "the cache again: samples of changed files are stored separately."
         )
 
 

@@ -33,8 +33,8 @@ class DatasetSource(StreamSource):
                 "apply(tf.data.experimental.assert_cardinality(n)).",
             }.get(self._samples, "no samples. Pass other data.")
             raise SourceError(
-                "A dataset must have a known, finite number of samples. Received: a dataset with "
-                f"{what}"
+                "A dataset must have a known, finite number of samples above 0. Received: a "
+                f"dataset with {what}"
             )
         if unsteady := shuffling(dataset):
             raise SourceError(

@@ -75,9 +75,9 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
         builder = tfds.builder(builder, **arguments)
     elif arguments:
         raise ValueError(
-            "Arguments of a builder require its name. Received: "
-            f"{', '.join(arguments)} for {builder.info.full_name}, which is a builder object. Pass "
-            "the arguments when you create the builder."
+            "Arguments of a builder can be passed only with its name. Received: "
+            f"{', '.join(arguments)} with {builder.info.full_name}, which is a builder object. "
+            "Pass the arguments when you create the builder."
         )
     if not builder.is_prepared():
         raise SourceError(

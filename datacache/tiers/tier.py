@@ -304,8 +304,7 @@ class StoreTier(Tier):
     def _fill(self, indices: np.ndarray) -> tuple[dict[int, Arrays], set[int]]:
         """Stores missing samples.
 
-        Returns the samples that this process produced, and the indices of the samples that are in
-        the store.
+        Returns the samples that this process produced, and the indices of samples in the store.
         """
         # Refuse forked children before any claim, because a child shares the locks of its parent.
         self.refuse_in_child(indices)

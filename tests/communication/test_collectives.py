@@ -169,7 +169,7 @@ def test_ranks_that_give_other_values(wire):
     ):
         tp.all_gather(tf.zeros([2, 3 + rank]))
     # On one rank only: the other raises, too, and does not wait.
-    other = "rank 1: Collectives accept tensors" if rank == 0 else "Collectives accept tensors"
+    other = f"{'rank 1: ' if rank == 0 else ''}A collective requires tensors, numbers"
     with Raises(ValueError, other):
         tp.all_reduce([1.0, tf.ragged.constant([[1], [2, 3]])][rank])
     with Raises(ValueError, "which are updated in place. Received: float."):

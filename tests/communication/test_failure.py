@@ -127,7 +127,7 @@ def test_node_sizes_come_from_the_first_rank_of_each_node(store):
 
 
 def test_a_node_that_never_comes_is_named(store):
-    with pytest.raises(TimeoutError, match="'node-of-rank-0' did not appear"):
+    with pytest.raises(TimeoutError, match="no value of 'node-of-rank-0'"):
         node_sizes(store, ProcessRank(1, 2, 1, 2), timeout_s=0.1)
 
 

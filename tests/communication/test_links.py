@@ -94,7 +94,7 @@ def test_units_count_once():
         (lambda: _parsed(25), '`network` must be "measure", "unknown", a rate such as "25gbit"'),
         (lambda: _parsed("25"), "A rate must be a string with a unit. Received: '25'"),
         (lambda: _parsed("0gbit"), "A rate must be between 8kbit and 1tbit"),
-        (lambda: _parsed(GIVEN), "must match the job's number of ranks per node"),
+        (lambda: _parsed(GIVEN), "must have the job's number of ranks per node"),
         (lambda: NetworkProfile.from_json(_without("rates"), "f"), "'rates'"),
         (lambda: NetworkProfile.from_json(_without("collective_s"), "f"), "collective_s"),
         (lambda: NetworkProfile.from_json(_with(speed=1), "f"), "speed"),
@@ -148,6 +148,6 @@ def test_links_of_another_device_are_refused():
     measured = dataclasses.replace(GIVEN, ranks_per_node=1, measured_at="2026-11-24T22:00:00+00:00")
     assert _parsed(measured) is measured
     with pytest.raises(
-        ValueError, match=r"measured on gpu, for a job on CPUs. Measure it on that type of device"
+        ValueError, match=r"measured on gpu, for a job on CPUs. Measure the network on the devices"
     ):
         _parsed(dataclasses.replace(measured, device="gpu"))

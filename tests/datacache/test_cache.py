@@ -104,7 +104,7 @@ def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
     data = tf.data.Dataset.from_generator(elements, output_signature=spec)
     with pytest.raises(
         datacache.SourceError,
-        match=r"A dataset must have a known, finite number of samples. Received: a .* an unknown",
+        match=r"must have a known, finite number of samples above 0. Received: a .* an unknown",
     ):
         datacache.from_dataset(data, key="drawn")
     data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))

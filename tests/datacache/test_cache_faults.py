@@ -106,7 +106,7 @@ def test_bad_caches(images, tmp_path, opened, monkeypatch):
     monkeypatch.setattr("datacache.pool.folder.SHARED_MEMORY", "/nowhere")
     with pytest.raises(
         CacheError,
-        match=r"needs shared memory. Received: memory=\"auto\" without a folder /nowhere. Mount a",
+        match=r"requires /nowhere, a folder in shared memory. Received: a mach.*Mount a",
     ):
         datacache.Cache(datacache.from_folder(images))
     folder = tmp_path / "memory" / opened(images, memory=tmp_path / "other").fingerprint[:20]

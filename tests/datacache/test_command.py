@@ -117,7 +117,7 @@ DAMAGE = {
     ),
     "made": (
         lambda f: (f / "datacache.store").rename(f / "datacache.part"),
-        r"must be complete. Received: .*being created, or was left by a kill",
+        r"must be complete. Received: .*, whose creation has not finished",
     ),
     "short": (
         lambda f: os.truncate(f / "datacache.store", 500),
@@ -169,7 +169,8 @@ def test_rm_leaves_what_is_in_use(pools, capsys):
     assert main(["rm", str(pools)]) == 2
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: removed\n{pools}/c: removed\n"
-    assert err.startswith(f"datacache: A store in use cannot be removed. Received: {pools}/b")
+    rule = "A store must not be in use when it is removed."
+    assert err.startswith(f"datacache: {rule} Received: {pools}/b")
     assert sorted(path.name for path in pools.iterdir()) == ["b"]
     user.close()
     assert main(["rm", str(pools / "b")]) == 0

@@ -229,7 +229,7 @@ def test_errors_come_over_and_the_loader_goes_on():
 def test_what_cannot_be_sent():
     with pytest.raises(
         ValueError,
-        match=r"`buffers` must be an integer >= 2.*buffers=1. .*Call `load`",
+        match=r"`buffers` must be an integer >= 2.*buffers=1. .*call `load`",
     ):
         ParallelLoader(load, buffers=1)
     with pytest.raises(

@@ -68,7 +68,7 @@ def test_a_choice_that_fits_is_kept(tmp_path, slots):
 def test_no_room(tmp_path):
     huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
     with pytest.raises(
-        NoRoomError, match=r"A store needs free space for its file.*Reduce the budget"
+        NoRoomError, match=r"A store needs .* bytes of free space.*Reduce the budget"
     ):
         Pool(tmp_path, lambda: PoolSpec(layout=huge, shard=SampleShard(samples=2**10, slots=2**10)))
     assert sum(path.stat().st_blocks for path in tmp_path.iterdir()) < 100
@@ -80,7 +80,8 @@ def test_it_is_removed_once_nobody_has_it_open(tmp_path):
     one, other = new_pool(folder), new_pool(folder)
     one.close()
     with pytest.raises(
-        CacheError, match=r"A store in use cannot be removed. Received: .*Wait for the process, or"
+        CacheError,
+        match=r"must not be in use when it is removed. Received: .*Wait until that process",
     ):
         remove(folder)
     other.put(1, drawn_sample(1))

@@ -123,7 +123,7 @@ def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: next(left))
     with pytest.raises(
         NoRoomError,
-        match=r"A store needs free space for its file. Received: .*without 50\d+ bytes",
+        match=r"A store needs 50\d+ bytes of free space. Received: .* with less",
     ):
         Pool(
             tmp_path / "pool",

@@ -317,7 +317,7 @@ def test_splits_that_are_not_there(own, tmp_path, monkeypatch):
         datacache.from_tfds(own, "train[3:3]")
     with pytest.raises(
         ValueError,
-        match=r"require its name. Received: data_dir for drawn/1.0.0, which is a builder",
+        match=r"only with its name. Received: data_dir with drawn/1.0.0, which is a builder",
     ):
         datacache.from_tfds(own, "train", data_dir=tmp_path)
     monkeypatch.setattr("datacache.sources.tfds_builder._SHARDS", {"riegeli": None})

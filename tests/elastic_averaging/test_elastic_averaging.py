@@ -457,7 +457,7 @@ def test_training_begins_once_at_a_time(wire):
             lambda: model.fit(*elastic_share(data), batch_size=BATCH, verbose=0),
             lambda: optimizer.run(lambda: None),
         ):
-            with Raises(RuntimeError, "only once at a time. Received: .* still trains with"):
+            with Raises(RuntimeError, "must end before it starts again. Received: .* still trains"):
                 begins()
         _gradient_steps(other, variable, 3)
 
@@ -475,7 +475,7 @@ def test_refusals(wire):
         elastic_fitted(data, callbacks=[keras.callbacks.ReduceLROnPlateau()])
     variable = keras.Variable([1.0])
     optimizer = tp.ElasticAveraging(sgd(), sync_every=1)
-    where = "server must not train" if is_server() else "outside of fit"
+    where = "server must not train" if is_server() else "must run within fit"
     with Raises(Exception, where):
         optimizer.apply([tf.ones([1])], [variable])
     with Raises(RuntimeError, "Optimizers must be the same on all ranks"):

@@ -100,7 +100,9 @@ def test_a_rule_that_is_found_in_no_path_is_named():
             (".*", "allreduce"),
         ],
     )
-    assert plan.notes == ("rule 'layer_77/' matches no variable path, such as 'layer_0/kernel'",)
+    assert plan.notes == (
+        "rule 'layer_77/' matches no variable; the first path is 'layer_0/kernel'",
+    )
     assert f"note: {plan.notes[0]}" in str(plan)
 
 

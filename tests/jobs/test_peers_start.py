@@ -73,7 +73,7 @@ def test_a_wrong_token_is_refused_and_a_peer_that_never_comes_is_named(outcome):
     assert refused.returncode == 1
     assert "PermissionError: All processes of a job must have the same token" in refused.stdout
     assert waiting.returncode == 1
-    assert "rank 1 (127.0.0.1:7001) did not register at 127.0.0.1:" in waiting.stdout, (
+    assert "no registration of rank 1 (127.0.0.1:7001) at 127.0.0.1:" in waiting.stdout, (
         waiting.stdout
     )
 

@@ -222,5 +222,5 @@ def test_residuals_are_sent_before_schemes_change(wire):
     check_equal(flushed, dense)
     late = models.mlp()
     late.compile(tp.LocalUpdates(sgd(), EVERY, scheme=SPARSE, overlap_steps=1), models.LOSS)
-    with Raises(ValueError, "does not allow a change of the scheme. Received: a change from topk"):
+    with Raises(ValueError, "must be 0 if the scheme changes. Received: a change from topk"):
         late.fit(*models.mlp.data(24), epochs=2, verbose=0, callbacks=[schedule])

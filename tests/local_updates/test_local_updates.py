@@ -267,7 +267,7 @@ def test_hand_written_loops_and_several_steps_per_execution(wire):
     for begin in range(0, len(share[0]), local):
         step(*(part[begin : begin + local] for part in share))
         if not begin:
-            with Raises(RuntimeError, "steps without a call of LocalUpdates.end_step"):
+            with Raises(RuntimeError, r"must call LocalUpdates.end_step\(\) after each step"):
                 optimizer.global_weights().__enter__()
         optimizer.end_step()
     with Raises(RuntimeError, "must be saved with its global weights"):

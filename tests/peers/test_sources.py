@@ -217,8 +217,8 @@ def test_incomplete_sources_are_named(variables, message):
             r"with a type and an index\. Received: .*KeyError\('task'\)",
         ),
         (cluster("worker", "x", worker=["a:1"]), "with a type and an index.*'x'"),
-        (cluster("ps", 0, worker=["a:1"], ps=["b:1"]), r"must train.* Received: ps\. Leave out"),
-        (cluster("evaluator", 0, worker=["a:1"]), "must train.*evaluator"),
+        (cluster("ps", 0, worker=["a:1"], ps=["b:1"]), r"roles that train.* Received: ps\. Remove"),
+        (cluster("evaluator", 0, worker=["a:1"]), "roles that train.*evaluator"),
         (
             cluster("worker", 2, worker=["a:1", "b:1"]),
             "part of its cluster.*worker 2, and 2 worker",

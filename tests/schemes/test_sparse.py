@@ -267,5 +267,5 @@ def test_what_to_know_of_the_optimizer_is_said(wire):
         assert advice.replace("\\", "") in str(given.optimizer.plan)
     corrected = HiTopK(momentum=0.9, min_elements=0)
     given = _Given(wire, corrected, 0.1, keras.optimizers.SGD(0.1, momentum=0.9))
-    with Raises(ValueError, r"replaces the optimizer's momentum.*Use SGD\(momentum=0.0\)"):
+    with Raises(ValueError, r"optimizer's momentum must be 0.*Use SGD\(momentum=0.0\)"):
         given.step(tf.ones(LENGTH))

@@ -106,7 +106,7 @@ def test_what_nobody_wants_is_an_error():
     )
     with pytest.raises(
         ValueError,
-        match="the snapshot holds a residual of dense/kernel, which another scheme now sends",
+        match=r"the snapshot holds `residual` of dense/kernel, but the current scheme .*no",
     ):
         redistribute([[(piece, np.ones(4))]], [])
 

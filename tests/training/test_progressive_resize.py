@@ -143,7 +143,7 @@ PHASE = Phase(epochs=1, size=6, batch=4)
         (lambda: Phase(epochs=1, size=0, batch=4), "`size` must be an integer >= 1"),
         (lambda: Phase(epochs=1, size=6, batch=4, momentum=1.0), r"`momentum` must be .*\[0, 1\)"),
         (lambda: Phase(epochs=1, size=6, batch=4, scheme="gossip"), "`scheme` must be one of"),
-        (lambda: ProgressiveResize([], 0.1), r"one phase or more. Received: phases=\[\]"),
+        (lambda: ProgressiveResize([], 0.1), r"at least one phase. Received: phases=\[\]"),
         (lambda: ProgressiveResize([PHASE]), "have a learning rate. Received: learning_rate=None"),
         (lambda: ProgressiveResize([PHASE], -1.0), "`learning_rate` must be"),
         (
@@ -168,7 +168,7 @@ def test_what_the_optimizer_lacks_is_refused():
 def test_a_fit_over_several_phases_is_refused(tmp_path):
     """Also where one before has stopped early: its snapshot is of another phase's images."""
     phases = [Phase(epochs=2, size=6, batch=4), Phase(epochs=1, size=8, batch=4)]
-    message = r"Received: a fit up to epoch 2 with epoch 1 in the phase of 6 pixels"
+    message = r"Received: epochs 1 to 2, but the phase of 6 pixels ends with epoch 1"
     resize, checkpoint = ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path)
     model, fit = compiled(), {"shuffle": False, "verbose": 0, "callbacks": [resize, checkpoint]}
     model.fit(data_of(phases[0]), epochs=1, **fit)
@@ -186,7 +186,7 @@ def test_it_comes_before_checkpoint(tmp_path):
 def test_epochs_beyond_the_last_phase_are_refused():
     with pytest.raises(ValueError, match=r"0 to 0. Received: epoch 1"):
         ProgressiveResize([PHASE], 0.1).phase_at(1)
-    with pytest.raises(ValueError, match=r"must end with the phase"):
+    with pytest.raises(ValueError, match=r"must belong to one phase"):
         compiled().fit(
             data_of(PHASE), epochs=2, callbacks=[ProgressiveResize([PHASE], 0.1)], shuffle=False
         )

@@ -123,7 +123,10 @@ def test_broadcast_gives_the_state_of_all_optimizers(wire):
 
 def test_callbacks_take_all_optimizers(wire):
     model = make_gan(True, scheme="alltoall")
-    with Raises(ValueError, "rate of one optimizer.*several optimizers, of which 2 communicate"):
+    with Raises(
+        ValueError,
+        "must be given if a model has several.*several optimizers, of which 2 communicate",
+    ):
         model.fit(
             *gan_data(4), verbose=0, callbacks=[keras_callbacks.LearningRateSchedule(0.1, 1.0)]
         )

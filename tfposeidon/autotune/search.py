@@ -127,7 +127,8 @@ def choose_plan(
             plans[name, size] = plan
     forecast = _forecast(plans, _tunable_parts(policy), links, timeline, trial)
     chosen = forecast.chosen
-    # Remove sizes from the plan, because each step chooses by its actual sizes.
+    # Clear the sizes of structures (not of buckets) in the plan, because each step selects the
+    # scheme from the actual sizes.
     unsized = [d.sized(None) for d in descriptions]
     plan = make_plan(unsized, known[chosen.name], topology, chosen.bucket_bytes, notes)
     return replace(plan, forecasts=(forecast,))

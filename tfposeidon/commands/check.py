@@ -87,9 +87,8 @@ def _versions() -> list[tuple[str, str]]:
         )
     if not found["horovod"].endswith(CORRECTED_MARK):
         raise InstallError(
-            "Horovod requires patches to work over several hosts. Received: "
-            f"{found['horovod']} without patches. "
-            "Run: python -m tfposeidon install --horovod-only"
+            f"Horovod requires patches to work over several hosts. Received: {found['horovod']} "
+            "without patches. Run: python -m tfposeidon install --horovod-only"
         )
     return [*found.items()]
 
@@ -252,8 +251,7 @@ def _nccl() -> str:
     used, built_for = (
         f"{code // 10000}.{code % 10000 // 100}.{code % 100}" for code in (number.value, built)
     )
-    # NVIDIA does not guarantee that an older NCCL works, but an older one passed all tests on an
-    # H200.
+    # NVIDIA does not guarantee that an older NCCL works, but one passed all tests on an H200.
     older = f"; if collectives fail: pip install 'nvidia-nccl-cu12>={built_for}'"
     return f"{used}, Horovod for {built_for}{older if built > number.value else ''}"
 

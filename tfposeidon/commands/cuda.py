@@ -148,9 +148,8 @@ def problem_with_driver(built_for: str) -> str | None:
         return None
     needed = DRIVERS.get(major, "for this CUDA")
     return (
-        f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. "
-        f"Received: driver {driver_text()}. "
-        "Update the driver, or compile with an older nvcc."
+        f"Code for CUDA {built_for} requires NVIDIA's driver {needed} or later. Received: driver "
+        f"{driver_text()}. Update the driver, or compile with an older nvcc."
     )
 
 
@@ -178,9 +177,8 @@ def require_nccl(toolkit: Toolkit) -> Nccl:
                 return Nccl(include=header.parent, library=libraries[0], version=version)
     raise InstallError(
         "Horovod on GPUs requires NCCL: nccl.h and libnccl.so were not found in "
-        f"{given or 'pip packages, the toolkit and /usr'}. "
-        "Run: pip install nvidia-nccl-cu12 (or apt-get install libnccl-dev). "
-        "Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
+        f"{given or 'pip packages, the toolkit and /usr'}. Run: pip install nvidia-nccl-cu12 (or "
+        "apt-get install libnccl-dev). Set HOROVOD_NCCL_HOME to use an NCCL in another folder."
     )
 
 

@@ -97,8 +97,7 @@ def horovod_flags(with_cuda: bool) -> dict[str, str]:
         flags |= {
             "HOROVOD_GPU": "CUDA",
             "HOROVOD_GPU_OPERATIONS": "NCCL",
-            # Horovod links NCCL statically by default, but NCCL's wheels contain only a shared
-            # library.
+            # Horovod links NCCL statically by default, but NCCL's wheels lack the static library.
             "HOROVOD_NCCL_LINK": "SHARED",
         }
     return flags
@@ -135,10 +134,9 @@ def install_tensorflow(with_cuda: bool, release: str | None = None) -> None:
         _pip("install", requirement, f"keras=={KERAS_VERSION}")
     elif release and versions.release_of(present.split()[1]) != release:
         raise InstallError(
-            "This command does not replace an installed TensorFlow. "
-            f"Received: --tensorflow {release}, but {present} is installed. "
-            f"Run: pip install '{present.split()[0]}=={release}.*', "
-            "then python -m tfposeidon install"
+            "This command does not replace an installed TensorFlow. Received: --tensorflow "
+            f"{release}, but {present} is installed. Run: pip install "
+            f"'{present.split()[0]}=={release}.*', then python -m tfposeidon install"
         )
 
 
@@ -265,9 +263,8 @@ def require_build_tools() -> None:
         missing.append("libopenmpi-dev")
     if missing:
         raise InstallError(
-            "Building Horovod requires a C++ compiler, cmake and make. "
-            f"Missing: {', '.join(missing)}. "
-            f"Run: apt-get install {' '.join(missing)}"
+            "Building Horovod requires a C++ compiler, cmake and make. Missing: "
+            f"{', '.join(missing)}. Run: apt-get install {' '.join(missing)}"
         )
 
 

@@ -140,7 +140,9 @@ class Store:
         while (value := self.get(key)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{key!r} did not appear in the launcher's store within {timeout_s:.0f} s"
+                    f"All ranks must register with the launcher within {timeout_s:.0f} s. "
+                    f"Received: no value of {key!r} in the launcher's store. Check that all ranks "
+                    "have started."
                 )
             time.sleep(0.2)
         return value

@@ -165,8 +165,8 @@ class NetworkProfile(Configured):
         checks.check_integer("ranks_per_node", self.ranks_per_node, 1)
         if self.node is None and self.across is None:
             raise ValueError(
-                "A network profile must hold `node` or `across`. Received: neither. A job of a "
-                "single rank needs no network profile."
+                "A network profile must hold `node` or `across`. Received: neither. Pass the Link "
+                "within the node, across nodes, or both; for a job of one rank, pass no profile."
             )
 
     @classmethod
@@ -190,7 +190,8 @@ class NetworkProfile(Configured):
         if device not in _DEVICES:
             raise ValueError(
                 f"`device` must be one of {', '.join(sorted(_DEVICES))}. Received: "
-                f"device={device!r}. Measure the network profile of other devices."
+                f"device={device!r}. For other devices, run `python -m tfposeidon check --network "
+                "FILE` on them."
             )
         rates, node, latency_s, collective_s = _DEVICES[device]
         return cls(
@@ -234,7 +235,8 @@ class NetworkProfile(Configured):
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 "A network profile file must hold the output of `NetworkProfile.to_json`. "
-                f"Received: {source}: {error}. Write the file again."
+                f"Received: {source}: {error}. Write it with `python -m tfposeidon check --network "
+                "FILE`."
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
@@ -250,9 +252,10 @@ class NetworkProfile(Configured):
                 )
         if per_node != self.ranks_per_node:
             raise ValueError(
-                "A network profile must match the job's number of ranks per node, which share "
-                f"the node's link and its cores. Received: a profile for {self.ranks_per_node} "
-                f"ranks per node, for {topology}. Measure it with {per_node} ranks per node."
+                "A network profile must have the job's number of ranks per node, because these "
+                "ranks share the node's link and cores. Received: a profile for "
+                f"{self.ranks_per_node} ranks per node, and a job of {topology}. Measure the "
+                f"profile with {per_node} ranks per node."
             )
 
     def __str__(self) -> str:
@@ -288,10 +291,10 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
     # purpose.
     if profile.measured_at and (profile.device == "cpu") != (device == "cpu"):
         raise ValueError(
-            "A measured network profile must come from the type of device that trains, because "
-            "it includes the speed of the device. Received: a profile measured on "
-            f"{profile.device}, for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure it "
-            "on that type of device."
+            "A network profile must be measured on the type of device that trains, because it "
+            f"includes the speed of the device. Received: a profile measured on {profile.device}, "
+            f"for a job on {'CPUs' if device == 'cpu' else 'GPUs'}. Measure the network on the "
+            "devices of this job."
         )
     return profile
 

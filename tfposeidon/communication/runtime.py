@@ -273,8 +273,9 @@ def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: 
         asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
     if asked.nodes != topology.nodes or server_rank not in (None, _server_rank):
         raise RuntimeError(
-            f"Process sets are created once per process. Received: ranks_per_node={ranks_per_node},"
-            f" server_rank={server_rank}, but the job already runs as {topology} with "
+            "Arguments of a later tfposeidon.init() must match the running job, because process "
+            f"sets are created only once. Received: ranks_per_node={ranks_per_node}, "
+            f"server_rank={server_rank}, but the job already runs as {topology} with "
             f"server_rank={_server_rank}. Pass `ranks_per_node` and `server_rank` to the first "
             "tfposeidon.init()."
         )
@@ -303,9 +304,8 @@ def check_graph() -> None:
     check_environment()
     if native.in_xla():
         raise ValueError(
-            "XLA cannot compile collectives. Received: a step within "
-            "tf.function(jit_compile=True). Leave jit_compile out; fit disables XLA for its "
-            "steps."
+            "Steps must run without XLA, which cannot compile collectives. Received: a step within "
+            "tf.function(jit_compile=True). Leave jit_compile out; fit disables XLA for its steps."
         )
 
 

@@ -42,7 +42,7 @@ def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
             "tfposeidon requires Horovod, which cannot be imported with this TensorFlow "
             f"({error}). Run: python -m tfposeidon install --horovod-only"
         ) from error
-    checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "The unit is seconds.")
+    checks.check_number("start_timeout_s", timeout_s, checks.AT_LEAST_1, "Pass seconds.")
     return None if hvd.is_initialized() else rendezvous.join(timeout_s, has_mpi=launcher.has_mpi())
 
 
@@ -141,9 +141,8 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
         problem = f"{topology} need {len(missing)} process sets"
     if problem:
         raise RuntimeError(
-            "tfposeidon.init() must start Horovod to create its process sets. Received: "
-            f"hvd.init() was called before, and {problem}. Replace hvd.init() by "
-            "tfposeidon.init()."
+            "tfposeidon.init() must start Horovod to create its process sets. Received: hvd.init() "
+            f"was called before, and {problem}. Replace hvd.init() by tfposeidon.init()."
         )
     return HorovodWire(topology, {})
 
@@ -157,7 +156,7 @@ def set_limits(
     limits = {"stall_timeout_s": stall_timeout_s, "transport_timeout_s": transport_timeout_s}
     for name, value in limits.items():
         if value is not None:
-            checks.check_number(name, value, checks.AT_LEAST_1, "The unit is seconds.")
+            checks.check_number(name, value, checks.AT_LEAST_1, "Pass seconds.")
     if stall_timeout_s is not None or launcher.STALL_LIMIT not in os.environ:
         limit = round(stall_timeout_s or DEFAULT_STALL_TIMEOUT_S)
         os.environ[launcher.STALL_LIMIT] = str(limit)

@@ -232,17 +232,16 @@ def check_callback(callback: Any) -> None:
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
-            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning rates,"
-            " and the server holds the metrics of the global weights. Received: ReduceLROnPlateau."
-            " Use a schedule of keras.optimizers.schedules, or "
-            "keras_callbacks.LearningRateSchedule."
+            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning rates, "
+            "and the server holds the metrics of the global weights. Received: ReduceLROnPlateau. "
+            "Use a schedule of keras.optimizers.schedules, or keras_callbacks.LearningRateSchedule."
         )
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and not callback.raise_error:
         raise ValueError(
-            "ElasticAveraging does not support TerminateOnNaN without raise_error: a worker "
-            "whose weights are not finite continues from the global weights, and the other "
-            "workers continue without a worker that stops. Received: TerminateOnNaN. Leave it "
-            "out, or use TerminateOnNaN(raise_error=True), which ends the job."
+            "ElasticAveraging does not support TerminateOnNaN without raise_error: a worker with "
+            "non-finite weights continues from the global weights, and if a worker stops, the "
+            "others continue. Received: TerminateOnNaN. Leave it out, or use "
+            "TerminateOnNaN(raise_error=True), which ends the job."
         )
     for argument, instead in _PER_EPOCH.items():
         value = getattr(callback, argument, None)

@@ -42,9 +42,9 @@ def check_roles() -> None:
 def check_begun() -> None:
     if not runtime.has_begun():
         raise RuntimeError(
-            "The plan of ElasticAveraging and its default `alpha` depend on the ranks of the job. "
-            "Received: a use before tfposeidon.init. Call tfposeidon.init(server_rank=0) first, or "
-            "tfposeidon.init() if there is only one rank."
+            "tfposeidon.init must be called before ElasticAveraging computes its plan or its "
+            "default `alpha`, which depend on the ranks of the job. Received: no call. Call "
+            "tfposeidon.init(server_rank=0) first, or tfposeidon.init() if there is only one rank."
         )
 
 
@@ -154,9 +154,8 @@ def serving(
     for variable in (v for o in optimizers for v in o.exchanged_variables):
         if not tf.reduce_all(tf.math.is_finite(variable)):
             raise ValueError(
-                "State that workers exchange with the global weights must start with finite "
-                f"values. Received: infinity or NaN in {variable.path!r}. Store such state of "
-                "layers in Python, or as integers."
+                "Variables that workers exchange must be finite when training starts. Received: "
+                f"infinity or NaN in {variable.path!r}. Initialize it with finite values."
             )
     wires = {rank: runtime.pair_wire(rank) for rank in runtime.workers().ranks}
     served = [

@@ -282,8 +282,8 @@ class ElasticAveraging(CommunicatingOptimizer):
     def _link(self) -> Worker:
         if self._worker is None:
             raise RuntimeError(
-                "A worker can exchange only with a running server. Received: a step outside of "
-                "fit and of ElasticAveraging.run. Call fit or run(train) on all ranks."
+                "A step must run within fit or ElasticAveraging.run, because only these run the "
+                "server. Received: a step outside of both. Call fit or run(train) on all ranks."
             )
         return self._worker
 
@@ -391,9 +391,9 @@ class ElasticAveraging(CommunicatingOptimizer):
         """Refuses to start if steps already exchange weights, as in `fit` within `run`."""
         if self._worker is not None:
             raise RuntimeError(
-                f"Training with a server must start only once at a time. Received: {self.name!r}, "
-                "which still trains with the server. Call fit or run outside of run, on all "
-                "ranks, because both also run the server; after an error, restart the job."
+                "Training with the server must end before it starts again. Received: "
+                f"{self.name!r}, which still trains with the server. Do not call fit or run within "
+                "run, because both run the server; after an error, restart the job."
             )
 
     def attach(self, worker: Worker, number: int) -> None:

@@ -119,7 +119,10 @@ class Means:
     def _apply(self, apply: Apply, values: list[Any], missing: Sequence[list[int]]) -> None:
         """Applies the values, except in groups of variables without a gradient on any rank."""
         if self.expected is not None and all(value is None for value in values):
-            rule = "At least one variable must have a gradient on some rank. Received: none."
+            rule = (
+                "At least one variable must have a gradient on some rank. Received: none. Compute "
+                "the loss from the trainable variables."
+            )
             tf.debugging.Assert(False, [rule])
             return
         if not missing:
@@ -132,9 +135,9 @@ class Means:
         # Use a branch per group, not per variable: each branch traces the remaining ones again.
         def with_group() -> None:
             rule = (
-                "The variables without a gradient on this rank must all have one on other ranks, "
-                "or none of them. Received: some have one. Pass zeros as the gradients of all of "
-                "them."
+                "Variables without a gradient on this rank must either all have one on other "
+                "ranks, or all have none. Received: gradients for only some of them. Pass zeros as "
+                "their gradients on this rank."
             )
             # If no rank has a gradient, schemes send only residuals, which not all schemes have.
             tf.debugging.Assert(tf.reduce_all(found) | ~tf.reduce_any(found), [rule, found])

@@ -165,8 +165,8 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                f"A parallel tensor operator must not fail on any rank. Received on rank {rank}: "
-                f"{other['error']}"
+                "The function of a parallel tensor operator must not fail on any rank. Received on "
+                f"rank {rank}: {other['error']}"
             )
     require_equal(
         [other["tensors"] for other in everybody],

@@ -387,7 +387,7 @@ def check_optimizer(plan: Plan, inner: Any) -> None:
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
     if corrected and moved:
         raise ValueError(
-            "Momentum correction replaces the optimizer's momentum. Received: momentum in "
+            "With momentum correction, the optimizer's momentum must be 0. Received: momentum in "
             f"{', '.join(sorted(corrected))} and in {type(moved[0]).__name__}. Use "
             "SGD(momentum=0.0)."
         )

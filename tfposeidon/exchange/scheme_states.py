@@ -138,7 +138,8 @@ class SchemeStates:
     def members(self, paths: Sequence[str] | None = None) -> tuple[tuple[str, int], ...]:
         """Returns path and number of elements of each variable of the plan, in order.
 
-        `paths` are distinct paths of these variables; `None` numbers equal paths.
+        `paths` replaces the variables' own paths and must not contain duplicates; if it is `None`,
+        repeated paths are numbered: `fc/bias`, `fc/bias#1`.
         """
         descriptions = self.plan.descriptions
         lengths = [description.length for description in descriptions]

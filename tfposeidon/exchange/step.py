@@ -231,8 +231,8 @@ class Step:
         exposed = self._exposed
         if not (self._is_observed or (exposed and exposed.has_observed)):
             raise RuntimeError(
-                "Steps are timed only on request. Received: an optimizer whose steps are not "
-                "timed. Pass keras_callbacks.Throughput() to fit, or set "
+                "Timing of steps must be enabled before its result is read. Received: an optimizer "
+                "whose steps are not timed. Pass keras_callbacks.Throughput() to fit, or set "
                 "optimizer.exchange.is_timed = True before the first step."
             )
         return exposed.seconds if exposed else 0.0

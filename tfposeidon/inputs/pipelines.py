@@ -132,8 +132,9 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
     caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "Cache"]
     if any(cache._filename.numpy() for cache in caches):
         raise _refusal(
-            f"a cache in a file before {kind_of(steps[position])}, which all ranks would write",
-            "Put the cache after that step.",
+            f"a file cache up to {kind_of(steps[position])}; all ranks would write the same cache "
+            "file",
+            "Move `.cache(filename)` after that step.",
         )
     share = steps[position].shard(size, rank)
     for step in steps[position + 1 :]:
@@ -231,7 +232,10 @@ def first_random(steps: list[tf.data.Dataset]) -> int:
 
 
 def unwrapped_datasets(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Returns an iterator like `datasets`, with the inner dataset of each reader of files."""
+    """Returns an iterator over `datasets(dataset)` in which file readers are unwrapped.
+
+    Each file reader, such as `TFRecordDataset`, is replaced by its inner dataset.
+    """
     return map(_unwrapped, datasets(dataset))
 
 

@@ -119,7 +119,7 @@ class _ShareOfBatches(keras.utils.PyDataset):
         number = self.num_batches
         if number is None:
             raise TypeError(
-                "A PyDataset must have an end to have a length. Received: num_batches=None. Read "
+                "`len` requires a PyDataset of finite length. Received: num_batches=None. Read "
                 "`num_batches` instead of `len`."
             )
         return number

@@ -50,8 +50,8 @@ class Accelerator:
             self.stream.run(seconds)
             return value, np.int64(self._generator.integers(self._spare // ALIGNED) * ALIGNED)
 
-        # Use a NumPy function, because only Python can wait without occupying a core. NumPy
-        # functions are stateful, so TensorFlow neither merges nor prunes calls.
+        # Use `tf.numpy_function`, because only Python code can wait without occupying a core. The
+        # op is stateful, so TensorFlow neither merges nor prunes calls.
         passed, offset = tf.numpy_function(run, [token], [token.dtype, tf.int64])
         return tf.ensure_shape(passed, token.shape), tf.ensure_shape(offset, [])
 

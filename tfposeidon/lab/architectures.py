@@ -34,10 +34,11 @@ class Layer:
 
     `kernel` is (height, width, channels in per group, channels out) for a convolution, and (in,
     out) for a dense layer or embedding. `vector_count` is the number of other parameters with one
-    value per output: the bias, or the parameters of the following normalization. `flops` counts the
-    products of the forward pass per sample, with 2 for a multiply-add. `rows` is the number of rows
-    per sample of the matrix product that yields the kernel's gradient: 1 for a dense layer, or the
-    length of the sequence, and 0 for convolutions and embeddings, which have no such product.
+    value per output: the bias, or the parameters of the following normalization. `flops` is the
+    number of floating-point operations of the convolutions and matrix products in the forward pass
+    of one sample; a multiply-add counts as 2. `rows` is the number of rows per sample in both
+    operands of the matrix product that computes the kernel's gradient: 1 for a dense layer, or the
+    sequence length if the layer is applied to a sequence; 0 for convolutions and embeddings.
     """
 
     name: str

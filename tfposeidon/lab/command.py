@@ -96,7 +96,7 @@ class Cluster:
                 "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "
                 f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
             )
-        checks.check_number("--loss", self.loss, checks.BELOW_1, "At 100% no packet arrives.")
+        checks.check_number("--loss", self.loss, checks.BELOW_1, "Use less than 100%.")
         for node in self.slow:
             self.check("--slow", "node", node)
 

@@ -71,13 +71,13 @@ def update_in_node(
 def check_policy(policy: policies.Policy) -> None:
     """Refuses schemes with requirements that pseudo-gradients do not meet."""
     reasons = {
-        "it chooses by the times of steps that exchange gradients": not policy.is_fixed,
-        "it reads the graph of gradients": policy.reader is not None,
-        "pseudo-gradients have no velocity": policy.corrects_momentum,
+        "which is chosen by the times of steps that exchange gradients": not policy.is_fixed,
+        "which reads the graph of gradients": policy.reader is not None,
+        "which corrects momentum, but pseudo-gradients have no velocity": policy.corrects_momentum,
     }
     for reason in (reason for reason, is_so in reasons.items() if is_so):
         raise ValueError(
-            "`scheme` must support pseudo-gradients, which are differences of weights. "
-            f'Received: scheme={policy}, but {reason}. Use "torus2d" (the default), "allreduce", '
+            "`scheme` must support pseudo-gradients, which are differences of weights. Received: "
+            f'scheme={policy}, {reason}. Use "torus2d" (the default), "allreduce", '
             'tp.schemes.AllToAll(wire_dtype="float16"), "topk" or "hitopk".'
         )

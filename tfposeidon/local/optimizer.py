@@ -370,9 +370,9 @@ class LocalUpdates(CommunicatingOptimizer):
         outer_optimizers.check_nothing_counts_twice(self._outer, policy, policy.keeps_state)
         if self._schedule.overlap_steps and policy != self.policy:
             raise ValueError(
-                "`overlap_steps` does not allow a change of the scheme. Received: a change from "
-                f"{self.policy} to {policy} with overlap_steps={self._schedule.overlap_steps}. "
-                "Use overlap_steps=0."
+                "`overlap_steps` must be 0 if the scheme changes. Received: a change from "
+                f"{self.policy} to {policy} with overlap_steps={self._schedule.overlap_steps}. Use "
+                "overlap_steps=0."
             )
 
     # ------------------------------------------------------------------ global weights

@@ -128,8 +128,8 @@ class Elastic(Rule):
 
     def __init__(self, beta: float = 0.9) -> None:
         remedy = (
-            "alpha = beta / replicas must be at most 1 / replicas: above this limit, synchronous "
-            "elastic averaging diverges."
+            "Use 1.0 or less: synchronous elastic averaging diverges if alpha = beta / replicas "
+            "exceeds 1 / replicas."
         )
         checks.check_number("beta", beta, checks.FRACTION, remedy)
         self.beta = beta

@@ -49,7 +49,7 @@ class Schedule:
                     "`sync_every` and `overlap_steps` must be multiples of steps_per_execution, "
                     "and `warmup_steps` requires steps_per_execution=1, because ranks synchronize "
                     f"between executions. Received: {name}={value}, steps_per_execution={steps}. "
-                    "Use steps_per_execution=1, or other steps."
+                    "Use steps_per_execution=1, or multiples of it and no `warmup_steps`."
                 )
 
 

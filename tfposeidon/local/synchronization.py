@@ -156,8 +156,8 @@ class Synchronization:
         """Refuses updates since the last synchronization of which no step was counted."""
         if self.weights.has_begun and not self._steps and self._samples.numpy() > 0.0:
             raise RuntimeError(
-                "Steps must be counted, so that ranks synchronize. Received: steps without a "
-                "call of LocalUpdates.end_step(). Call it after each step of a custom loop."
+                "A custom loop must call LocalUpdates.end_step() after each step, because ranks "
+                "synchronize there. Received: steps without this call. Add it on all ranks."
             )
 
     # ------------------------------------------------------------------ one synchronization
@@ -262,8 +262,7 @@ class Synchronization:
     def _contribution(self) -> Contribution:
         values = self.weights.contribution
         samples, finite = self._samples.read_value(), all_finite(values[: self.weights.trained])
-        # Count samples and not steps, because the ranks of a node drop an update if one of them is
-        # absent.
+        # Count samples and not steps, because a node drops an update if one of its ranks is absent.
         worked = self._share * tf.cast(samples > 0.0, tf.float32)
         count = tf.where(finite, samples if self._outer.weighs_samples else worked, 0.0)
         return Contribution(count, finite, values)

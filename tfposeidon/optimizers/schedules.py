@@ -64,7 +64,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
             "warmup_steps", warmup_steps, 0, "Use 0 for none, or by_epochs."
         )
         self.decay_steps = check_integer(
-            "decay_steps", decay_steps, 1, "Count the steps after the warm-up."
+            "decay_steps", decay_steps, 1, "Pass the number of steps after the warm-up."
         )
         self.initial_learning_rate = self._up_to_peak(
             "initial_learning_rate", initial_learning_rate
@@ -86,7 +86,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
         Args:
           peak_learning_rate: Rate at the end of the warm-up, above 0.
-          warmup_epochs: Number of epochs of the warm-up, from 0.
+          warmup_epochs: Number of epochs of the warm-up, 0 or more.
           decay_epochs: Number of epochs of the decay after the warm-up, above 0.
           steps_per_epoch: Number of steps of one rank, `ceil(samples / (batch_size * ranks))`.
           **options: Further arguments of the constructor.
@@ -150,7 +150,7 @@ def cosine_decay_by_epochs(
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.
-      warmup_epochs: Number of epochs of the warm-up, from 0.
+      warmup_epochs: Number of epochs of the warm-up, 0 or more.
       decay_epochs: Number of epochs of the decay after the warm-up, above 0.
       steps_per_epoch: Number of steps of one rank, `ceil(samples / (batch_size * ranks))`.
       **options: Options of `keras.optimizers.schedules.CosineDecay`: alpha, name.
@@ -174,10 +174,12 @@ def cosine_decay_by_epochs(
 
 
 def _in_steps(warmup_epochs: Any, decay_epochs: Any, steps_per_epoch: Any) -> tuple[int, int]:
-    steps = check_integer("steps_per_epoch", steps_per_epoch, 1, "Count the batches of one rank.")
+    steps = check_integer(
+        "steps_per_epoch", steps_per_epoch, 1, "Pass the number of batches of one rank."
+    )
     warmup = check_number("warmup_epochs", warmup_epochs, NOT_NEGATIVE, "Use 0 for none.")
     decay = check_number(
-        "decay_epochs", decay_epochs, POSITIVE, "Count the epochs after the warm-up."
+        "decay_epochs", decay_epochs, POSITIVE, "Pass the number of epochs after the warm-up."
     )
     # A decay of less than half a step still takes one step, so that the rate falls.
     return round(warmup * steps), max(1, round(decay * steps))

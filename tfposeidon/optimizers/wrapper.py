@@ -259,8 +259,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         if not self.built:
             raise ValueError(
                 "The optimizer must be built before its weights are set. Received: an optimizer "
-                "that is not built. Call fit, or optimizer.build(model.trainable_variables), "
-                "first."
+                "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
             )
         wanted, given = (
             [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)

@@ -157,9 +157,9 @@ def reach(job: Job, token: str | None) -> Client | str:
             return client
         if identity == job.identity:
             raise PermissionError(
-                f"All processes of a job must have the same token. The store at {where} refused "
-                f"the token of {job.name_of(job.rank)}. Set {TOKEN}, or the content of the file in "
-                f"{TOKEN}_FILE, to the same value for all processes."
+                "All processes of a job must have the same token. Received: a token of "
+                f"{job.name_of(job.rank)} that the store at {where} refused. Set {TOKEN}, or the "
+                f"content of the file in {TOKEN}_FILE, to the same value for all processes."
             )
         served = identity or "another program"
         problems.append(f"another job at {where} ({served}; this job is {job.identity})")
@@ -255,9 +255,9 @@ def register_process(client: Client, scope: str, job: Job, own: Any, deadline: f
             # Other errors, such as a reset connection, do not show that the store has ended.
             if isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"The store of {job.unit} 0 must answer until all {job.unit}s have "
-                    f"registered. Received: {error} at {client.host}:{client.port}, which had "
-                    f"answered before. The messages of {job.name_of(0)} show why it ended."
+                    f"The store of {job.unit} 0 must answer until all {job.unit}s have registered. "
+                    f"Received: {error} at {client.host}:{client.port}, which had answered before. "
+                    f"Read the messages of {job.name_of(0)}, which show why it ended."
                 ) from error
             time.sleep(RETRY_S)
         else:
@@ -284,7 +284,7 @@ def _missing(client: Client, scope: str, job: Job) -> str:
     missing = [job.name_of(rank) for rank in range(job.size) if rank not in found]
     return (
         f"All {job.size} {job.unit}s must register in the store within the start timeout "
-        f"(`start_timeout_s`), but {', '.join(missing)} did not register at "
+        f"(`start_timeout_s`). Received: no registration of {', '.join(missing)} at "
         f"{client.host}:{client.port}. Check that they have started, and that they reach this "
         f"address; their own messages name the address that they tried.{job.hint}"
     )

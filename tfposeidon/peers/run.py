@@ -104,7 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         ]
         status = asyncio.run(run_ranks(ranks, client, options.output_folder))
         if server and job.size > 1:
-            # The ranks of this node have ended, but ranks of other nodes may still read the cause.
+            # Keep serving until all ranks have reported an exit status, because ranks of other
+            # nodes may still read the cause of a failure.
             server.wait_for_exit_statuses(len(client.all(rendezvous.RANKS, 0) or ()))
     return status
 

@@ -186,9 +186,9 @@ def _cluster(source: str, roles: tuple[str, ...], variables: Variables) -> Job |
         return None
     if others := sorted({*cluster, kind} - {*roles}):
         raise ValueError(
-            f"All processes of {source} must train: its roles are {', '.join(roles)}. Received: "
-            f"{', '.join(others)}. Leave out parameter servers and evaluators: "
-            'tp.DistributedOptimizer(..., scheme="ps") spreads parameters over ranks.'
+            f"{source} may contain only roles that train: {', '.join(roles)}. Received: "
+            f"{', '.join(others)}. Remove parameter servers and evaluators. To shard parameters "
+            'over ranks, use tp.DistributedOptimizer(..., scheme="ps").'
         )
     members = [(role, number) for role in roles for number in range(len(cluster.get(role, ())))]
     if (kind, index) not in members:

@@ -223,7 +223,7 @@ class Rules(Policy):
         # all models of a process.
         paths = [description.path for description in descriptions]
         return [
-            f"rule {pattern!r} matches no variable path, such as {paths[0]!r}"
+            f"rule {pattern!r} matches no variable; the first path is {paths[0]!r}"
             for pattern, _ in self.rules
             if paths and not any(re.search(pattern, path) for path in paths)
         ]
@@ -264,11 +264,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def parse(scheme: Any) -> Policy:
     """Converts the argument `scheme` to a policy.
 
-    Args:
-      scheme: A name, a scheme, a policy, or rules as a list of pairs or a dict.
+    A policy, or the name of one, gives that policy. A scheme, or the name of one, gives `Uniform`
+    of that scheme. A list or dict of rules gives `Rules`.
 
-    Returns:
-      The policy itself or by its name, `Uniform` for a scheme, `Rules` for rules.
+    Args:
+      scheme: A policy, a scheme, the name of either, or rules as a list of pairs or a dict.
 
     Raises:
       ValueError: If `scheme` is none of these; the message lists the names.

@@ -281,8 +281,7 @@ class HiTopK(SparseScheme):
         means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
         0: none). The optimizer's own momentum must then be 0.
-      warmup_steps: Steps over which the density falls exponentially from 1 to `density` (default
-        0).
+      warmup_steps: Steps in which the density falls exponentially to `density` (default 0).
       min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
         or, with `momentum`, by this scheme at density 1.
 

@@ -287,7 +287,10 @@ def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankSta
     unwanted = set(totals) - {(d.name, path) for d, _ in wanted for path, _ in d.members}
     if unwanted:
         name, path = min(unwanted)
-        raise ValueError(f"the snapshot holds a {name} of {path}, which another scheme now sends")
+        raise ValueError(
+            f"the snapshot holds `{name}` of {path}, but the current scheme of this variable has "
+            "no such state"
+        )
 
 
 def _common_scalar(

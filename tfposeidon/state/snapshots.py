@@ -144,9 +144,8 @@ class Snapshots:
             return snapshot
         if problems:
             raise SnapshotError(
-                f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. "
-                f"Make {self.folder} visible to all nodes, or empty it to start from the "
-                "beginning."
+                f"A snapshot must be readable on every rank. Received: {'; '.join(problems)}. Make "
+                f"{self.folder} visible to all nodes, or empty it to start from the beginning."
             )
         return None
 

@@ -33,8 +33,8 @@ WHERE_BEGUN = (
     "way on all ranks."
 )
 WHERE_SET = (
-    "Run callbacks that set or restore values on all ranks, with the same values. "
-    "keras_callbacks.ReplicaCheck finds the step."
+    "Run callbacks that set or restore values on all ranks, with the same values. To find the step "
+    "after which ranks differ, use keras_callbacks.ReplicaCheck."
 )
 
 

@@ -71,8 +71,8 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
         runtime.log_once("tfposeidon: global batch %d = %s; learning rate unchanged", total, terms)
     if own and all(samples == own for _, samples in ranks):
         runtime.log_once(
-            "tfposeidon: all ranks pass the same data to fit, by its length and some samples. Pass "
-            "each rank its share: tp.shard(data)."
+            "tfposeidon: all ranks appear to pass the same data to fit: the lengths and some "
+            "samples are equal. Pass each rank its share: tp.shard(data)."
         )
 
 

@@ -95,8 +95,8 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
         if not own.has_logged_xla:
             own.has_logged_xla = True
             runtime.log_once(
-                "tfposeidon: XLA is off for this model's steps: it can compile neither collectives "
-                "nor selection."
+                "tfposeidon: XLA is disabled for this model's steps, because it can compile "
+                "neither collectives nor top-k selection."
             )
     try:
         made = original(*call.args, **call.kwargs)

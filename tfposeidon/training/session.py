@@ -370,9 +370,10 @@ class Session:
 class TrainFunction:
     """Train function that calls the hooks of a model's optimizers around each execution.
 
-    Keras has no hook between reading a batch and training on it, so this function also drops the
-    batches that precede a resumed step, and retraces the step for batches outside of a `fit` with
-    equal batches. The next such `fit` need not retrace it if no batch was between them.
+    Keras has no hook between reading a batch and training on it, so this function does two more
+    tasks. It drops the batches that precede a resumed step. It also retraces the step for the first
+    batch after a `fit` in which ranks weighted their batches equally, because batches outside of
+    `fit` may differ in size.
     """
 
     def __init__(self, own: Session) -> None:
