@@ -228,7 +228,7 @@ def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
     assert logs[0] == logs[1]
 
 
-def test_callbacks_change_nothing(wire):
+def test_callbacks_do_not_change_the_metrics(wire):
     """Averaging callbacks of ours find what `fit` has averaged already."""
 
     def run(*callbacks):
@@ -262,7 +262,7 @@ class _Extra(keras.Model):
         return {**super().test_step(data), "one": tf.constant(1.0)}
 
 
-def test_results_that_xla_rounds_are_exact(wire):
+def test_metrics_are_exact_although_xla_rounds(wire):
     inputs = keras.Input((6,))
     model = _Extra(inputs, keras.layers.Dense(2)(inputs))
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.0))
