@@ -39,7 +39,7 @@ def test_an_epoch_ends_with_the_mean_of_the_workers():
     assert told.next_epoch() == 1
 
 
-def test_of_several_epochs_the_newest_counts():
+def test_the_newest_of_several_epochs_is_used():
     told = _Told()
     for rank in (1, 2, 3):
         told.calls(rank, *4 * [Call.EPOCH])
@@ -49,7 +49,7 @@ def test_of_several_epochs_the_newest_counts():
     assert [told.next_epoch(), told.next_epoch()] == [4, None]
 
 
-def test_epochs_without_a_batch_count_for_nobody():
+def test_epochs_without_batches_are_ignored():
     told = _Told()
     told.calls(1, *9 * [Call.EMPTY_EPOCH], Call.ENDED)
     told.calls(2, *2 * [Call.EPOCH])
@@ -57,14 +57,14 @@ def test_epochs_without_a_batch_count_for_nobody():
     assert told.next_epoch() == 1
 
 
-def test_the_last_epoch_ends_where_all_are_empty():
+def test_the_last_epoch_ends_if_all_workers_have_no_batches():
     told = _Told()
     for rank in (1, 2, 3):
         told.calls(rank, Call.EMPTY_EPOCH, Call.EMPTY_EPOCH, Call.ENDED)
     assert [told.next_epoch(), told.next_epoch()] == [1, None]
 
 
-def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
+def test_the_last_epoch_ends_if_a_worker_has_stopped():
     told = _Told()
     told.calls(1, Call.EPOCH, Call.ENDED)
     for rank in (2, 3):
@@ -84,7 +84,7 @@ def test_the_last_epoch_ends_where_a_worker_has_stopped_by_itself():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
+def test_callbacks_without_an_effect_are_refused(callback, remedy):
     with pytest.raises(ValueError, match=f"Received: {type(callback).__name__}.*{remedy}"):
         fit.check_callback(callback)
 
@@ -102,7 +102,7 @@ def test_callbacks_that_could_do_nothing_are_refused(callback, remedy):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_callbacks_that_act_are_not_refused(callback):
+def test_callbacks_with_an_effect_are_accepted(callback):
     fit.check_callback(callback)
 
 
@@ -123,7 +123,7 @@ def _fails():
         (lambda: None, 0, "it is lost", 0),
     ],
 )
-def test_the_cause_goes_on_after_each_saver_had_its_turn(show, savers, said, saves):
+def test_all_savers_run_before_the_cause_is_raised(show, savers, said, saves):
     done = []
     # Others fail before and after.
     functions = [_fails, *savers * [lambda: done.append(1)], _fails] if savers else []
@@ -142,7 +142,7 @@ def _terminate():
     time.sleep(60)
 
 
-def test_sigterm_ends_it_once_the_center_is_saved():
+def test_sigterm_ends_the_server_after_the_global_weights_are_saved():
     done, before = [], signal.getsignal(signal.SIGTERM)
     saved = saved_at_failure(_idle_server(), int, [lambda: done.append(1)], "")
     with pytest.raises(SystemExit) as exit_, saved:
@@ -151,6 +151,6 @@ def test_sigterm_ends_it_once_the_center_is_saved():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_end_in_good_order_saves_nothing():
+def test_a_normal_end_saves_nothing():
     with saved_at_failure(_idle_server(), _fails, [_fails], ""):
         pass

@@ -66,7 +66,7 @@ def test_one_rank_is_refused_when_it_trains():
         (0, 1, "one of two or more ranks. Received: server_rank=0 in a job of 1"),
     ],
 )
-def test_server_ranks_that_are_refused(rank, size, message):
+def test_invalid_server_ranks_are_refused(rank, size, message):
     with pytest.raises(ValueError, match=message):
         start.check_server_rank(rank, size)
 
@@ -100,7 +100,7 @@ class _PairOfOne:
         return tf.concat(self._given[name][-2:], 0)
 
 
-def test_the_center_gains_its_share_of_the_difference():
+def test_the_global_weights_gain_alpha_times_the_difference():
     pair, served = _PairOfOne(), Served(tf.constant([1.0, 1.0]), 0.5, tf.zeros([0]))
     sum_of_both(pair, tf.constant([3.0, 5.0]), "tp.swap")
     served.swap(pair)
@@ -109,7 +109,7 @@ def test_the_center_gains_its_share_of_the_difference():
 
 @pytest.mark.parametrize("request_", Request)
 @pytest.mark.parametrize("number", [0, 3])
-def test_a_call_says_what_comes_and_the_servers_request(number, request_):
+def test_a_call_contains_its_kind_and_the_servers_request(number, request_):
     pair = _PairOfOne()
     make_call(pair, Call.TAKE, number)
     assert wait_for_call(pair, request_) == (Call.TAKE, number)
@@ -117,7 +117,7 @@ def test_a_call_says_what_comes_and_the_servers_request(number, request_):
     assert make_call(pair, Call.SWAP) is request_
 
 
-def test_the_server_has_a_mean_of_the_newest_slots():
+def test_the_server_averages_the_newest_optimizer_states():
     served = Served(tf.zeros([1]), 0.5, tf.constant([9.0]))
     assert served.state.numpy().tolist() == [9]
     for worker, value, mean in ((1, 2.0, 2), (2, 4.0, 3), (1, 7.0, 7), (2, 5.0, 6)):
@@ -127,7 +127,7 @@ def test_the_server_has_a_mean_of_the_newest_slots():
         assert served.state.numpy().tolist() == [mean]
 
 
-def test_nothing_begins_a_job_without_a_server(monkeypatch):
+def test_reading_settings_does_not_initialize_the_job(monkeypatch):
     monkeypatch.setattr(runtime, "_wire", None)
     optimizer = tp.ElasticAveraging(_sgd())
     optimizer.build([keras.Variable([1.0])])
@@ -139,7 +139,7 @@ def test_nothing_begins_a_job_without_a_server(monkeypatch):
     assert not runtime.has_begun()
 
 
-def test_training_begins_once_at_a_time():
+def test_a_second_concurrent_training_is_refused():
     optimizer = tp.ElasticAveraging(_sgd())
     optimizer.build([keras.Variable([1.0])])
     optimizer.check_detached()
@@ -150,7 +150,7 @@ def test_training_begins_once_at_a_time():
     optimizer.check_detached()
 
 
-def test_some_ranks_as_a_job_of_their_own():
+def test_a_group_of_ranks_has_its_own_topology():
     world = HorovodWire(Topology(3, ((0, 1), (2, 3))), {})
     assert GroupWire(world, (0, 3)).topology == Topology(1, ((0,), (1,)))
     assert GroupWire(world, (2, 3)).topology == Topology(1, ((0, 1),))

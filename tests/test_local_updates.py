@@ -16,7 +16,7 @@ def _trained(optimizer):
     return model
 
 
-def test_on_one_rank_it_is_the_inner_optimizer():
+def test_one_rank_trains_as_the_inner_optimizer():
     expected = _trained(keras.optimizers.Adam(0.01)).get_weights()
     model = _trained(
         tp.LocalUpdates(keras.optimizers.Adam(0.01), sync_every=2, outer_optimizer="outer")
@@ -57,7 +57,7 @@ def test_the_optimizer_is_saved_with_the_model(rule, tmp_path):
     assert type(loaded.optimizer) is tp.LocalUpdates
 
 
-def test_defaults_of_outer_optimizers_are_those_of_their_sources():
+def test_defaults_of_outer_optimizers_equal_their_sources():
     assert tp.local.Elastic().get_config() == {"beta": 0.9}
     assert tp.local.SlowMomentum().get_config() == {"momentum": 0.7, "rate": 1.0}
     config = tp.local.Outer().optimizer.get_config()
@@ -65,7 +65,7 @@ def test_defaults_of_outer_optimizers_are_those_of_their_sources():
     assert (config["momentum"], config["nesterov"]) == (0.9, True)
 
 
-def test_scripts_may_use_global_weights_on_one_rank():
+def test_global_weights_are_available_on_one_rank():
     model = _trained(tp.LocalUpdates(keras.optimizers.SGD(0.1)))
     before = model.get_weights()
     with model.optimizer.global_weights():
@@ -73,7 +73,7 @@ def test_scripts_may_use_global_weights_on_one_rank():
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_scheme_with_residuals_is_refused_in_a_change_too():
+def test_a_change_to_a_scheme_with_residuals_is_refused():
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(0.1), outer_optimizer="elastic")
     optimizer.change_scheme(tp.schemes.AllToAll(wire_dtype="float16"))
     with pytest.raises(ValueError, match="would otherwise count twice"):

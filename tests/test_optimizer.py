@@ -42,7 +42,7 @@ def test_one_rank_trains_as_keras_does(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}])
-def test_one_rank_keeps_the_momentum_of_sparse_schemes(options):
+def test_one_rank_applies_the_momentum_of_sparse_schemes(options):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.03])
     plain = trained(SGD(schedule, momentum=0.9), **options)
     ours = trained(tp.DistributedOptimizer(SGD(schedule), schemes.HiTopK(momentum=0.9)), **options)
@@ -57,14 +57,14 @@ def test_accumulation_equals_keras():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_no_gradients_are_no_update():
+def test_an_empty_list_of_gradients_changes_nothing():
     optimizer = tp.DistributedOptimizer(SGD(0.1))
     optimizer.apply([])
     optimizer.apply_gradients([])
     assert int(optimizer.iterations) == 0
 
 
-def test_learning_rate_and_iterations_are_the_inner_ones():
+def test_learning_rate_and_iterations_are_those_of_the_inner_optimizer():
     model = trained(tp.DistributedOptimizer(SGD(0.1)))
     model.optimizer.learning_rate = 0.25
     assert float(model.optimizer.inner_optimizer.learning_rate) == 0.25
@@ -96,7 +96,7 @@ def test_schedules_work():
 
 
 @pytest.mark.parametrize("accumulation", [None, 3])
-def test_saved_models_load_and_go_on(tmp_path, accumulation):
+def test_saved_models_load_and_continue_training(tmp_path, accumulation):
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulation)
     model = trained(
         tp.DistributedOptimizer(
@@ -142,7 +142,7 @@ def test_loading_needs_no_complete_variables_of_a_platform(tmp_path, monkeypatch
         ("shceme", "Received: shceme=4: DistributedOptimizer has no argument `shceme`"),
     ],
 )
-def test_arguments_that_there_are_not(name, message):
+def test_unknown_arguments_are_refused(name, message):
     with pytest.raises(TypeError, match=message):
         tp.DistributedOptimizer(SGD(0.1), **{name: 4})
 
@@ -158,7 +158,7 @@ def test_all_wrong_arguments_are_named_at_once():
         keras_callbacks.LearningRateSchedule(0.1)
 
 
-def test_config_stays_as_it_is():
+def test_from_config_does_not_change_the_config():
     config = tp.DistributedOptimizer(SGD(0.3), scheme="alltoall").get_config()
     before = copy.deepcopy(config)
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_config_stays_as_it_is():
         assert float(made.learning_rate) == pytest.approx(0.3)
 
 
-def test_weights_that_are_set_are_there():
+def test_set_weights_assigns_the_inner_variables():
     model = trained(tp.DistributedOptimizer(SGD(0.1, momentum=0.9)))
     values = [variable.numpy() for variable in model.optimizer.variables]
     other = trained(tp.DistributedOptimizer(SGD(0.5, momentum=0.5)))
@@ -182,7 +182,7 @@ def test_weights_that_are_set_are_there():
         tp.DistributedOptimizer(SGD(0.1)).set_weights(values)
 
 
-def test_slots_are_saved_once(tmp_path):
+def test_optimizer_state_is_saved_once(tmp_path):
     model = trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.save(tmp_path / "ours.keras")
     model.compile(optimizer=model.optimizer.inner_optimizer, loss=models.LOSS)
@@ -199,7 +199,7 @@ def mixed_float16():
 
 
 @pytest.mark.usefixtures("mixed_float16")
-def test_auto_scale_loss_false_is_heard():
+def test_auto_scale_loss_false_is_respected():
     model = models.mlp()
     model.compile(
         optimizer=tp.DistributedOptimizer(SGD(0.1)), loss=models.LOSS, auto_scale_loss=False
@@ -250,7 +250,7 @@ class _SeesXla(keras.layers.Layer):
     ("scheme", "suits"),
     [("allreduce", True), ("hitopk", False), ([("x", "topk")], False)],
 )
-def test_one_rank_leaves_xla_to_keras_unless_schemes_keep_something(scheme, suits, asked):
+def test_one_rank_leaves_xla_to_keras_unless_schemes_have_state(scheme, suits, asked):
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     noting = _SeesXla()
     model = keras.Sequential([models.mlp(), noting])
@@ -286,7 +286,7 @@ class _CompilesItself(keras.Model):
 
 
 @pytest.mark.parametrize(("scheme", "wanted"), [("allreduce", True), ("hitopk", False)])
-def test_xla_is_off_for_optimizers_that_come_after_compile(scheme, wanted):
+def test_xla_is_disabled_for_optimizers_assigned_after_compile(scheme, wanted):
     model = _CompilesItself()
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
@@ -323,7 +323,7 @@ def test_accumulation_of_gradients_that_are_missing_equals_keras():
     np.testing.assert_allclose(*ends, rtol=1e-6)
 
 
-def test_gradients_that_are_missing_together_are_elsewhere_together():
+def test_partially_missing_groups_of_gradients_are_refused():
     """Other ranks would update some of them, and this one all or none."""
     there = tf.constant([True, True, False])
     means = Means([tf.zeros(2)] * 3, missing=([1, 2],), present=there, expected=there)
@@ -331,7 +331,7 @@ def test_gradients_that_are_missing_together_are_elsewhere_together():
         means.update(lambda found: None)
 
 
-def test_layers_that_are_not_built_hold_nothing():
+def test_unbuilt_layers_have_no_assets():
     model = models.mlp()
     model.back = keras.layers.Normalization(mean=[1.0], variance=[2.0], invert=True)
     assert entries.read_layers(model) == {}
@@ -408,7 +408,7 @@ def test_sample_count_is_saved(sample_count):
         assert float(again.exchange.batch.current) == COUNTS[sample_count]
 
 
-def test_sample_counts_refuse_what_they_cannot_count():
+def test_sample_counts_refuse_uncountable_batches():
     with pytest.raises(
         TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to apply"
     ):

@@ -14,13 +14,13 @@ NOISE = "I0000 00:00:1795430681.572436 26506 port.cc:153] oneDNN custom operatio
 
 
 @pytest.mark.parametrize(("level", "silent"), [(None, True), ("2", True), ("0", False)])
-def test_messages_are_left_out_unless_the_user_wants_them(level, silent):
+def test_startup_messages_are_hidden_unless_requested(level, silent):
     environment = {} if level is None else {quiet.LEVEL: level}
     assert quiet.is_startup_message(NOISE, environment) is silent
     assert not quiet.is_startup_message("E0000 cannot load", environment)
 
 
-def test_what_is_written_while_tensorflow_is_loaded_is_passed_on(capfd, monkeypatch):
+def test_other_output_during_the_import_of_tensorflow_is_forwarded(capfd, monkeypatch):
     monkeypatch.setenv(quiet.LEVEL, "1")
     monkeypatch.setattr(
         quiet.importlib,
@@ -44,7 +44,7 @@ with mock.patch.object(quiet.importlib, "import_module", load):
 """
 
 
-def test_last_words_of_native_code_arrive():
+def test_messages_of_native_code_before_an_abort_are_printed():
     done = subprocess.run(
         [sys.executable, "-c", ABORTS], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

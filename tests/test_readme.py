@@ -25,7 +25,7 @@ def test_the_example_runs(monkeypatch):
     assert "Plan for 1 rank(s)" in str(names["optimizer"].plan)
 
 
-def test_documents_that_are_pointed_to_exist():
+def test_linked_documents_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} points to {target}"

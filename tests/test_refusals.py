@@ -116,13 +116,13 @@ def test_a_loss_scale_inside_ours_is_refused(wrap):
         wrap(keras.optimizers.LossScaleOptimizer(SGD()))
 
 
-def test_unwrap_refuses_what_does_not_communicate():
+def test_unwrap_refuses_optimizers_that_do_not_communicate():
     for value in (SGD(), keras.optimizers.LossScaleOptimizer(SGD()), None):
         with pytest.raises(TypeError, match="`optimizer` must be a DistributedOptimizer"):
             tp.unwrap(value)
 
 
-def test_local_updates_take_all_variables_in_each_call():
+def test_local_updates_require_all_variables_in_each_call():
     weights = [keras.Variable([1.0]), keras.Variable([2.0])]
     optimizer = tp.LocalUpdates(SGD())
     optimizer.build(weights)
@@ -146,7 +146,7 @@ def test_other_backends_are_refused():
         tp.DistributedOptimizer(SGD())
 
 
-def test_plain_keras_is_left_alone():
+def test_plain_keras_is_not_refused():
     trained(tp.DistributedOptimizer(SGD(0.1)))
     model = trained(SGD(0.1))
     assert type(model.optimizer) is SGD
@@ -204,7 +204,7 @@ def test_callbacks_refuse_bad_input(make, message):
         make()
 
 
-def test_callbacks_refuse_a_rate_they_cannot_set():
+def test_callbacks_refuse_learning_rate_schedules():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(SGD(schedule)), loss=models.LOSS)

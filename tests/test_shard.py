@@ -202,7 +202,7 @@ def test_orders_and_structure_stay():
     assert first == samples(again)
 
 
-def test_repeated_data_are_whole_in_each_epoch():
+def test_repeated_data_are_complete_in_each_epoch():
     parts = shares(Dataset.range(N).shuffle(N).repeat(2).batch(5), 3)
     check_law([samples(part) for part in parts], [*range(N)] * 2, most=2)
     # Fewer samples than ranks: the share is one of all repetitions.
@@ -235,7 +235,7 @@ def test_files(files, form, size):
     check_law([samples(part) for part in parts], most=1 if size > 4 else 25)
 
 
-def test_a_filter_that_python_decides_has_the_share():
+def test_the_share_precedes_a_filter_in_python():
     """Its choice differs between ranks, and with it the positions of what follows."""
 
     def drawn(n):
@@ -246,7 +246,7 @@ def test_a_filter_that_python_decides_has_the_share():
         assert {n % 3 for n in samples(part)} == {rank}
 
 
-def test_an_order_by_processors_has_the_share():
+def test_the_share_precedes_an_order_that_depends_on_processors():
     data = Dataset.range(6).interleave(lambda n: Dataset.range(10 * n, 10 * n + 5)).shuffle(N)
     for rank, part in enumerate(shares(data, 2)):
         assert {n // 10 % 2 for n in samples(part)} == {rank}
@@ -260,7 +260,7 @@ def test_random_elements_have_positions(places):
     check_law([samples(part) for part in shares(places(data), 3)], expected)
 
 
-def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
+def test_each_rank_writes_its_own_cache_file(tmp_path):
     data = Dataset.range(N).cache(str(tmp_path / "c")).shuffle(N).batch(4)
     for _ in range(2):
         check_law([samples(part) for part in shares(data, 3)])
@@ -287,7 +287,7 @@ def test_a_cache_in_a_file_is_one_of_each_rank(tmp_path):
         ),
     ],
 )
-def test_pipelines_without_a_place_are_refused(data, received):
+def test_pipelines_without_a_position_for_the_share_are_refused(data, received):
     with pytest.raises(ValueError, match=f"before the first shuffle. Received: {received}"):
         tp.shard(data(), rank=0, size=2)
 
@@ -325,7 +325,7 @@ def _opaque(data):
 
 
 @pytest.mark.ranks("2x2")
-def test_two_lines_train_as_one_process(wire):
+def test_two_changed_lines_train_as_one_process(wire):
     keras.utils.set_random_seed(7 + wire.topology.rank)
     model, (x, y) = models.mlp(), models.mlp.data(48)
     keras.utils.set_random_seed(7)
@@ -346,7 +346,7 @@ def test_two_lines_train_as_one_process(wire):
 
 @pytest.mark.ranks("2x1")
 @pytest.mark.parametrize("kind", ["arrays", "batches", "generator", "dataset", "files"])
-def test_equal_data_are_named_once(wire, kind, tmp_path):
+def test_equal_data_are_logged_once(wire, kind, tmp_path):
     x, y = models.mlp.data(24)
     for name in ("a", "b"):
         with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:

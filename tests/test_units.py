@@ -29,19 +29,19 @@ def test_sizes(text):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.5 gigabytes", "-1GB", "1e9", "1GBit", "5%"])
-def test_what_is_no_size_is_refused_with_the_meaning_of_prefixes(text):
+def test_invalid_sizes_are_refused_with_the_meaning_of_prefixes(text):
     with pytest.raises(ValueError, match=r"1.5GB \(powers of ten\) or 1.5GiB \(powers of two\)"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("budget", ["0", "0%", 0, "101%", "-5", "lots", "1.5 gigabytes", True])
 @pytest.mark.parametrize("free", [0, 10**9])
-def test_budgets_that_are_no_size_are_refused(budget, free):
+def test_invalid_budgets_are_refused(budget, free):
     with pytest.raises(ValueError, match=r"`budget` must be a size .*powers of two.* Received"):
         budget_bytes(budget, free)
 
 
-def test_shares_of_what_is_free_are_exact():
+def test_shares_of_free_space_are_exact():
     assert [budget_bytes(f"{share}%", 100) for share in range(1, 101)] == list(range(1, 101))
 
 

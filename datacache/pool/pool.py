@@ -1,7 +1,4 @@
-"""Stores samples in a file that all processes of a node memory-map.
-
-Each sample is written once and read by all of them.
-"""
+"""Writes each sample once, to a file that all processes of a node memory-map and read."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from tfposeidon.gradients import Description
 pytestmark = pytest.mark.ranks("2x1")
 
 
-def test_links_are_measured_at_the_first_step(wire):
+def test_the_network_is_measured_at_the_first_step(wire):
     model, data = small()
     reference = train_alone(models.copy(models.mlp, model), data, sgd())
     optimizer = tp.DistributedOptimizer(sgd())
@@ -57,7 +57,7 @@ def test_links_are_measured_at_the_first_step(wire):
     assert "next best: " in text
 
 
-def test_sparse_where_it_is_allowed(wire):
+def test_allowed_sparse_schemes_are_used(wire):
     model, data = wide(steps=12)
     policy = tp.policies.Auto(compression=("topk",), density=0.01)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
@@ -80,7 +80,7 @@ def test_accumulation_and_several_fits(wire):
     assert optimizer.plan.forecasts[0].knows_computation
 
 
-def test_a_schedule_away_from_auto(wire):
+def test_a_schedule_replaces_auto(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
     schedule = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "torus2d"})
@@ -90,7 +90,7 @@ def test_a_schedule_away_from_auto(wire):
     assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
-def test_absence_is_watched(wire):
+def test_auto_with_exhausted_input_checks(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
     with links(given(wire, "1gbit")):
@@ -104,7 +104,7 @@ def test_resume(wire):
         check_resumes(wire, large, sgd, scheme=tp.policies.Auto(compression=("topk",), density=0.1))
 
 
-def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
+def test_a_resumed_run_uses_the_network_profile_of_the_snapshot(wire):
     folder, seen = shared_folder(wire), []
     for known, epochs in (("measure", 1), ("measure", 2), (given(wire, "123mbit"), 3)):
         keras.utils.clear_session(free_memory=False)
@@ -123,7 +123,7 @@ def test_a_resumed_run_takes_the_links_of_the_snapshot(wire):
     assert seen[2] == given(wire, "123mbit")
 
 
-def test_residuals_of_plans_that_are_computed_again(wire):
+def test_residuals_survive_recomputed_plans(wire):
     """The earlier schemes send residuals if the network was measured again, as on other hosts."""
     folder = shared_folder(wire)
     for epochs in (1, 2):
@@ -162,7 +162,7 @@ def _slowdowns(plan):
     return [one.slowdown for one in (forecast.chosen, *forecast.others)]
 
 
-def test_where_no_steps_are_timed_exchanges_are(wire):
+def test_without_timed_steps_exchanges_are_timed(wire):
     """In a custom loop; in `fit`, a timed trial follows timed steps."""
     descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
     planner = AutoPlanner(tp.policies.Auto(margin=0.0), 2**22)
@@ -174,7 +174,7 @@ def test_where_no_steps_are_timed_exchanges_are(wire):
     assert all(other == found for other in exchange_objects(found, wire, "slowdowns"))
 
 
-def test_beside_factors_it_decides_once_there_are_rows(wire):
+def test_with_factors_the_plan_is_chosen_after_rows_are_known(wire):
     for scheme in ("factors", "hybcomm"):
         model, data = wide(steps=10)
         reference = train_alone(copied(model), data, sgd())
@@ -186,7 +186,7 @@ def test_beside_factors_it_decides_once_there_are_rows(wire):
         assert optimizer.plan.forecasts, optimizer.plan
 
 
-def test_once_rows_are_known_few_of_them_are_sent_as_factors(wire):
+def test_few_known_rows_are_sent_as_factors(wire):
     model, data = wide(steps=12)
     reference = train_alone(copied(model), data, sgd())
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
@@ -197,7 +197,7 @@ def test_once_rows_are_known_few_of_them_are_sent_as_factors(wire):
     assert names == {"factors"}, optimizer.plan
 
 
-def test_a_schedule_to_auto(wire):
+def test_a_schedule_switches_to_auto(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
     schedule = keras_callbacks.SchemeSchedule({0: "alltoall", 1: "auto"})
@@ -229,7 +229,7 @@ def test_a_train_step_that_is_compiled_twice(wire):
     assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
-def test_a_saved_model_holds_the_policy_and_no_links(wire):
+def test_a_saved_model_holds_the_policy_without_the_network_profile(wire):
     """Loading it measures nothing, and the plan before the first step has no profile."""
     model, data = large(), models.mlp.data(BATCH * 10)
     policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.0)
@@ -272,7 +272,7 @@ def test_close_plans_are_timed(wire):
     assert "timed exchanges, relative to the predicted ones" in str(optimizer.plan)
 
 
-def test_without_links_it_is_all_reduce(wire):
+def test_without_a_network_profile_auto_is_all_reduce(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
     with links(None):
@@ -282,7 +282,7 @@ def test_without_links_it_is_all_reduce(wire):
     assert not optimizer.plan.forecasts
 
 
-def test_a_fixed_scheme_has_a_prediction_where_the_network_is_known(wire):
+def test_a_fixed_scheme_has_a_prediction_with_a_network_profile(wire):
     for known in (None, given(wire, "1gbit")):
         model, data = small()
         optimizer = tp.DistributedOptimizer(sgd(), "alltoall")
@@ -296,7 +296,7 @@ def test_a_fixed_scheme_has_a_prediction_where_the_network_is_known(wire):
         assert optimizer.exposed_s > 0.0
 
 
-def test_loops_of_ones_own(wire):
+def test_custom_loops(wire):
     weight = keras.Variable(np.zeros((64, 64), "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(sgd())
     step = tf.function(lambda x: optimizer.apply([x], [weight]))
@@ -307,7 +307,7 @@ def test_loops_of_ones_own(wire):
     assert not optimizer.plan.forecasts[0].knows_computation
 
 
-def test_ranks_must_be_given_the_same_links(wire):
+def test_ranks_must_receive_the_same_network_profile(wire):
     rate = "1gbit" if wire.topology.rank == 0 else "2gbit"
     model, data = small()
     with (
@@ -317,7 +317,7 @@ def test_ranks_must_be_given_the_same_links(wire):
         train_together(model, data, tp.DistributedOptimizer(sgd()), wire)
 
 
-def test_a_network_that_only_some_ranks_know_is_named(wire):
+def test_a_network_profile_on_only_some_ranks_is_refused(wire):
     model, data = small()
     known = links(given(wire, "1gbit")) if wire.topology.rank == 0 else contextlib.nullcontext()
     with (

@@ -43,7 +43,7 @@ def test_bert_of_texts_of_any_length(wire):
     assert optimizer.plan.forecasts
 
 
-def test_two_optimizers_in_a_train_step_of_ones_own(wire):
+def test_two_optimizers_in_a_custom_train_step(wire):
     noise, real = several_optimizers.gan_data(80)
     mine = slice(wire.topology.rank, None, wire.topology.size)
     model = several_optimizers.make_gan(True, scheme="auto")
@@ -54,7 +54,7 @@ def test_two_optimizers_in_a_train_step_of_ones_own(wire):
         _check_planned(optimizer)
 
 
-def test_ranks_with_other_numbers_of_batches(wire):
+def test_ranks_with_different_numbers_of_batches(wire):
     model, optimizer = uneven.compiled_for_lengths("auto")
     data = uneven.of_unknown_length(10 + wire.topology.rank)
     with links("measure"), plans_are_changed():
@@ -63,7 +63,7 @@ def test_ranks_with_other_numbers_of_batches(wire):
     _check_planned(optimizer)
 
 
-def test_several_steps_in_an_execution_on_ranks_with_other_numbers_of_batches(wire):
+def test_several_steps_per_execution_with_different_numbers_of_batches(wire):
     """Residuals are sent before plans change, in the last execution of an epoch."""
     model = large()
     optimizer = tp.DistributedOptimizer(
@@ -79,7 +79,7 @@ def test_several_steps_in_an_execution_on_ranks_with_other_numbers_of_batches(wi
     _check_planned(optimizer)
 
 
-def test_mixed_precision_and_a_dataset_of_python(wire):
+def test_mixed_precision_and_a_pydataset(wire):
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd())
@@ -92,7 +92,7 @@ def test_mixed_precision_and_a_dataset_of_python(wire):
     _check_planned(optimizer)
 
 
-def test_an_optimizer_that_trains_parts_in_turn(wire):
+def test_an_optimizer_trains_parts_in_turn(wire):
     """One optimizer with two lists of variables has a plan for each."""
     kernels = [keras.Variable(np.ones((64, 64), "float32"), name=f"kernel_{i}") for i in range(2)]
     optimizer = tp.DistributedOptimizer(sgd())

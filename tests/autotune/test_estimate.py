@@ -119,7 +119,7 @@ def test_the_fit_recovers_rates_of_work():
     assert dataclasses.asdict(found) == expected
 
 
-def test_a_connection_as_fast_as_its_link_is_no_limit():
+def test_a_connection_as_fast_as_its_link_has_no_limit():
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     times = {one.name: [_seconds(one, topology)] * 3 for one in probes}
@@ -131,7 +131,7 @@ def test_a_connection_as_fast_as_its_link_is_no_limit():
 
 
 @pytest.mark.parametrize("name", ["rate.across", "rate.flow"])
-def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
+def test_a_retransmitted_packet_does_not_increase_the_uncertainty(name):
     """TCP waits 200 ms before it sends a lost packet again, in one round of many."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
@@ -144,7 +144,7 @@ def test_a_packet_that_was_sent_again_makes_no_link_uncertain(name):
     assert links.uncertainty < 0.25
 
 
-def test_uncertainty_is_that_of_the_rate_which_counts():
+def test_uncertainty_refers_to_the_limiting_rate():
     """If a connection has no limit, only one of two probes determines the rate."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)

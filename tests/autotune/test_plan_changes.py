@@ -36,7 +36,7 @@ from tfposeidon.communication import runtime
 pytestmark = pytest.mark.ranks("2x1")
 
 
-def test_it_plans_again_by_measured_times(wire):
+def test_the_plan_is_updated_from_measured_times(wire):
     """Smaller buckets overlap a part of the exchange with the backward pass."""
     per_layer_s = 0.01
     model, data = wide(steps=12, backward_s=per_layer_s)
@@ -65,7 +65,7 @@ def test_a_gain_smaller_than_its_cost_changes_nothing(wire):
     assert optimizer.plan.forecasts[0].knows_computation
 
 
-def test_once_it_has_decided_steps_have_no_clocks(wire):
+def test_steps_are_not_timed_after_the_decision(wire):
     """If steps take longer than predicted, it is logged once, and nothing is measured again."""
     model, data = wide(steps=30)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
@@ -85,7 +85,7 @@ def test_once_it_has_decided_steps_have_no_clocks(wire):
     assert len(wrong) == (wire.topology.rank == 0), lines
 
 
-def test_steps_that_are_not_timed(wire):
+def test_the_exposed_time_of_untimed_steps_is_refused(wire):
     """Reading their exposed time raises an error, with a fixed scheme and in a custom loop."""
     weight = keras.Variable(np.zeros(4, "float32"), name="weight")
     for scheme in ("allreduce", "auto"):
@@ -189,7 +189,7 @@ class Stop(keras.callbacks.Callback):
         self.model.stop_training = True
 
 
-def test_a_change_of_plan_goes_on_after_training_has_ended(wire):
+def test_a_pending_change_of_plan_continues_in_the_next_fit(wire):
     """In a later `fit` and in a resumed run, which first send the residuals."""
     begin = _turning_data(2)
     end = _turning_data(choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS)
@@ -221,7 +221,7 @@ class WatchingFlushes(Watching):
         self.seen.append(self.model.optimizer.exchange.has_flushed)
 
 
-def test_where_absence_is_watched_one_execution_sends_residuals(wire):
+def test_with_exhausted_input_checks_one_execution_sends_residuals(wire):
     """Only the last execution of an epoch is dense because of the change of plans."""
     executions, steps = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS, 2
     begin, end = _turning_data(2), _turning_data(steps * executions)
@@ -236,7 +236,7 @@ def test_where_absence_is_watched_one_execution_sends_residuals(wire):
     _check_turned(model, expected, wire)
 
 
-def test_a_plan_changes_where_the_length_of_epochs_is_unknown(wire):
+def test_a_plan_changes_with_epochs_of_unknown_length(wire):
     executions = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
     begin, end = _turning_data(2), _turning_data(executions)
     model = _compiled(parallel_layers())

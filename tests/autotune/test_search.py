@@ -41,7 +41,7 @@ def _schemes(plan):
     return {str(bucket.scheme) for bucket in plan.buckets}
 
 
-def test_the_torus_where_a_connection_is_slow_and_the_ring_where_latency_counts():
+def test_slow_connections_select_the_torus_and_latency_selects_the_ring():
     assert _schemes(choose()) == {"torus2d"}
     assert _schemes(choose(links=FAST)) == {"alltoall"}
     # Horovod fuses all rings into one, and executes one all-to-all after another.
@@ -78,7 +78,7 @@ def test_exact_by_default(rate, factors):
     assert not any(bucket.slots(CLUSTER) for bucket in halves.buckets)
 
 
-def test_allowed_compression_is_used_where_it_is_faster():
+def test_allowed_compression_is_used_if_faster():
     slow = NetworkProfile.of("200mbit", ranks_per_node=8)
     assert "wire_dtype=float16" in str(_schemes(choose(policies.Auto(compression=("fp16",)), slow)))
     sparse = choose(policies.Auto(compression=("topk",), density=0.05), slow)
@@ -89,7 +89,7 @@ def test_allowed_compression_is_used_where_it_is_faster():
     assert {bucket.scheme.wire_dtype for bucket in both.buckets} == {"float16"}
 
 
-def test_few_rows_travel_as_factors_and_many_do_not():
+def test_few_rows_are_sent_as_factors_and_many_are_not():
     def chosen(rows):
         factors = FactorShape(rows, 1024, 1024, "float32")
         layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
@@ -103,7 +103,7 @@ def test_few_rows_travel_as_factors_and_many_do_not():
     assert "factors" not in chosen(None)
 
 
-def test_a_gain_below_the_margin_is_all_reduce():
+def test_a_gain_below_the_margin_selects_all_reduce():
     gain = 1 - choose().forecasts[0].chosen.step_s / _first(SLOW)
     assert 0 < gain < 1
     above = choose(policies.Auto(margin=gain + 0.001))
@@ -177,7 +177,7 @@ def test_rules_by_rows_and_auto_in_one_policy():
     assert [bucket.members for bucket in by_rows] == [tuple(reversed(range(6)))]
 
 
-def test_every_plan_has_a_prediction_where_links_are_known():
+def test_every_plan_has_a_prediction_with_a_network_profile():
     plan = choose(policies.parse("torus2d"))
     assert plan.forecasts[0].others == ()
     assert plan.forecasts[0].chosen.step_s == predict(plan, SLOW, TIMELINE).step_s
@@ -257,7 +257,7 @@ def test_close_plans_are_timed():
     assert f"1.50 ({first})" in str(plan)
 
 
-def test_candidates_without_a_trial_do_not_win_by_it():
+def test_candidates_without_a_trial_gain_no_advantage():
     """If the best candidates are slowed down alike, one of them is still chosen."""
     trial, calls = _trial(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
     forecast = choose(links=NEAR, trial=trial).forecasts[0]
@@ -293,7 +293,7 @@ def test_an_uncertain_network_widens_the_trial():
     )
 
 
-def test_no_trial_where_predictions_differ_or_none_is_wanted():
+def test_no_trial_if_predictions_differ_or_trials_are_disabled():
     trial, calls = _trial()
     assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is far ahead"
@@ -314,7 +314,7 @@ def test_many_ranks_per_core_are_not_validated():
     assert "not validated: 4 ranks share a core" in str(choose(links=crowded, topology=four))
 
 
-def test_policies_are_saved_without_links():
+def test_policies_are_saved_without_the_network_profile():
     policy = policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.1)
     assert policies.Auto.from_config(policy.get_config()) == policy
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):

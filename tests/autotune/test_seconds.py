@@ -48,7 +48,7 @@ def _with_across(links, **changes):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_better_links_are_never_slower(name, layout):
+def test_faster_links_never_predict_slower_steps(name, layout):
     scheme, topology = SCHEMES[name], LAYOUTS[layout]
     now = _seconds(scheme, topology, LINKS)
     across = LINKS.across
@@ -163,7 +163,7 @@ def test_transfers_of_a_node_share_its_link():
 
 
 @pytest.mark.parametrize("name", contract.SCHEMES)
-def test_one_node_suffices_if_all_are_alike(name):
+def test_one_node_suffices_if_all_nodes_are_equal(name):
     """The stages of one node give the same time as those of all ranks."""
     scheme, topology = SCHEMES[name], Topology.regular(0, 12, 4)
     whole = type("Whole", (type(scheme),), {"loads_evenly": False, "name": scheme.name})

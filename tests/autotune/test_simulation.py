@@ -65,14 +65,14 @@ def test_bounds(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_exchange_that_costs_nothing_leaves_the_computation(seed):
+def test_a_free_exchange_takes_only_the_computation(seed):
     chains = [[StageTime(operation="all_to_all")] * 3 for _ in _random_chains(seed)]
     ready = [0.1 * i for i in range(len(chains))]
     found = simulate(chains, ready, 5.0, 0.0)
     assert (found.step_s, found.exposed_s, found.efficiency) == (5.0, 0.0, 1.0)
 
 
-def test_a_late_exchange_is_the_sum():
+def test_a_late_exchange_adds_to_the_computation():
     """One chain starts when the computation ends."""
     chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
     found = simulate([chain], [1.0], 1.0, CYCLE_S)

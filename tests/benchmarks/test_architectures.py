@@ -49,13 +49,13 @@ def biases_before_normalisation(found, built):
 
 @in_keras
 @pytest.mark.slow
-def test_parameters_are_those_of_keras(name):
+def test_parameters_equal_those_of_keras(name):
     assert model(name).parameters == keras_layers(name)[1]
 
 
 @in_keras
 @pytest.mark.slow
-def test_every_kernel_and_its_flops_are_those_of_keras(name):
+def test_every_kernel_and_its_flops_equal_those_of_keras(name):
     assert (
         Counter((layer.kernel, layer.flops) for layer in model(name).layers)
         == keras_layers(name)[0]
@@ -111,7 +111,7 @@ def test_dense_layers_of_vgg19_22k_have_the_published_share_of_the_parameters():
     assert dense / vgg.parameters == pytest.approx(0.91, abs=0.005)  # Poseidon, section 5.1
 
 
-def test_transformers_flops_are_those_of_kernels_scores_and_logits():
+def test_flops_of_transformers_include_kernels_scores_and_logits():
     found = model("transformer_110m")
     layers = found.layers
     tokens, width = layers[0].kernel
@@ -161,7 +161,7 @@ def test_times_make_up_the_step(name):
 
 
 @everywhere
-def test_shrunk_keeps_times_and_the_ratio_of_factors_to_matrix(name):
+def test_shrunk_preserves_times_and_the_ratio_of_factors_to_matrix(name):
     full, small = model(name), model(name).shrunk(4)
     assert small.name == f"{name}/4"
     assert small.batch == round(full.batch / 4)
@@ -180,7 +180,7 @@ def factors_to_matrix(layer, of):
     return of.batch * layer.rows * sum(layer.kernel) / math.prod(layer.kernel)
 
 
-def test_shrunk_keeps_windows_and_images_and_leaves_nothing_empty():
+def test_shrunk_preserves_windows_and_images_and_empties_no_layer():
     small = model("alexnet").shrunk(1000)
     assert small.batch == 1
     assert [layer.kernel for layer in small.layers[:2]] == [(11, 11, 3, 1), (5, 5, 1, 1)]

@@ -16,14 +16,14 @@ from tfposeidon.lab.architectures import VGG19
 
 
 @pytest.mark.parametrize("name", baselines.SYSTEMS)
-def test_their_names_are_those_of_results_alone(name):
+def test_baseline_schemes_are_not_registered(name):
     assert isinstance(SCHEMES[name](), tp.schemes.Scheme)
     assert type(SCHEMES[name]()) not in map(type, (make() for make in tp.schemes.REGISTRY.values()))
     with pytest.raises(ValueError, match=rf'must be one of "auto", .*Received: scheme=.{name}.'):
         tp.DistributedOptimizer("sgd", scheme=name)
 
 
-def test_each_dense_kernel_has_a_server():
+def test_each_dense_kernel_has_a_factor_server():
     """As the emulated models name them."""
     model = emulated_model(VGG19.shrunk(16), dilation=1.0, seed=0)
     lengths = {v.path: v.value.shape.num_elements() for v in model.trainable_variables}

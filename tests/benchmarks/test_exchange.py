@@ -20,7 +20,7 @@ def test_fit_finds_latency_and_bandwidth():
     assert exchange.fit(rows) == pytest.approx((latency_s, bandwidth))
 
 
-def test_exchange_row_says_how_far_the_limit_is():
+def test_exchange_rows_show_the_distance_to_the_limit():
     figures = {
         "step_s": [3.0, 1.1, 1.1],
         "busiest_bytes": 25_000_000,
@@ -40,7 +40,7 @@ def test_exchange_row_says_how_far_the_limit_is():
     assert row["limit_s"] is None
 
 
-def test_exchange_gives_peers_jobs_of_their_own():
+def test_exchange_runs_other_frameworks_in_separate_jobs():
     options = argparse.Namespace(
         layouts=["4x4"],
         rates=["1gbit"],
@@ -56,7 +56,7 @@ def test_exchange_gives_peers_jobs_of_their_own():
     assert (ddp["worker"], ddp["cells"]) == ("ddp", ["ddp 1024"])
 
 
-def test_exchanges_go_on_with_what_is_missing(tmp_path):
+def test_exchanges_resume_with_missing_results(tmp_path):
     options = argparse.Namespace(
         layouts=["2x1"],
         rates=["100mbit"],

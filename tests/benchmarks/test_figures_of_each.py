@@ -55,7 +55,7 @@ def test_steps_add_up(capsys):
     assert line.split()[-2:] == ["200", "ms"]
 
 
-def test_accuracy_row_counts_those_that_arrived():
+def test_accuracy_rows_count_runs_that_reached_the_target():
     runs = [
         {"reached_steps": 40, "reached_s": 2.0, "accuracies": [0.9, 0.98]},
         {"reached_steps": None, "reached_s": None, "accuracies": [0.9]},
@@ -63,7 +63,7 @@ def test_accuracy_row_counts_those_that_arrived():
     assert accuracy.cells_of("alltoall", runs)[:4] == ("alltoall", "2", "1", "40 (40 to 40)")
 
 
-def test_accuracy_plots_runs_from_before_losses_were_noted(tmp_path):
+def test_accuracy_plots_runs_without_recorded_losses(tmp_path):
     old = {"accuracies": [0.9, 0.98], "seconds": [1, 2], "reached_steps": None, "reached_s": None}
     for run in (old, old | {"losses": [1.0, 0.5], "iterations": [23, 46]}):
         accuracy.plot({"one": {"systems": {"onebit": run}}}, tmp_path / "accuracy.png")
@@ -77,7 +77,7 @@ def test_one_bit_goes_over_nodes_of_one_rank(monkeypatch):
     assert job["goes_on"]
 
 
-def test_memory_is_that_beyond_an_optimizer_without_slots(tmp_path, capsys):
+def test_memory_is_relative_to_an_optimizer_without_state(tmp_path, capsys):
     def cell(optimizer, slots, resident):
         systems = {optimizer: {"slots": slots, "resident": resident}}
         return {"layout": "2x1", "optimizer": optimizer, "update": "server", "systems": systems}
@@ -89,7 +89,7 @@ def test_memory_is_that_beyond_an_optimizer_without_slots(tmp_path, capsys):
     memory.plot(cells, tmp_path / "memory.png")
 
 
-def test_norms_in_parallel_pay_from_where_both_take_as_long():
+def test_parallel_norms_pay_off_beyond_the_crossover():
     seconds = {"local": 8.0, "share": 2.0, "all-gather": 3.0}
     from_s = norms.crossover(seconds)
     assert from_s == pytest.approx(
@@ -116,7 +116,7 @@ def test_large_batches_are_compared_with_the_small_one(capsys):
     assert [line.split()[-1] for line in lines[3:]] == below
 
 
-def test_norms_are_compared_with_both_of_tensorflows(capsys):
+def test_norms_are_compared_with_both_methods_of_tensorflow(capsys):
     cell = {
         "kind": "op",
         "model": "resnet50",
@@ -181,11 +181,11 @@ def test_local_updates_are_compared_seed_by_seed(tmp_path, capsys):
         ([-2.0, 0.5, -1.0], "not by its mean"),
     ],
 )
-def test_near_is_what_lies_within_half_a_point_with_95_percent(differences, verdict):
+def test_near_means_within_half_a_point_at_95_percent(differences, verdict):
     assert local_accuracy.judged(np.array(differences)) == verdict
 
 
-def test_ranks_have_samples_alike_or_classes_of_their_own():
+def test_ranks_have_iid_or_non_iid_samples():
     samples = local_worker.digits(0)
     alike, own = (
         [local_worker.part_of(samples, shares, rank, 4) for rank in range(4)]

@@ -11,7 +11,7 @@ from benchmarks import (
 from benchmarks.workers.task import summary
 
 
-def test_an_interrupted_benchmark_goes_on(tmp_path):
+def test_an_interrupted_benchmark_resumes(tmp_path):
     path, asked = tmp_path / "results.json", []
 
     def run(number):
@@ -45,7 +45,7 @@ def test_summary(answer, text):
     assert summary(answer).strip() == text
 
 
-def test_a_failed_job_is_the_benchmarks_exit_status(tmp_path):
+def test_a_failed_job_sets_the_exit_status_of_the_benchmark(tmp_path):
     def run(number):
         raise harness.JobError("no")
 

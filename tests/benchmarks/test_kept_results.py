@@ -64,7 +64,7 @@ ABRIDGED = ("selection",)
 
 
 @pytest.mark.parametrize("name", OF_RESULTS)
-def test_pages_show_what_results_that_are_kept_print_and_plot(name, tmp_path, capsys):
+def test_pages_show_the_tables_and_plots_of_stored_results(name, tmp_path, capsys):
     """Those of an earlier version, which lack what is shown now, would end the benchmark late."""
     cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
     OF_RESULTS[name].show(cells)
@@ -75,7 +75,7 @@ def test_pages_show_what_results_that_are_kept_print_and_plot(name, tmp_path, ca
     OF_RESULTS[name].plot(cells, tmp_path / "plot.png")
 
 
-def test_every_system_has_a_color_of_its_own():
+def test_every_system_has_its_own_color():
     colors = [style.color for style in figures.STYLES.values()]
     colors += [*figures.PARTS, figures.BASELINE]
     assert len(set(colors)) == len(colors)
@@ -88,7 +88,7 @@ def test_a_system_with_options_looks_like_its_scheme():
     assert figures.in_order(["torus2d", "unknown", "ddp"]) == ["ddp", "torus2d", "unknown"]
 
 
-def test_a_default_that_is_named_is_no_system_of_its_own():
+def test_an_explicit_default_is_not_a_separate_system():
     assert scheme_named("hitopk:0.01:mstopk") == scheme_named("hitopk:0.01")
     assert figures.style("hitopk:0.01:mstopk") == figures.style("hitopk:0.01")
     assert figures.in_order(["ps", "hitopk:0.01:mstopk"]) == ["hitopk:0.01:mstopk", "ps"]
@@ -121,7 +121,7 @@ COMMANDS = re.findall(
 
 
 @pytest.mark.parametrize(("name", "arguments"), sorted(set(COMMANDS)))
-def test_commands_beside_results_are_those_that_gave_them(name, arguments, monkeypatch):
+def test_stored_commands_plan_the_stored_results(name, arguments, monkeypatch):
     module = {**OF_RESULTS, "wrapper": wrapper}[name]
     monkeypatch.setattr("sys.argv", [name, *arguments.split()])
     options = module.parse_arguments()
@@ -148,7 +148,7 @@ def test_every_plot_can_be_drawn_again():
     assert drawn == set(redraw.PLOTS)
 
 
-def test_no_results_are_kept_that_another_way_of_measuring_would_give():
+def test_stored_results_use_the_current_method():
     """They lie under the keys of what is measured now, so that it would be left out."""
     cells = {
         name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values()
@@ -161,7 +161,7 @@ def test_no_results_are_kept_that_another_way_of_measuring_would_give():
 
 
 @pytest.mark.parametrize("name", [*OF_RESULTS, "wrapper"])
-def test_the_smallest_version_leaves_results_alone(name, monkeypatch):
+def test_the_smallest_version_does_not_change_results(name, monkeypatch):
     parse_arguments = importlib.import_module(f"benchmarks.{name}").parse_arguments
     expected = {
         (): harness.RESULTS / f"{name}.json",

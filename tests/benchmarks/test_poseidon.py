@@ -5,7 +5,7 @@ import pytest
 from benchmarks import architectures, best_scheme, poseidon
 
 
-def test_best_scheme_says_what_poseidon_says():
+def test_best_scheme_agrees_with_poseidon():
     """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2), VGG19-22K by factors."""
     (googlenet,) = best_scheme.rows_of(architectures.model("googlenet"), 128, [2, 16])
     assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
@@ -53,7 +53,7 @@ def test_poseidons_figures(capsys, tmp_path):
     poseidon.plot(cells, tmp_path / "poseidon.png")
 
 
-def test_poseidons_jobs_are_those_of_the_figures(monkeypatch):
+def test_poseidons_jobs_match_the_figures(monkeypatch):
     monkeypatch.setattr("sys.argv", ["poseidon", "--full"])
     options = poseidon.parse_arguments()
     jobs = list(poseidon.planned(options).values())

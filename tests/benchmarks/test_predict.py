@@ -78,14 +78,14 @@ def rows():
     return found
 
 
-def test_exchanges_that_follow_the_model_are_predicted(rows):
+def test_exchanges_of_the_model_are_predicted(rows):
     """Links are found again from the single collectives, to what their own bytes blur."""
     found = list(predict.compared(rows))
     assert len(found) == 3 * 2 * len(SYSTEMS)
     assert max(abs(predict.error(row)) for row in found) < 0.03
 
 
-def test_steps_are_no_shorter_than_their_computation(rows, capsys):
+def test_steps_are_at_least_as_long_as_their_computation(rows, capsys):
     found = list(predict_steps.compared(rows))
     assert {row["file"] for row in found} == {"scaling", "overview", "auto"}
     assert {row["layout"] for row in found} == {LAYOUT}
@@ -125,7 +125,7 @@ def test_the_choice_is_timed_as_auto_does():
     assert predict.chosen(tie, timed_trials=True) == "allreduce"
 
 
-def test_the_torus_is_no_choice_where_it_is_an_all_to_all():
+def test_the_torus_is_not_a_candidate_if_it_equals_all_to_all():
     assert predict.considered(["allreduce", "torus2d:float16"], "4x1") == ["allreduce"]
     assert predict.considered(["allreduce", "torus2d:float16"], "2x2") == [
         "allreduce",
@@ -133,7 +133,7 @@ def test_the_torus_is_no_choice_where_it_is_an_all_to_all():
     ]
 
 
-def test_a_constant_is_changed_for_a_while_only(rows):
+def test_a_constant_is_changed_only_temporarily(rows):
     before = [row["predicted_s"] for row in predict.compared(rows)]
     with predict.changed("EXPOSED", 1.0):
         slower = [row["predicted_s"] for row in predict.compared(rows)]

@@ -14,7 +14,7 @@ from benchmarks import (
 from benchmarks.workers import mirrored
 
 
-def test_scaling_row_tells_exposed_from_hidden_communication():
+def test_scaling_rows_separate_exposed_and_hidden_communication():
     task = {"model": "resnet50", "dilation": 4.0}
     compute_s = 4 * 256 / 1150
     cell = {"task": task, "rate_bits_per_s": 1e8}
@@ -47,7 +47,7 @@ def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
     assert (seen["task"]["shrink"], seen["task"]["warm_up"]) == (4, 3)
 
 
-def test_peers_run_in_programs_of_their_own():
+def test_other_frameworks_run_in_separate_programs():
     systems = ["alone", "torus2d:float16", "ddp-fp16", "mirrored-packs", "ddp"]
     assert harness.by_worker(systems, "keras_fit") == {
         "keras_fit": ["alone", "torus2d:float16"],
@@ -93,7 +93,7 @@ def test_overview_shows_times_of_the_real_cluster(tmp_path, capsys):
     overview.plot(cells, tmp_path / "plot.png")
 
 
-def test_slow_links_are_not_dilated_unless_it_is_asked_for(monkeypatch):
+def test_slow_links_are_dilated_only_on_request(monkeypatch):
     monkeypatch.setattr("sys.argv", ["overview", "--full"])
     jobs = scaling.planned(overview.parse_arguments()).values()
     dilations = {(job["gbit"], job["dilation"]) for job in jobs}

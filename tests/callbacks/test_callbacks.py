@@ -56,7 +56,7 @@ class Unbuilt(keras.Model):
         return self.top(self.hidden(inputs))
 
 
-def test_broadcast_to_a_model_that_is_not_built(wire):
+def test_broadcast_builds_an_unbuilt_model(wire):
     x, y = models.mlp.data(8)
     for data in (
         {"x": x, "y": y, "batch_size": 4},
@@ -71,7 +71,7 @@ def test_broadcast_to_a_model_that_is_not_built(wire):
         assert int(model.optimizer.iterations) == 2
 
 
-def test_data_without_shapes_say_that_the_model_must_be_built(wire):
+def test_data_of_unknown_shape_require_a_built_model(wire):
     batch = models.mlp.data(4)
     data = tf.data.Dataset.from_generator(lambda: iter([batch] * 2), ("float32", "int64"))
     with Raises(RuntimeError, "Call the model on one batch, or model.build"):
@@ -121,7 +121,7 @@ class _Worse(keras.callbacks.Callback):
         logs["loss"] = -float(epoch) if tp.rank() == 0 else 3.0 * epoch
 
 
-def test_keras_callbacks_decide_alike(wire):
+def test_keras_callbacks_decide_identically_on_all_ranks(wire):
     model = compiled()
     callbacks = [
         _Worse(),
@@ -159,18 +159,18 @@ def test_warmup_and_momentum_correction(wire):
     np.testing.assert_allclose(_rates_with_warmup(3), expected, rtol=1e-5)
 
 
-def test_warmup_where_executions_do_not_fill_an_epoch(wire):
+def test_warmup_with_a_partial_last_execution(wire):
     """Four steps, three together: the rate reaches its full value all the same."""
     expected = [0.4, 0.55, 0.6, 0.75, *[0.8] * 2, *[0.08] * 2]
     np.testing.assert_allclose(_rates_with_warmup(3, together=3), expected, rtol=1e-5)
 
 
-def test_a_schedule_right_behind_warmup(wire):
+def test_a_schedule_directly_after_warmup(wire):
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.08] * 8]
     np.testing.assert_allclose(_rates_with_warmup(2), expected, rtol=1e-5)
 
 
-def test_the_full_rate_follows_where_a_run_is_resumed(wire):
+def test_a_resumed_run_reaches_the_full_rate(wire):
     """Its snapshot has the rate of the last execution of the warm-up."""
     for together, warmup_epochs, epoch, batch, last in (
         (1, 2, 2, 0, 1.75),

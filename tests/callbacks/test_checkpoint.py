@@ -66,7 +66,7 @@ def test_resume_in_every_phase(wire):
         shutil.rmtree(folder)
 
 
-def test_resume_behind_the_last_batch_of_an_epoch(wire):
+def test_resume_after_the_last_batch_of_an_epoch(wire):
     """Where a callback may stop training, an epoch with nothing left to train on ends, too."""
     watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
     folder = shared_folder(wire)
@@ -90,7 +90,7 @@ def test_resume_with_a_schedule_that_starts_at_zero(wire):
     check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
 
 
-def test_a_fit_after_a_resumed_one_begins_at_its_beginning(wire):
+def test_a_fit_after_a_resumed_one_starts_at_epoch_0(wire):
     folder = shared_folder(wire)
     checkpoint_job(models.mlp, folder, sgd, epochs=1)
     model, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2)
@@ -131,7 +131,7 @@ def test_resume_where_a_step_updates_layers_separately(wire):
     check_resumes(wire, lambda: ByParts(models.mlp().layers), sgd, scheme=SPARSE)
 
 
-def test_resume_after_an_execution_that_the_epoch_ended(wire):
+def test_resume_after_a_partial_last_execution(wire):
     def make():
         keras.utils.set_random_seed(5)
         return compiled(models.mlp, sgd(), steps_per_execution=2)
@@ -217,7 +217,7 @@ def _spoil(folder, wire, cut):
     exchange_objects(None, wire, "spoiled")
 
 
-def test_damaged_snapshots_are_passed_over(wire):
+def test_damaged_snapshots_are_skipped(wire):
     saved, resumed = shared_folder(wire), None
     checkpoint_job(noisy, saved, sgd, epochs=2)
     for cut in (True, False):
@@ -286,7 +286,7 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
         shutil.rmtree(folder)
 
 
-def test_an_order_that_fit_draws_is_told_of(wire):
+def test_shuffling_by_fit_is_logged(wire):
     """Arrays and `PyDataset`s are shuffled unless `fit` is told not to."""
     x, y = models.mlp.data(16)
     arrays, batches = (x, y), (models.Batches(x, y, 4),)

@@ -45,7 +45,7 @@ def bare(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_named_toolkit_comes_first(monkeypatch, tmp_path):
+def test_an_explicit_toolkit_has_precedence(monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path / "named")))
     monkeypatch.setenv("PATH", str(toolkit_in(tmp_path / "other", "13.0") / "bin"))
     found = cuda.require_toolkit()
@@ -71,7 +71,7 @@ def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
         ("13.0", (12, 4), r"CUDA 13.0 requires NVIDIA's driver 580 or later.*up to 12.4"),
     ],
 )
-def test_what_cannot_compile_is_refused(monkeypatch, tmp_path, release, driver, message):
+def test_toolkits_that_cannot_compile_are_refused(monkeypatch, tmp_path, release, driver, message):
     home = toolkit_in(tmp_path / "cuda", release) if release else tmp_path / "none"
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
     monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: "12.5.1")
@@ -80,7 +80,7 @@ def test_what_cannot_compile_is_refused(monkeypatch, tmp_path, release, driver, 
         cuda.require_toolkit()
 
 
-def test_a_toolkit_that_does_not_suit_hides_no_other(monkeypatch, tmp_path):
+def test_an_unsuitable_toolkit_does_not_hide_others(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(toolkit_in(tmp_path / "old", "11.5") / "bin"))
     wheel = toolkit_in(tmp_path / "site-packages" / "nvidia" / "cu13", "13.0")
     (tmp_path / "site-packages" / "nvidia" / "nccl").mkdir()
@@ -92,7 +92,7 @@ def test_a_toolkit_that_does_not_suit_hides_no_other(monkeypatch, tmp_path):
         cuda.require_toolkit()
 
 
-def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
+def test_a_missing_runtime_is_named(monkeypatch, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     (home / "lib64" / "libcudart_static.a").unlink()
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
@@ -100,7 +100,7 @@ def test_a_runtime_that_is_missing_is_named(monkeypatch, tmp_path):
         cuda.require_toolkit()
 
 
-def test_the_build_finds_what_wheels_hold_under_versioned_names_only(monkeypatch, tmp_path):
+def test_the_build_finds_versioned_libraries_of_wheels(monkeypatch, tmp_path):
     home = toolkit_in(tmp_path / "cuda", "13.0")
     (home / "lib64" / "libcudart.so.13").touch()
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
@@ -115,12 +115,12 @@ def test_the_build_finds_what_wheels_hold_under_versioned_names_only(monkeypatch
     }
 
 
-def test_a_newer_nvcc_needs_no_driver_where_it_compiles(monkeypatch, tmp_path):
+def test_a_newer_nvcc_compiles_without_a_driver(monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path, "13.0")))
     assert cuda.require_toolkit().version == (13, 0)
 
 
-def test_nccl_of_a_wheel_is_found_beside_horovod(monkeypatch, tmp_path):
+def test_nccl_of_a_wheel_is_found_relative_to_horovod(monkeypatch, tmp_path):
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(toolkit_in(tmp_path / "cuda")))
     toolkit = cuda.require_toolkit()
     elsewhere = nccl_in(tmp_path / "site-packages" / "nvidia" / "nccl")
@@ -154,11 +154,11 @@ def report(monkeypatch, gpus, driver=None, tensorflow=None, horovod=None):
     return dict(check.gpu_rows(gpus))
 
 
-def test_a_machine_for_cpus_has_one_line(monkeypatch):
+def test_a_machine_without_gpus_has_one_line(monkeypatch):
     assert report(monkeypatch, 0) == {"GPUs": "none, and no NVIDIA driver"}
 
 
-def test_the_report_names_what_does_not_go_together(monkeypatch):
+def test_the_report_names_incompatible_versions(monkeypatch):
     rows = report(monkeypatch, 0, driver=(12, 8))
     assert "built for CPUs; python -m tfposeidon install --cuda" in rows["GPUs"]
     rows = report(monkeypatch, 0, driver=(12, 8), tensorflow="12.5.1", horovod="12.5.82")
@@ -182,7 +182,7 @@ def test_native_ops_for_another_gpu_are_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_architectures_that_nvcc_does_not_support_end_the_build(tmp_path):
+def test_unsupported_architectures_end_the_build(tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     with (home / "bin" / "nvcc").open("a") as nvcc:
         nvcc.write("echo compute_80\n")

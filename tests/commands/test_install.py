@@ -16,7 +16,7 @@ from tfposeidon.commands.versions import InstallError
 
 
 @pytest.mark.parametrize("python", versions.PYTHON)
-def test_supported_versions_are_taken(monkeypatch, python):
+def test_supported_versions_are_accepted(monkeypatch, python):
     monkeypatch.setattr(versions, "running_python", lambda: python)
     versions.require_python()
     for release in versions.tensorflow_releases():
@@ -110,7 +110,7 @@ def test_the_cache_is_per_user(monkeypatch, tmp_path):
         ("CORRECTIONS", ()),
     ],
 )
-def test_the_cache_key_follows_what_the_wheel_depends_on(monkeypatch, name, value):
+def test_the_cache_key_covers_the_inputs_of_the_wheel(monkeypatch, name, value):
     before = install.cache_key(False)
     assert install.cache_key(False) == before
     monkeypatch.setattr(install, name, value)
@@ -127,7 +127,7 @@ def gpu_parts(monkeypatch):
     return toolkit, nccl
 
 
-def test_for_gpus_cuda_and_nccl_are_taken(monkeypatch, gpu_parts):
+def test_gpu_builds_use_cuda_and_nccl(monkeypatch, gpu_parts):
     assert install.tensorflow_requirement(True).startswith("tensorflow[and-cuda]==")
     assert install.horovod_flags(True)["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     before = install.cache_key(True)
@@ -146,7 +146,7 @@ def test_for_gpus_cuda_and_nccl_are_taken(monkeypatch, gpu_parts):
         ((13, 0), "tensorflow-cpu 2.21.0", None, False),
     ],
 )
-def test_a_driver_and_tensorflow_decide_where_nobody_says(
+def test_a_driver_and_tensorflow_determine_the_default(
     monkeypatch, driver, tensorflow, cuda_of_it, for_gpus
 ):
     monkeypatch.setattr(cuda, "driver_version", lambda: driver)
@@ -155,7 +155,7 @@ def test_a_driver_and_tensorflow_decide_where_nobody_says(
     assert install.for_gpus() == for_gpus
 
 
-def test_nccl_wants_a_tensorflow_for_gpus(monkeypatch, capsys, gpu_parts):
+def test_nccl_requires_a_tensorflow_for_gpus(monkeypatch, capsys, gpu_parts):
     monkeypatch.setattr(install, "_tensorflow_version", lambda: "tensorflow-cpu 2.21.0")
     monkeypatch.setattr(cuda, "tensorflow_cuda", lambda: None)
     assert install.main(argparse.Namespace(horovod_only=True, cuda=True)) == 1
@@ -176,7 +176,7 @@ def test_mpi_passes_through(monkeypatch):
     assert "HOROVOD_WITHOUT_MPI" not in install.horovod_flags(False)
 
 
-def test_a_failed_build_prints_its_last_lines_and_what_to_install(monkeypatch, tmp_path):
+def test_a_failed_build_prints_its_last_lines_and_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     install.cache_folder().mkdir(parents=True)
     source = tmp_path / "source"

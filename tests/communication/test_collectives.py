@@ -101,7 +101,7 @@ def _real(tensor):
 
 
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_every_dtype_is_carried(wire, dtype):
+def test_every_dtype_is_sent(wire, dtype):
     rank, size = wire.topology.rank, wire.topology.size
     value = tf.cast(tf.constant([[rank, 1.0]]), dtype)
     for joined in _both(lambda: tp.all_gather(value)):
@@ -150,7 +150,7 @@ def test_structures(wire):
     assert [float(weights["a"]), float(weights["b"][0][0])] == [1.0, 1.0]
 
 
-def test_ranks_that_give_other_values(wire):
+def test_different_values_on_ranks_are_refused(wire):
     rank = wire.topology.rank
     with Raises(
         RuntimeError,
@@ -187,7 +187,7 @@ def test_barrier(wire):
     assert int(waits()) == 1
 
 
-def test_a_hand_written_loop_starts_and_stays_alike(wire):
+def test_ranks_of_a_custom_loop_start_and_stay_equal(wire):
     keras.utils.set_random_seed(wire.topology.rank)
     model, optimizer = models.mlp(), tp.DistributedOptimizer(keras.optimizers.Adam(0.01))
     optimizer.build(model.trainable_variables)
@@ -210,7 +210,7 @@ def test_a_hand_written_loop_starts_and_stays_alike(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_what_is_refused(wire):
+def test_invalid_arguments_are_refused(wire):
     weight = keras.Variable([1.0])
     with Raises(
         ValueError, f"must be a rank of the job, 0 to {wire.topology.size - 1}. Received: 9"

@@ -33,7 +33,7 @@ def test_survivors_name_the_rank_that_failed_first(store, monkeypatch, capsys):
     assert lines == ["tfposeidon: the job ends. rank 2 failed first: ValueError: out of paper"] * 2
 
 
-def test_the_first_cause_stays(store, monkeypatch, capsys):
+def test_the_first_cause_is_not_overwritten(store, monkeypatch, capsys):
     monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 1.0)
     Reporter(1, 3, store).report(ValueError("first"))
     Reporter(2, 3, store).report(ValueError("second"))
@@ -53,7 +53,7 @@ def test_silent_and_ended_ranks_are_named(store, capsys):
     assert "Rank(s) [1] had already finished their script" in said
 
 
-def test_a_signal_is_a_cause_and_no_end_in_good_order(store, monkeypatch, capsys):
+def test_a_signal_is_a_cause_of_failure(store, monkeypatch, capsys):
     monkeypatch.setattr("tfposeidon.communication.failure.PATIENCE_S", 1.0)
     ended = Reporter(1, 3, store)
     ended.report_signal("SIGTERM")
@@ -65,24 +65,24 @@ def test_a_signal_is_a_cause_and_no_end_in_good_order(store, monkeypatch, capsys
     assert "already finished" not in said
 
 
-def test_what_failed_before_a_signal_is_the_cause(store, capsys):
+def test_a_failure_before_a_signal_is_the_cause(store, capsys):
     Reporter(2, 3, store).report(ValueError("first"))
     capsys.readouterr()
     Reporter(1, 3, store).report_signal("SIGTERM")
     assert "rank 2 failed first: ValueError: first" in capsys.readouterr().err
 
 
-def test_without_a_store_each_rank_says_what_it_saw(capsys):
+def test_without_a_store_each_rank_reports_its_own_error(capsys):
     Reporter(0, 4, None).report(BROKEN)
     assert "rank 0 lost its peers while it waited for tensor" in capsys.readouterr().err
 
 
-def test_a_store_that_is_gone_is_no_second_failure(capsys):
+def test_a_lost_store_causes_no_second_failure(capsys):
     Reporter(0, 2, Store("127.0.0.1", 9)).report(ValueError("x"))
     assert "rank 0 failed first: ValueError: x" in capsys.readouterr().err
 
 
-def test_one_rank_alone_says_nothing(capsys):
+def test_a_single_rank_reports_nothing(capsys):
     Reporter(0, 1, None).report(ValueError("x"))
     assert capsys.readouterr().err == ""
 
@@ -126,7 +126,7 @@ def test_node_sizes_come_from_the_first_rank_of_each_node(store):
     assert node_sizes(store, ProcessRank(4, 6, 1, 3)) == [2, 1, 3]
 
 
-def test_a_node_that_never_comes_is_named(store):
+def test_a_missing_node_is_named(store):
     with pytest.raises(TimeoutError, match="no value of 'node-of-rank-0'"):
         node_sizes(store, ProcessRank(1, 2, 1, 2), timeout_s=0.1)
 

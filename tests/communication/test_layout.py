@@ -8,7 +8,7 @@ from tests.helpers.checks import Raises
 pytestmark = [pytest.mark.ranks("2x2", core=True), pytest.mark.ranks("2x2", launcher="mpirun")]
 
 
-def test_nodes_are_as_asked_for(wire):
+def test_nodes_have_the_requested_layout(wire):
     assert wire.topology.nodes == ((0, 1), (2, 3))
     assert tp.init(ranks_per_node=2) is wire.topology
 

@@ -19,7 +19,7 @@ LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
 GIVEN = NetworkProfile.of("1gbit", ranks_per_node=2, flow="200mbit")
 
 
-def test_files_hold_everything(tmp_path):
+def test_profile_files_hold_all_fields(tmp_path):
     links = dataclasses.replace(GIVEN, measured_at="2026-11-23T15:00:00")
     path = tmp_path / "links.json"
     path.write_text(links.to_json())
@@ -28,7 +28,7 @@ def test_files_hold_everything(tmp_path):
     assert NetworkProfile.from_json(alone.to_json(), "x") == alone
 
 
-def test_what_users_give(tmp_path):
+def test_init_accepts_profiles_rates_and_paths(tmp_path):
     topology = Topology.regular(0, 4, 2)
     assert parse_network(GIVEN, topology, "cpu") is GIVEN
     assert parse_network("1gbit", topology, "v100") == NetworkProfile.of(
@@ -47,7 +47,7 @@ def test_rates_are_of_payload():
     assert str(GIVEN) == "1 Gb/s across nodes (200 Mb/s per connection), cpu, specified"
 
 
-def test_a_connection_is_slower_than_the_link_only_by_itself():
+def test_the_connection_limit_applies_to_the_bytes_of_one_connection():
     link = Link(latency_s=0, bytes_per_s=10.0, flow_bytes_per_s=2.0)
     assert link.seconds(40.0, flow_bytes=8.0) == 4.0
     assert link.seconds(40.0, flow_bytes=40.0) == 20.0
@@ -112,7 +112,7 @@ def test_units_count_once():
         ),
     ],
 )
-def test_bad_links_are_refused(make, message):
+def test_invalid_network_profiles_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -125,7 +125,7 @@ def _with(**more):
     return json.dumps(json.loads(GIVEN.to_json()) | more)
 
 
-def test_links_of_more_nodes_are_those_of_two():
+def test_profiles_of_two_nodes_apply_to_more_nodes():
     GIVEN.check_fits(Topology.regular(0, 2, 2))
     GIVEN.check_fits(Topology.regular(0, 64, 2))
     assert isinstance(GIVEN.rates, Rates)
@@ -135,7 +135,7 @@ def _parsed(given, ranks_per_node=1):
     return parse_network(given, Topology.regular(0, 4, ranks_per_node), "cpu")
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
+def test_unreadable_profile_files_are_named(tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     for path in ("nowhere.json", tmp_path, binary):
@@ -144,7 +144,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         assert f"Received: {str(path)!r}" in str(caught.value)
 
 
-def test_links_of_another_device_are_refused():
+def test_profiles_of_another_device_are_refused():
     measured = dataclasses.replace(GIVEN, ranks_per_node=1, measured_at="2026-11-24T22:00:00+00:00")
     assert _parsed(measured) is measured
     with pytest.raises(

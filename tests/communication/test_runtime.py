@@ -37,7 +37,7 @@ def test_stall_limits(fresh, asked, warning, limit):
     assert os.environ[launcher.TRANSPORT_LIMIT] == "45"
 
 
-def test_what_the_environment_says_stays(fresh, monkeypatch):
+def test_environment_variables_are_not_overwritten(fresh, monkeypatch):
     monkeypatch.setenv(launcher.STALL_LIMIT, "77")
     start.set_limits(None, None)
     assert os.environ[launcher.STALL_LIMIT] == "77"
@@ -54,7 +54,7 @@ def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["stall_timeout_s", "transport_timeout_s"])
-def test_limits_must_make_sense(fresh, name):
+def test_invalid_limits_are_refused(fresh, name):
     for server_rank in (None, 0):
         with pytest.raises(
             ValueError, match=rf"`{name}` must be a finite number >= 1\. Received: {name}=0"
@@ -93,11 +93,11 @@ def _running(size, local_size):
     return SimpleNamespace(rank=lambda: 0, size=lambda: size, local_size=lambda: local_size)
 
 
-def test_a_horovod_that_runs_is_adopted_without_groups():
+def test_a_running_horovod_is_used_without_process_sets():
     assert start.adopt(_running(4, 4), None, None).topology.nodes == ((0, 1, 2, 3),)
 
 
-def test_a_horovod_that_runs_has_no_groups_to_offer():
+def test_a_running_horovod_without_required_process_sets_is_refused():
     with pytest.raises(
         RuntimeError, match=r"needs? 4 process sets\. Replace hvd.init\(\) by tfposeidon.init\(\)"
     ):
@@ -112,7 +112,7 @@ def test_another_layout_is_refused():
         runtime.check_same_job(topology, 4, None)
 
 
-def test_each_rank_of_a_node_gets_its_gpu():
+def test_each_rank_of_a_node_uses_its_own_gpu():
     gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=gpus),
@@ -125,7 +125,7 @@ def test_each_rank_of_a_node_gets_its_gpu():
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_gpus_that_all_ranks_have_initialized_are_an_error(caplog, ranks):
+def test_gpus_initialized_by_all_ranks_are_refused(caplog, ranks):
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * 4),
         mock.patch.object(tf.config, "set_visible_devices", side_effect=RuntimeError("late")),
@@ -140,7 +140,7 @@ def test_gpus_that_all_ranks_have_initialized_are_an_error(caplog, ranks):
 @pytest.mark.parametrize(
     ("gpus", "ranks", "warned"), [(0, 1, False), (1, 1, False), (8, 1, True), (8, 8, False)]
 )
-def test_gpus_that_no_rank_uses_are_named(caplog, gpus, ranks, warned):
+def test_unused_gpus_are_named(caplog, gpus, ranks, warned):
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
         mock.patch.object(tf.config, "set_visible_devices"),
@@ -180,7 +180,7 @@ def test_ranks_share_a_gpu_without_nccl_only(monkeypatch, gpus, ranks, nccl, ref
     ("gpus", "ranks", "nccl", "refused"),
     [(0, 1, False, False), (1, 1, False, True), (1, 2, False, False), (1, 1, True, False)],
 )
-def test_check_wants_nccl_where_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
+def test_check_requires_nccl_if_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * gpus),
         mock.patch("horovod.tensorflow.nccl_built", return_value=nccl),

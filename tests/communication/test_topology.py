@@ -18,7 +18,7 @@ def test_larger_nodes_have_ranks_without_peers():
 
 
 @pytest.mark.parametrize("nodes", [((0,),), ((0, 1, 2),), ((0,), (1,))])
-def test_groups_that_are_the_world_are_not_set_up_again(nodes):
+def test_groups_of_all_ranks_create_no_process_set(nodes):
     assert Topology(0, nodes).groups() == ()
 
 

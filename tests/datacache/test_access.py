@@ -88,7 +88,7 @@ def check_all(found):
 
 
 @pytest.mark.parametrize("umask", [0, 0o22, 0o77])
-def test_pools_are_their_users_alone(shared, umask):
+def test_stores_are_accessible_to_their_owner_only(shared, umask):
     before = os.umask(umask)
     try:
         made = filled(own_memory() / "deep" / "pool")
@@ -103,7 +103,7 @@ def test_pools_are_their_users_alone(shared, umask):
 
 
 @another_user
-def test_others_neither_read_nor_lock(shared):
+def test_other_users_can_neither_read_nor_lock(shared):
     filled(own_memory() / "pool")
     files = [str(path) for path in (own_memory(), *own_memory().rglob("*"))]
     assert len(files) == 3
@@ -115,7 +115,7 @@ def test_others_neither_read_nor_lock(shared):
 
 
 @another_user
-def test_what_another_user_made_is_refused(shared, capsys):
+def test_stores_of_another_user_are_refused(shared, capsys):
     """Folders under our name, pools in the place of ours, and folders that they let us write to."""
     ours, theirs = own_memory().name, "shared / 'theirs'"
     shutil.rmtree(shared / ours)
@@ -167,7 +167,7 @@ def test_links_are_not_followed(shared):
         assert victim.read_text() == "mine"
 
 
-def test_folders_and_files_that_others_can_read_or_write_to(shared):
+def test_folders_and_files_accessible_to_others_are_refused(shared):
     made = filled(shared / "pool")
     for path, mode in (
         (made.folder, 0o755),

@@ -7,7 +7,7 @@ from datacache.pool.spec import Layout
 from tests.datacache.caches import BATCH
 
 
-def test_buffers_begin_with_a_large_page_and_are_used_again_once_nobody_holds_them():
+def test_buffers_are_aligned_to_huge_pages_and_reused_after_release():
     buffers = Buffers(Layout.of([np.zeros((8, 8, 3), "uint8"), np.int64(0)]))
     images, labels = buffers.take(BATCH)
     address = images.ctypes.data

@@ -42,7 +42,7 @@ def test_a_restart_reads_nothing(images, opened):
     assert cache.stats().source_reads == 0
 
 
-def test_batches_are_left_alone(images, opened):
+def test_batches_are_not_reused_while_referenced(images, opened):
     """Memory of batches is used again only once nobody holds one, or an array of one."""
     data = opened(images).dataset(4, shuffle=False)
     held = [batch for _ in range(8) for batch in data]
@@ -92,7 +92,7 @@ def test_nested_samples_of_many_sizes(images, opened):
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
+def test_the_cache_replaces_the_cache_of_tf_data(tmp_path, opened, disk):
     calls = []
 
     def elements():
@@ -124,7 +124,7 @@ def test_in_place_of_the_cache_of_tf_data(tmp_path, opened, disk):
         few.warm(progress=False) and sample_numbers(few.dataset(BATCH))
 
 
-def test_texts_end_as_they_were(tmp_path, opened):
+def test_texts_keep_trailing_null_bytes(tmp_path, opened):
     texts = [b"a", b"b\0\0", b"\0", b""]
     data = tf.data.Dataset.from_tensor_slices(texts)
     cache = opened(datacache.from_dataset(data, key="texts"), None, disk=tmp_path / "disk")
@@ -186,7 +186,7 @@ class _InProcesses(keras.utils.PyDataset):
         return tuple(np.stack(parts) for parts in zip(*batch, strict=True))
 
 
-def test_forked_processes_read_what_memory_holds_and_make_nothing(images, opened):
+def test_forked_processes_read_memory_and_produce_no_samples(images, opened):
     cache = opened(images)
     data = _InProcesses(cache.random_access())
 
@@ -240,7 +240,7 @@ class _Tens:
 
 
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "none"])
-def test_numbers_of_samples_are_those_of_a_list(tmp_path, memory):
+def test_sample_indices_follow_list_semantics(tmp_path, memory):
     expected = list(range(0, 90, 10))
     with datacache.Cache(_Tens(), memory=tmp_path / "memory" if memory else None) as cache:
         samples = cache.random_access()
@@ -259,7 +259,7 @@ def test_numbers_of_samples_are_those_of_a_list(tmp_path, memory):
         assert [int(value) for value in cache.dataset(1, shuffle=False).unbatch()] == expected
 
 
-def test_nothing_is_read_once_it_is_closed(tmp_path):
+def test_a_closed_cache_refuses_reads(tmp_path):
     with datacache.Cache(_Tens(), memory=tmp_path / "memory") as cache:
         data, batches, samples = cache.dataset(4), cache.pydataset(4), cache.random_access()
         list(data)

@@ -10,7 +10,7 @@ from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 
 @pytest.mark.parametrize("verify", ["first", "always"])
-def test_corrupt_samples_heal(images, opened, verify, caplog):
+def test_corrupt_samples_are_repaired(images, opened, verify, caplog):
     opened(images).warm(progress=False)
     cache = opened(images, verify=verify)
     pool = cache._tiers.pool
@@ -43,7 +43,7 @@ class Flaky:
         return self._source.read(sample)
 
 
-def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
+def test_reads_are_repeated_before_an_error_names_the_sample(images, opened, monkeypatch):
     monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     source = datacache.from_folder(images)
     cache = opened(Flaky(source, 2))
@@ -59,7 +59,7 @@ def test_reads_are_tried_again_and_then_named(images, opened, monkeypatch):
         sample_numbers(cache.dataset(BATCH))
 
 
-def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
+def test_an_undecodable_sample_is_named(tmp_path, opened):
     folder = drawn.folder(tmp_path / "images", SAMPLES)
     (folder / "class1" / "00011.png").write_bytes(b"no image")
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
         opened(folder).warm(progress=False)
 
 
-def test_bad_caches(images, tmp_path, opened, monkeypatch):
+def test_invalid_caches_are_refused(images, tmp_path, opened, monkeypatch):
     with pytest.raises(
         datacache.SourceError,
         match=r"source must exist. Received: .*nowhere, which is not a folder",

@@ -70,7 +70,7 @@ def test_another_function_is_another_cache(images, opened, kind):
     assert [int(y[-1]) for y in labels] == [int(value) for value in expected]
 
 
-def test_fingerprints_are_those_of_other_processes(images, opened):
+def test_fingerprints_are_equal_in_other_processes(images, opened):
     """Names of functions in graphs are numbered within a process."""
     for kind in (_with_loop, _with_cases, _with_condition):
         before = opened(images, kind(4)).fingerprint
@@ -150,7 +150,7 @@ def _box(image):
         (lambda image: tf.map_fn(lambda row: row + tf.random.normal([]), image), "RandomStandard"),
     ],
 )
-def test_what_draws_is_said_once(draws, op, images, caplog):
+def test_random_ops_are_logged_once(draws, op, images, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         Preprocessing(datacache.from_folder(images), lambda *stored: draws(_as_float(*stored)))
     assert caplog.text.count("uses random ops") == 1
@@ -169,7 +169,7 @@ def test_what_draws_is_said_once(draws, op, images, caplog):
         lambda image: tf.debugging.assert_all_finite(image, "finite"),
     ],
 )
-def test_what_draws_nothing_is_not_said_to(steady, images, caplog):
+def test_deterministic_ops_are_not_logged(steady, images, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         Preprocessing(datacache.from_folder(images), lambda *stored: steady(_as_float(*stored)))
     assert "uses random ops" not in caplog.text

@@ -13,7 +13,7 @@ from tests import drawn
 from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 
-def test_goes_on_where_training_was(images, opened):
+def test_iteration_resumes_at_the_position_of_training(images, opened):
     cache = opened(images)
     data = cache.dataset(BATCH, seed=2)
     seen = []
@@ -54,7 +54,7 @@ def test_positions_must_be_counted(images, opened):
         cache.state_dict()
 
 
-def test_positions_are_those_of_what_was_made_of_a_dataset(images, opened):
+def test_positions_follow_derived_datasets(images, opened):
     cache = opened(images)
     with pytest.raises(
         RuntimeError,
@@ -161,7 +161,7 @@ def test_fit_and_its_callbacks(images, opened):
 
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
-def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_execution):
+def test_fit_reads_the_epoch_that_it_reports(images, opened, kind, steps_per_execution):
     """An execution may have more steps than are left of the epoch."""
     cache = opened(images)
     order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
@@ -178,7 +178,7 @@ def test_fit_sees_the_epoch_that_it_says(images, opened, kind, steps_per_executi
 
 @pytest.mark.parametrize("training_first", [True, False])
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
-def test_validation_leaves_the_position_of_training_alone(images, opened, kind, training_first):
+def test_validation_does_not_change_the_position_of_training(images, opened, kind, training_first):
     """Validation has batches of another size, and an order of its own that goes on over epochs."""
     cache = opened(images)
     make = {

@@ -15,7 +15,7 @@ from tests import drawn
 from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 
-def test_the_disk_keeps_what_was_read(images, tmp_path, opened):
+def test_the_disk_retains_read_samples(images, tmp_path, opened):
     opened(images, disk=tmp_path / "disk").warm(progress=False)
 
     def half(contents, label):
@@ -28,7 +28,7 @@ def test_the_disk_keeps_what_was_read(images, tmp_path, opened):
     assert (cache.stats().source_reads, cache.stats().disk_hits) == (0, SAMPLES)
 
 
-def test_decoded_samples_survive_the_memory(images, tmp_path, opened):
+def test_decoded_samples_survive_the_loss_of_memory(images, tmp_path, opened):
     opened(images, decoded=tmp_path / "decoded").warm(progress=False)
     cache = opened(images, decoded=tmp_path / "decoded", memory=tmp_path / "new memory")
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
@@ -36,7 +36,7 @@ def test_decoded_samples_survive_the_memory(images, tmp_path, opened):
 
 
 @pytest.mark.parametrize("memory", ["some", None])
-def test_what_does_not_fit_is_read_through(images, tmp_path, opened, memory):
+def test_samples_beyond_the_budget_are_read_through(images, tmp_path, opened, memory):
     room = 5 * (8 * 8 * 3 + 8 + 8) + 100
     cache = opened(images, budget=room, **({} if memory else {"memory": None}))
     data = cache.dataset(BATCH)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_read_through(images, tmp_path, opened, memory):
     assert cache.stats().unkept == 3 * (SAMPLES - kept)
 
 
-def test_without_room_there_is_one_level_less(images, opened, caplog):
+def test_without_free_space_one_tier_is_skipped(images, opened, caplog):
     with caplog.at_level(logging.WARNING, "datacache"):
         cache = opened(images, budget=100)
     assert (
@@ -61,7 +61,7 @@ def test_without_room_there_is_one_level_less(images, opened, caplog):
     assert "no store in memory" in str(cache)
 
 
-def test_cleared_again_and_again_with_many_sizes(images, opened):
+def test_repeated_clearing_with_many_sizes(images, opened):
     """Memory has room for all samples, and little more."""
 
     def preprocess(contents, label):
@@ -80,7 +80,7 @@ def test_cleared_again_and_again_with_many_sizes(images, opened):
     assert cache.stats().unkept == 0
 
 
-def test_what_has_no_room_is_said(images, opened, caplog):
+def test_a_full_store_is_logged_once(images, opened, caplog):
     cache = opened(images, lambda contents, label: (contents, label), budget=SAMPLES * 40 + 500)
     with caplog.at_level(logging.WARNING, "datacache"):
         cache.warm(progress=False)
@@ -94,7 +94,7 @@ def test_what_has_no_room_is_said(images, opened, caplog):
 
 
 @pytest.mark.parametrize("sizes", ["equal", "many"])
-def test_a_pool_whose_names_go_while_it_is_used(images, tmp_path, opened, sizes):
+def test_a_store_remains_usable_after_its_files_are_deleted(images, tmp_path, opened, sizes):
     """Cleaners of temporary files remove it; others make another one."""
 
     def preprocess(contents, label):
@@ -147,7 +147,7 @@ print("all read")
 
 
 @pytest.mark.slow
-def test_a_file_system_that_is_full_or_taken_whole(tmp_path):
+def test_a_full_file_system_is_read_through(tmp_path):
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     inside = f"mount -t tmpfs -o size=512k none {tmp_path} && exec {sys.executable} -"
     done = subprocess.run(
@@ -161,7 +161,7 @@ def test_a_file_system_that_is_full_or_taken_whole(tmp_path):
     assert done.stdout.strip().endswith("all read"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
-def test_a_disk_without_room_for_a_folder_is_passed_over(
+def test_a_disk_without_space_for_a_folder_is_skipped(
     images, tmp_path, opened, caplog, monkeypatch
 ):
     make = os.mkdir

@@ -71,7 +71,7 @@ def test_epochs_are_exact_and_the_source_is_read_once(wire):
         again.close()
 
 
-def test_closed_caches_are_let_go(wire):
+def test_closed_caches_are_released(wire):
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
         cache.warm(progress=False)
@@ -83,7 +83,7 @@ def test_closed_caches_are_let_go(wire):
 
 
 @on_equal_nodes_too
-def test_each_node_keeps_its_part(wire):
+def test_each_node_caches_its_part(wire):
     if len(wire.topology.nodes) == 1:
         return
     with make_folder(wire) as folder:
@@ -111,7 +111,7 @@ def test_each_node_keeps_its_part(wire):
         assert not (folder / f"memory{wire.topology.node_index}" / cache.fingerprint[:20]).exists()
 
 
-def test_each_node_keeps_decoded_samples_without_memory(wire):
+def test_each_node_caches_decoded_samples_on_disk_only(wire):
     with make_folder(wire) as folder:
         decoded = folder / f"decoded{wire.topology.node_index}"
         cache = _open(wire, folder, memory=None, decoded=decoded)
@@ -139,7 +139,7 @@ def test_parts_that_do_not_fit_are_read_through(wire):
         cache.close()
 
 
-def test_texts_and_many_sizes_travel(wire):
+def test_texts_and_samples_of_many_sizes_are_sent(wire):
     def preprocess(contents, label):
         return {
             "pixels": drawn.decode(contents, label)[0][: label + 1],
@@ -208,7 +208,7 @@ def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
             assert seen == [share.tolist() for share, _ in itertools.islice(batches, count)]
 
 
-def test_ranks_that_stop_in_between(wire):
+def test_ranks_that_stop_within_an_epoch(wire):
     """A rank that leaves an epoch early neither waits for the others nor lets them wait."""
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
@@ -219,7 +219,7 @@ def test_ranks_that_stop_in_between(wire):
         cache.close()
 
 
-def test_ranks_with_other_functions(wire):
+def test_ranks_with_different_functions_are_refused(wire):
     with (
         make_folder(wire) as folder,
         Raises(
@@ -234,7 +234,7 @@ def test_ranks_with_other_functions(wire):
         )
 
 
-def test_passes_must_be_told_apart(wire):
+def test_each_pass_over_shuffled_data_must_be_reported(wire):
     with make_folder(wire) as folder:
         cache = _open(wire, folder)
         data = cache.dataset(BATCH)
@@ -271,7 +271,7 @@ class _Counting:
 
 
 @on_equal_nodes_too
-def test_bytes_of_rounds(wire):
+def test_bytes_of_each_exchange(wire):
     """A rank sends samples with their lengths, and the numbers of those that it wants."""
     counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
     samples = [
@@ -322,7 +322,7 @@ def test_samples_beyond_the_sizes_of_one_collective_are_sent_in_parts(wire, monk
     exchange.close()
 
 
-def test_what_cannot_be_sent_is_said_to_those_who_asked(wire):
+def test_failed_requests_are_reported_to_the_requesting_ranks(wire):
     if wire.topology.size == 1:
         return
     layout = Layout.of([np.int64(0)])

@@ -127,7 +127,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_broken_pools_are_said_and_removed(pools, capsys, damage):
+def test_damaged_stores_are_reported_and_removed(pools, capsys, damage):
     apply, text = DAMAGE[damage]
     apply(pools / "a")
     rows, reasons = _listed(capsys, pools)
@@ -139,7 +139,7 @@ def test_broken_pools_are_said_and_removed(pools, capsys, damage):
     assert not (pools / "a").exists()
 
 
-def test_corrupt_samples_are_found_and_made_again(pools, capsys):
+def test_corrupt_samples_are_reported_and_regenerated(pools, capsys):
     assert main(["verify", str(pools)]) == 0
     assert capsys.readouterr().out == (
         "".join(
@@ -164,7 +164,7 @@ def test_corrupt_samples_are_found_and_made_again(pools, capsys):
     assert "a: 10 samples intact, 1 corrupted" in capsys.readouterr().out
 
 
-def test_rm_leaves_what_is_in_use(pools, capsys):
+def test_rm_refuses_stores_in_use(pools, capsys):
     user = Pool(pools / "b")
     assert main(["rm", str(pools)]) == 2
     out, err = capsys.readouterr()
@@ -177,7 +177,7 @@ def test_rm_leaves_what_is_in_use(pools, capsys):
     assert capsys.readouterr().out == f"{pools}/b: removed\n"
 
 
-def test_rm_removes_nothing_of_others(pools, capsys):
+def test_rm_removes_only_files_of_stores(pools, capsys):
     (pools / "a" / "thesis.tex").write_text("x")
     (pools / "mine").mkdir(mode=0o700)
     (pools / "mine" / "datacache.store").write_text("x")
@@ -204,13 +204,13 @@ def test_rm_removes_nothing_of_others(pools, capsys):
     assert (pools / "a" / "datacache.store").exists()
 
 
-def test_commands_that_there_are_not():
+def test_unknown_commands_are_refused():
     for command in (["list"], ["rm"], ["verify"]):
         with pytest.raises(SystemExit, match="2"):
             main(command)
 
 
-def test_nobody_waits_for_ls(pools, capsys):
+def test_ls_blocks_no_process(pools, capsys):
     """Other processes may hold the locks that `ls` reads: it does not wait, and takes none."""
     handle = os.open(pools / "a" / "datacache.store", os.O_RDWR)
     assert lock_byte(Descriptor(handle), IN_USE, shared=True)
@@ -237,7 +237,7 @@ def _run(*arguments):
     )
 
 
-def test_tensorflow_stays_away(pools):
+def test_commands_do_not_import_tensorflow(pools):
     for command, status in (
         (["ls", pools], 0),
         (["verify", pools], 0),

@@ -40,7 +40,7 @@ FLOAT8 = tf.dtypes.experimental.float8_e4m3fn
 
 @pytest.mark.parametrize("dtype", [tf.bfloat16, FLOAT8, tf.float16, tf.complex64, tf.bool])
 @pytest.mark.parametrize("variable_shapes", [False, True])
-def test_types_of_tensorflow(opened, dtype, variable_shapes):
+def test_tensorflow_types_are_cached(opened, dtype, variable_shapes):
     def preprocess(n):
         return tf.cast(tf.cast(tf.fill([2], n % 2), tf.float32), dtype)
 
@@ -57,7 +57,7 @@ def _lists(n):
     return {"a": [n, n + 1], "b": Pair([[n], [2 * n]], (n, [n]))}
 
 
-def test_a_list_is_a_tensor_in_each_way_of_reading(opened):
+def test_a_list_becomes_a_tensor_in_each_way_of_reading(opened):
     cache = opened(datacache.from_dataset(RANGE, key="range"), _lists)
     expected = list(RANGE.map(_lists).batch(2).as_numpy_iterator())
     by_step = cache.pydataset(2, shuffle=False)
@@ -84,7 +84,7 @@ def test_a_list_is_a_tensor_in_each_way_of_reading(opened):
         (lambda n: tf.ragged.constant([[1], [2, 3]]), "Received: RaggedTensor"),
     ],
 )
-def test_what_no_tensor_holds(opened, preprocess, received):
+def test_values_that_do_not_convert_to_tensors_are_refused(opened, preprocess, received):
     with pytest.raises(ValueError, match=received):
         opened(datacache.from_dataset(RANGE, key="range"), preprocess)
 
@@ -128,7 +128,7 @@ def test_an_unknown_rank(opened, tmp_path):
         ),
     ],
 )
-def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
+def test_values_of_custom_sources(opened, tmp_path, disk, read, spec, expected):
     source = Own(read, [spec])
     cache = opened(source, None, disk=tmp_path / "disk" if disk else None)
     (batch,) = cache.dataset(SAMPLES, shuffle=False)
@@ -153,7 +153,7 @@ def test_values_of_ones_own(opened, tmp_path, disk, read, spec, expected):
         (lambda n: [1, 2], tf.int64, "2 components for value 0, expected 1"),
     ],
 )
-def test_values_that_are_others_than_the_signature(opened, read, spec, received):
+def test_values_that_contradict_the_signature_are_refused(opened, read, spec, received):
     with pytest.raises(SourceError, match=received):
         opened(Own(read, [tf.TensorSpec(None, spec)]), None)
 

@@ -67,7 +67,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_job_that_goes_on_sees_what_it_would_have_seen(numbers, cut):
+def test_a_resumed_job_reads_the_same_samples(numbers, cut):
     make, steps = CUTS[cut]
     first, last, each = 2, 4, steps or STEPS
     expected = list(itertools.islice(_in_order(), last * each))
@@ -86,7 +86,7 @@ def test_a_job_that_goes_on_sees_what_it_would_have_seen(numbers, cut):
 
 
 @pytest.mark.parametrize("cut", ["dataset", "repeated, fewer", "pydataset"])
-def test_a_job_that_is_killed_within_an_epoch(numbers, tmp_path, cut):
+def test_a_job_killed_within_an_epoch_resumes(numbers, tmp_path, cut):
     make, steps = CUTS[cut]
 
     class Kill(keras.callbacks.Callback):
@@ -128,7 +128,7 @@ def test_executions_beyond_an_epoch_of_fit(numbers):
 
 
 @pytest.mark.parametrize("ahead", ["buffer", "execution"])
-def test_data_that_are_read_far_ahead(numbers, ahead):
+def test_prefetched_data_do_not_advance_the_position(numbers, ahead):
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     if ahead == "buffer":
@@ -139,7 +139,7 @@ def test_data_that_are_read_far_ahead(numbers, ahead):
     assert seen == list(itertools.islice(_in_order(), 2 * 96))
 
 
-def test_a_job_that_goes_on_where_other_ranks_were():
+def test_a_job_resumes_on_another_number_of_ranks():
     """On two ranks the two last samples are a step of their own, on four they join another."""
     order = datacache.Order(samples=10, global_batch=4, shuffle=False)
     epochs = EpochIterator(order, rank=0, ranks=4)
@@ -149,7 +149,7 @@ def test_a_job_that_goes_on_where_other_ranks_were():
     assert epochs.start == datacache.Position(epoch=1)
 
 
-def test_positions_that_do_not_follow(numbers):
+def test_inconsistent_positions_are_refused(numbers):
     cache = numbers()
     plain = cache.dataset(BATCH)
     repeated = plain.repeat().prefetch(2)
@@ -216,7 +216,7 @@ def test_a_loop_over_data_that_repeat(numbers):
     assert seen == list(itertools.islice(_in_order(), 15))
 
 
-def test_data_that_repeat_are_read_by_nobody_else(numbers):
+def test_repeated_data_allow_no_other_iteration(numbers):
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     peek = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter(data)))
@@ -226,7 +226,7 @@ def test_data_that_repeat_are_read_by_nobody_else(numbers):
         _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
 
 
-def test_a_pydataset_of_ones_own_around_it(numbers):
+def test_a_custom_pydataset_around_the_cache(numbers):
     """Its batches may come in any order: those of each epoch of fit are an epoch's."""
 
     class Augmented(keras.utils.PyDataset):

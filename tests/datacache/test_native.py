@@ -65,7 +65,7 @@ def test_checksums_of_records():
         assert native.crc32c(content) == expected
 
 
-def test_a_library_of_another_machine_is_not_used(tmp_path):
+def test_a_library_for_another_machine_is_refused(tmp_path):
     other = tmp_path / "other.so"
     other.write_bytes(b"of another processor")
     script = f"from datacache import native; native.LIBRARY = native.Path({str(other)!r}); "

@@ -22,7 +22,7 @@ def _union(shares):
 
 @pytest.mark.parametrize(("samples", "batch"), SIZES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_sample_once_and_as_many_steps(samples, batch, ranks):
+def test_every_sample_is_read_once_in_the_expected_steps(samples, batch, ranks):
     order = Order(samples=samples, global_batch=batch, seed=3)
     if min(samples, batch) < ranks:
         with pytest.raises(
@@ -48,7 +48,7 @@ def test_the_order_does_not_depend_on_ranks():
         np.testing.assert_array_equal(together, alone)
 
 
-def test_epochs_and_seeds_differ_and_come_again():
+def test_orders_differ_between_epochs_and_seeds_and_are_reproducible():
     permutations = [
         Order(samples=50, global_batch=5, seed=seed).permutation(epoch)
         for seed in (0, 1)
@@ -63,7 +63,7 @@ def test_epochs_and_seeds_differ_and_come_again():
     assert Order(samples=8, global_batch=2).permutation(0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
 
 
-def test_each_place_is_as_likely():
+def test_each_position_is_equally_likely():
     """Chi-square test of the index of sample 0 in 8000 epochs of 8 samples.
 
     7 degrees of freedom, 99.99 %.
@@ -77,7 +77,7 @@ def test_each_place_is_as_likely():
 
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
-def test_goes_on_at_every_step_on_other_ranks(before, after):
+def test_the_order_resumes_at_every_step_on_other_ranks(before, after):
     order = Order(samples=101, global_batch=12, seed=9)
     steps = [list(order.shares(Position(), rank, before)) for rank in range(before)]
     for step in range(len(steps[0]) - 1):
@@ -92,7 +92,7 @@ def test_goes_on_at_every_step_on_other_ranks(before, after):
     assert steps[0][-1][1] == Position(epoch=1)
 
 
-def test_bad_orders():
+def test_invalid_orders_are_refused():
     with pytest.raises(ValueError, match=r"`samples` must be an integer >= 1.*=0"):
         Order(samples=0, global_batch=1)
     with pytest.raises(ValueError, match=r"`seed` must be an integer >= 0.*=-1"):

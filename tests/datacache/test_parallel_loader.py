@@ -108,7 +108,7 @@ def test_batches_are_those_of_load(loader, mode):
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 2, 5])
-def test_nothing_stale_after_a_switch(loader, leave_after):
+def test_no_stale_batches_after_a_switch(loader, leave_after):
     for first, second in itertools.permutations(MODES):
         training = loader.batches(first, itertools.count())
         for item in range(leave_after):
@@ -130,7 +130,7 @@ def test_the_first_of_two_passes_is_over(loader):
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_it_reads_ahead_while_the_last_batch_stays(tmp_path, buffers):
+def test_the_loader_reads_ahead_while_the_last_batch_stays_valid(tmp_path, buffers):
     taken = []
     items = (taken.append(item) or item for item in itertools.count())
     with ParallelLoader(functools.partial(leaves_traces, tmp_path), buffers) as loader:
@@ -154,7 +154,7 @@ def test_views_take_turns_in_memory(buffers):
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_batches_may_be_kept_read_ahead_and_trained_on(buffers):
+def test_batches_can_be_retained_prefetched_and_trained_on(buffers):
     # Loaders import this module, and are to begin at once.
     import keras
     import tensorflow as tf
@@ -182,7 +182,7 @@ def test_batches_may_be_kept_read_ahead_and_trained_on(buffers):
     assert all((x == y).all() for x, y in kept)
 
 
-def test_what_the_loader_cannot_import_is_its_own_error(tmp_path):
+def test_a_load_function_under_the_main_guard_is_refused(tmp_path):
     (tmp_path / "trains.py").write_text(
         "import datacache\n"
         'if __name__ == "__main__":\n'
@@ -200,7 +200,7 @@ def test_what_the_loader_cannot_import_is_its_own_error(tmp_path):
     )
 
 
-def test_errors_come_over_and_the_loader_goes_on():
+def test_errors_are_raised_and_the_loader_continues():
     with ParallelLoader(fails) as loader:
         batches = loader.batches("train", [10, 0, 20])
         assert next(batches) == 10
@@ -226,7 +226,7 @@ def test_errors_come_over_and_the_loader_goes_on():
         assert next(loader.batches("train", [20])) == 5
 
 
-def test_what_cannot_be_sent():
+def test_batches_that_cannot_be_sent_are_refused():
     with pytest.raises(
         ValueError,
         match=r"`buffers` must be an integer >= 2.*buffers=1. .*call `load`",
@@ -244,7 +244,7 @@ def test_what_cannot_be_sent():
 
 
 @pytest.mark.slow
-def test_a_killed_loader_is_an_error_and_another_begins():
+def test_a_killed_loader_raises_an_error_and_restarts():
     loader = ParallelLoader(about_itself)
     loader.start()
     loader.stop()
@@ -275,7 +275,7 @@ def test_a_killed_loader_is_an_error_and_another_begins():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_nothing_has_a_name_in_shared_memory_and_no_tensorflow_loads():
+def test_the_loader_uses_no_named_shared_memory_and_no_tensorflow():
     with ParallelLoader(about_itself) as loader:
         _, tensorflow, links = list(loader.batches("train", range(3)))[-1]
         assert not tensorflow
@@ -335,7 +335,7 @@ def test_loaders_end_with_a_killed_training_process(tmp_path):
         os.kill(fork, signal.SIGKILL)
 
 
-def test_a_script_without_a_guard_is_told(tmp_path):
+def test_a_script_without_a_main_guard_is_named(tmp_path):
     (tmp_path / "trains.py").write_text(
         "from tests.datacache.test_parallel_loader import ParallelLoader, load\n"
         "next(ParallelLoader(load).batches('train', [0]))\n"
@@ -365,7 +365,7 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (8, 9, 7, 3)).astype("uint8")
 
 @pytest.mark.parametrize("mean", [IMAGES.mean(0), [1.0, 2.0, 3.0]], ids=["image", "channels"])
 @pytest.mark.parametrize("size", [1, 4, 7])
-def test_crops_are_parts_of_the_images_less_the_mean(mean, size):
+def test_crops_are_parts_of_the_images_minus_the_mean(mean, size):
     prepare = CropAndMirror(mean, size, seed=3)
     whole = IMAGES - np.asarray(mean, "float32")
     tops, lefts = 10 - size, 8 - size
@@ -390,7 +390,7 @@ def test_crops_are_parts_of_the_images_less_the_mean(mean, size):
     np.testing.assert_array_equal(prepare(IMAGES, "validate", 0), expected)
 
 
-def test_other_numbers_and_seeds_crop_otherwise():
+def test_other_numbers_and_seeds_give_other_crops():
     prepare = CropAndMirror([0.0] * 3, 4)
     batches = [prepare(IMAGES, "train", number) for number in (0, 1)] + [
         CropAndMirror([0] * 3, 4, 1)(IMAGES, "train", 0)
@@ -398,7 +398,7 @@ def test_other_numbers_and_seeds_crop_otherwise():
     assert all((one != other).any() for one, other in itertools.combinations(batches, 2))
 
 
-def test_it_prepares_in_the_loader():
+def test_images_are_prepared_in_the_loader_process():
     prepare = CropAndMirror(IMAGES.mean(0), 4)
     expected = [prepare(IMAGES, mode, 2) for mode in MODES]
     with ParallelLoader(functools.partial(_prepared, prepare)) as loader:
@@ -440,6 +440,6 @@ def _prepared(prepare, mode, item):
         ),
     ],
 )
-def test_preparations_that_do_not_fit(call, text):
+def test_invalid_preparations_are_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()

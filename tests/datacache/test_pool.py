@@ -19,7 +19,7 @@ from tests.datacache.pools import (
 )
 
 
-def test_other_byte_orders_are_kept_as_this_machines():
+def test_other_byte_orders_are_converted():
     array = np.array([1, 2], ">i4")
     layout = Layout.of([array])
     assert layout.unpack(np.frombuffer(layout.pack([array]), np.uint8))[0].tolist() == [1, 2]
@@ -34,7 +34,7 @@ def test_samples_are_unpacked_as_they_were_packed():
             np.testing.assert_array_equal(got, expected)
 
 
-def test_what_one_writes_another_reads(tmp_path):
+def test_one_process_reads_the_samples_of_another(tmp_path):
     one, other = new_pool(tmp_path), new_pool(tmp_path)
     order = np.random.default_rng(0).permutation(SAMPLES)
     assert not other.ready(order).any()
@@ -53,7 +53,7 @@ def test_what_one_writes_another_reads(tmp_path):
 
 
 @pytest.mark.parametrize("slots", [1, 13, 39])
-def test_a_choice_that_fits_is_kept(tmp_path, slots):
+def test_stores_select_the_same_samples_for_their_slots(tmp_path, slots):
     everything = np.arange(SAMPLES)
     pool, again = new_pool(tmp_path / "a", slots), new_pool(tmp_path / "b", slots)
     assert pool.has_room(everything).sum() == slots
@@ -65,7 +65,7 @@ def test_a_choice_that_fits_is_kept(tmp_path, slots):
     check_samples(pool, kept)
 
 
-def test_no_room(tmp_path):
+def test_a_store_without_free_space_is_refused(tmp_path):
     huge = Layout(components=(Component(dtype="uint8", shape=(2**40,)),))
     with pytest.raises(
         NoRoomError, match=r"A store needs .* bytes of free space.*Reduce the budget"
@@ -75,7 +75,7 @@ def test_no_room(tmp_path):
     new_pool(tmp_path).put(0, drawn_sample(0))
 
 
-def test_it_is_removed_once_nobody_has_it_open(tmp_path):
+def test_a_store_can_be_removed_after_the_last_close(tmp_path):
     folder = tmp_path / "pool"
     one, other = new_pool(folder), new_pool(folder)
     one.close()
@@ -96,7 +96,7 @@ def test_it_is_removed_once_nobody_has_it_open(tmp_path):
 
 
 @pytest.mark.parametrize(("samples", "nodes"), [(1, 1), (40, 1), (40, 2), (41, 3), (2, 4)])
-def test_each_sample_is_at_home_on_one_node(samples, nodes):
+def test_each_sample_belongs_to_one_node(samples, nodes):
     home = owner_nodes(samples, nodes)
     parts = [
         SampleShard(samples=samples, slots=samples, node=node, nodes=nodes) for node in range(nodes)
@@ -135,7 +135,7 @@ def test_samples_of_another_layout(tmp_path, changed, text):
         new_pool(tmp_path).put(3, drawn_sample(3)[:1])
 
 
-def test_dates_are_not_for_pools():
+def test_dates_are_refused():
     with pytest.raises(
         ValueError,
         match=r"Samples must be numbers or bytes. Received: datetime64.* for component 0",

@@ -22,7 +22,7 @@ def _resident_kb(address):
 
 
 @pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
-def test_a_warm_pool_in_memory_is_mapped_ahead(filled):
+def test_a_warm_store_in_memory_is_mapped_in_advance(filled):
     """The kernel says that all of the mapping is there before anybody reads."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         layout = Layout.of([np.zeros(100_000, "uint8")])

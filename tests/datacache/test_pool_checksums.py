@@ -17,7 +17,7 @@ from tests.datacache.pools import (
 
 
 @pytest.mark.parametrize("damage", ["flip", "swap", "word", "zero"])
-def test_corrupt_samples_are_found_once_and_heal(tmp_path, damage):
+def test_corrupt_samples_are_detected_once_and_repaired(tmp_path, damage):
     pool = new_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, drawn_sample(index))
@@ -61,7 +61,7 @@ def test_corrupt_samples_of_many_sizes(tmp_path, damage):
     assert reader.read_sample(7)[1] == varying_sample(7)[1]
 
 
-def test_a_sample_in_the_place_of_another_is_corrupt(tmp_path):
+def test_a_sample_at_the_position_of_another_is_corrupt(tmp_path):
     """The sample is whole, but lies in the slot of another."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
@@ -72,7 +72,7 @@ def test_a_sample_in_the_place_of_another_is_corrupt(tmp_path):
 
 
 @pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
-def test_checksums_are_looked_at_once_and_not_by_who_wrote(tmp_path, monkeypatch, look):
+def test_readers_verify_checksums_once_and_writers_do_not(tmp_path, monkeypatch, look):
     everything = np.arange(SAMPLES)
     looked_at = []
     gather = native.gather
@@ -97,7 +97,7 @@ def test_checksums_are_looked_at_once_and_not_by_who_wrote(tmp_path, monkeypatch
     assert [looks(reader) for _ in range(2)] == [True, False]
 
 
-def test_corrupt_samples_are_found_beside_the_copy(tmp_path):
+def test_corrupt_samples_are_detected_during_the_copy(tmp_path):
     pool = new_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, drawn_sample(index))
@@ -120,7 +120,7 @@ def test_corrupt_samples_are_found_beside_the_copy(tmp_path):
 
 @pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
 @pytest.mark.parametrize("act", ["clear", "rewrite"])
-def test_what_changes_while_it_is_looked_at_is_not_corrupt(tmp_path, monkeypatch, look, act):
+def test_a_sample_that_changes_during_verification_is_not_corrupt(tmp_path, monkeypatch, look, act):
     """It is as its writer left it, and a batch with it is not taken."""
     writer, everything = new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
@@ -144,7 +144,7 @@ def test_what_changes_while_it_is_looked_at_is_not_corrupt(tmp_path, monkeypatch
     assert not reader.find_corrupt(everything[reader.ready(everything)], recheck=True).size
 
 
-def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypatch):
+def test_verified_samples_cleared_during_the_copy(tmp_path, monkeypatch):
     pool, other, everything = new_pool(tmp_path), new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         pool.put(index, drawn_sample(index))
@@ -156,7 +156,7 @@ def test_known_samples_that_are_cleared_while_they_are_copied(tmp_path, monkeypa
     assert not corrupt.size
 
 
-def test_what_was_written_since_a_look_stays(tmp_path):
+def test_samples_written_after_verification_are_retained(tmp_path):
     """The sample is written between the look at it and the word that would say it is corrupt."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
@@ -169,7 +169,7 @@ def test_what_was_written_since_a_look_stays(tmp_path):
     assert not pool.ready(np.array([3]))[0]
 
 
-def test_a_mark_is_of_the_word_that_was_verified(tmp_path):
+def test_a_mark_refers_to_the_verified_metadata(tmp_path):
     """Another process rewrites the sample between its verification and the mark."""
     pool, other = new_pool(tmp_path), new_pool(tmp_path)
     pool.put(3, drawn_sample(3))

@@ -43,7 +43,7 @@ def _fill(folder, die_at):
 
 
 @pytest.mark.slow
-def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
+def test_a_kill_at_every_step_leaves_only_complete_samples(tmp_path):
     context = multiprocessing.get_context("spawn")
     steps = 4 * (2 + len(LAYOUT.components))
     for die_at in range(steps):
@@ -61,7 +61,7 @@ def test_a_kill_at_every_step_leaves_only_whole_samples(tmp_path):
             assert mine.size, "the kernel has released what the killed process had claimed"
 
 
-def test_claims_are_for_one(tmp_path):
+def test_a_claim_has_one_owner(tmp_path):
     pool, other = new_pool(tmp_path), new_pool(tmp_path)
     other.put(5, drawn_sample(5))
     with pool.claim(np.array([2, 3, 5])) as mine, other.claim(np.array([3, 4])) as theirs:
@@ -85,7 +85,7 @@ def _open(folder, found):
 
 
 @pytest.mark.slow
-def test_many_begin_at_once(tmp_path):
+def test_many_processes_create_a_store_concurrently(tmp_path):
     context = multiprocessing.get_context("spawn")
     found = context.Queue()
     processes = [context.Process(target=_open, args=(tmp_path, found)) for _ in range(8)]
@@ -96,7 +96,7 @@ def test_many_begin_at_once(tmp_path):
         process.join()
 
 
-def test_a_kill_while_it_is_made(tmp_path):
+def test_a_store_is_created_after_a_kill_during_creation(tmp_path):
     new_pool(tmp_path)
     (tmp_path / "datacache.store").rename(tmp_path / "datacache.part")
     os.truncate(tmp_path / "datacache.part", 99)
@@ -144,7 +144,7 @@ def _hold_and_fork(folder, hold, forked):
 
 
 @pytest.mark.parametrize("hold", HOLDS)
-def test_claims_end_with_the_filler_whose_forked_child_lives_on(tmp_path, hold):
+def test_claims_end_with_the_owner_despite_a_forked_child(tmp_path, hold):
     pool = varying_pool(tmp_path / "pool")
     context = multiprocessing.get_context("spawn")
     forked, end = context.Pipe()
@@ -166,7 +166,7 @@ def test_claims_end_with_the_filler_whose_forked_child_lives_on(tmp_path, hold):
 
 # JAX, which tests against optax import, warns of any fork; this child calls nothing of it.
 @pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
-def test_a_claim_is_held_while_a_forked_child_begins_and_ends(tmp_path):
+def test_a_claim_survives_the_end_of_a_forked_child(tmp_path):
     pool, other = new_pool(tmp_path), new_pool(tmp_path)
     with pool.claim(np.array([3])):
         child = multiprocessing.get_context("fork").Process(target=claimed, args=(other, 4))

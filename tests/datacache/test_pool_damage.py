@@ -59,7 +59,7 @@ DAMAGE = {
 }
 
 
-def test_folders_that_are_no_cache(tmp_path):
+def test_folders_without_a_store_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(
         CacheError,
@@ -81,7 +81,7 @@ def test_folders_that_are_no_cache(tmp_path):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage, caplog):
+def test_damage_is_named_and_unused_stores_are_rebuilt(tmp_path, damage, caplog):
     apply, text = DAMAGE[damage]
     folder, other = tmp_path / "pool", tmp_path / "other"
     for place in (other, folder):
@@ -106,7 +106,7 @@ def test_damage_is_named_and_what_nobody_has_open_is_made_anew(tmp_path, damage,
         assert pool.find_corrupt(np.arange(SAMPLES)).size == 0
 
 
-def test_a_store_that_is_rebuilt_stays_with_who_has_it_open(tmp_path):
+def test_a_rebuilt_store_remains_valid_for_open_processes(tmp_path):
     """A damaged file is replaced and not changed, because others have it mapped."""
     with new_pool(tmp_path) as one:
         one.put(3, drawn_sample(3))

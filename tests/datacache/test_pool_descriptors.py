@@ -27,7 +27,7 @@ def _open_files(folder):
     return [path for path in paths if path.startswith(str(folder))]
 
 
-def test_a_closed_store_has_nothing_open(tmp_path):
+def test_a_closed_store_has_no_open_descriptors(tmp_path):
     with varying_pool(tmp_path / "pool") as pool:
         assert fill_all(pool, range(5))
         with pool.claim(np.arange(5, 8)):
@@ -45,7 +45,7 @@ def test_a_closed_store_has_nothing_open(tmp_path):
         "pool.folder.mmap.mmap",
     ],
 )
-def test_a_store_that_cannot_be_opened_leaves_nothing_open(tmp_path, monkeypatch, step):
+def test_a_failed_open_leaves_no_descriptors(tmp_path, monkeypatch, step):
     def fails(*_, **__):
         raise OSError(5, "Input/output error")
 
@@ -66,7 +66,7 @@ def test_a_store_does_not_lock_its_whole_file(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_files_that_are_refused_are_closed(tmp_path):
+def test_refused_files_are_closed(tmp_path):
     varying_pool(tmp_path / "pool").close()
     (tmp_path / "pool" / "datacache.store").chmod(0o666)
     for opened in (varying_pool, Pool):
@@ -79,7 +79,7 @@ def test_files_that_are_refused_are_closed(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["tiers.opening.PreprocessingTier", "nodes.reader.open_reader"])
-def test_a_cache_that_cannot_be_opened_closes_its_stores(tmp_path, monkeypatch, images, step):
+def test_a_failed_cache_closes_its_stores(tmp_path, monkeypatch, images, step):
     def fails(*_):
         raise RuntimeError("no more")
 
@@ -95,7 +95,7 @@ def test_a_cache_that_cannot_be_opened_closes_its_stores(tmp_path, monkeypatch, 
     assert _open_files(tmp_path) == []
 
 
-def test_only_the_first_close_counts(tmp_path):
+def test_a_second_close_has_no_effect(tmp_path):
     """Another file may have the number by then."""
     handle = Descriptor(os.open(tmp_path, os.O_RDONLY))
     number = handle.fileno()

@@ -53,7 +53,7 @@ def test_samples_of_many_sizes(tmp_path):
     assert other.layout == Layout.from_dict(json.loads(json.dumps(asdict(other.layout))))
 
 
-def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
+def test_samples_that_do_not_fit_into_the_heap_leave_no_gap(tmp_path):
     layout = Layout.of([np.array(b"", object), np.array(b"", object)])
     pool = Pool(
         tmp_path,
@@ -65,7 +65,7 @@ def test_what_does_not_fit_into_the_heap_leaves_no_gap(tmp_path):
     assert [text[()] for text in pool.read_sample(1)] == [b"y" * 20, b"y\0\0"]
 
 
-def test_a_full_heap_takes_no_more(tmp_path):
+def test_a_full_heap_accepts_no_samples(tmp_path):
     pool = varying_pool(tmp_path, heap_bytes=1500)
     kept = [index for index in range(SAMPLES) if pool.put(index, varying_sample(index))]
     assert 0 < len(kept) < SAMPLES
@@ -74,7 +74,7 @@ def test_a_full_heap_takes_no_more(tmp_path):
         assert pool.read_sample(index)[1] == varying_sample(index)[1]
 
 
-def test_what_is_cleared_leaves_room(tmp_path):
+def test_clearing_frees_space(tmp_path):
     """Samples may come back in any order, and from another who has the pool open."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     everything = np.arange(SAMPLES)
@@ -86,7 +86,7 @@ def test_what_is_cleared_leaves_room(tmp_path):
         assert (pool.filled, other.filled) == (0, 0)
 
 
-def test_what_heals_is_appended(tmp_path):
+def test_repaired_samples_are_appended(tmp_path):
     """It takes new room, even if it is not known any more where its bytes were."""
     pool, other = fitting_pool(tmp_path, spare=2000), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
@@ -98,7 +98,7 @@ def test_what_heals_is_appended(tmp_path):
         check_varying(pool, np.arange(SAMPLES))
 
 
-def test_readers_of_what_is_cleared_and_made_anew(tmp_path):
+def test_readers_of_cleared_and_regenerated_samples(tmp_path):
     """They find a sample as it was written, or none: never bytes of others that took its place."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
@@ -137,7 +137,7 @@ def test_a_heap_after_a_loss_of_power(tmp_path, end):
         check_varying(pool, np.arange(SAMPLES))
 
 
-def test_a_batch_that_another_process_clears_is_made_again(tmp_path):
+def test_a_batch_cleared_by_another_process_is_regenerated(tmp_path):
     pool = varying_pool(tmp_path)
     everything = np.arange(4)
     made = []

@@ -49,7 +49,7 @@ def _decoded(features):
     return tf.ensure_shape(image, [SIZE, SIZE, 3]), features["image/class/label"] - 1
 
 
-def test_samples_are_those_of_the_files(files, tmp_path):
+def test_samples_equal_the_records_of_the_files(files, tmp_path):
     source = datacache.from_tfrecords(files, FEATURES)
     assert len(source) == sum(COUNTS)
     assert source.name(6) == "record 1 of train-00002-of-00003"
@@ -63,7 +63,7 @@ def test_samples_are_those_of_the_files(files, tmp_path):
     cache.close()
 
 
-def test_records_come_as_they_are_without_features(files):
+def test_records_are_raw_without_features(files):
     source = datacache.from_tfrecords(files)
     for number in range(sum(COUNTS)):
         (content,) = source.read(number)
@@ -79,7 +79,7 @@ def test_other_files_or_features_are_another_cache(files):
     assert datacache.from_tfrecords(files, FEATURES).identity != before
 
 
-def test_a_file_that_there_is_is_no_pattern(tmp_path, monkeypatch):
+def test_an_existing_file_is_not_a_pattern(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in (("a[1].tfrecord", b"bracketed"), ("a1.tfrecord", b"one")):
         with tf.io.TFRecordWriter(str(tmp_path / name)) as writer:
@@ -107,7 +107,7 @@ def test_files_without_records(files):
 
 
 @pytest.mark.parametrize("cut", [1, 9, 30])
-def test_a_file_that_is_cut_off(files, cut):
+def test_truncated_files_are_refused(files, cut):
     path = files.parent / "train-00002-of-00003"
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, at):
     cache.close()
 
 
-def test_a_file_that_ends_in_zeros(files):
+def test_files_that_end_in_zeros_are_refused(files):
     path = files.parent / "train-00000-of-00003"
     path.write_bytes(path.read_bytes() + bytes(64))
     with pytest.raises(

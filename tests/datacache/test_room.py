@@ -94,7 +94,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_least_of_machine_and_containers(tmp_path, case):
+def test_available_memory_is_the_minimum_over_machine_and_containers(tmp_path, case):
     mounts, own, files, expected = CASES[case]
     mounts = f"{OTHER}\n{mounts}".replace("{root}", "/").replace("{at}", str(tmp_path))
     for name, text in ({"self/mountinfo": mounts, "self/cgroup": own} | MACHINE | files).items():
@@ -105,7 +105,7 @@ def test_the_least_of_machine_and_containers(tmp_path, case):
     assert not is_memory(os.makedev(0, 26), tmp_path)
 
 
-def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
+def test_available_memory_limits_folders_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: 12345)
     # Others write to the disk in the meantime.
     free = pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
@@ -115,7 +115,7 @@ def test_memory_counts_where_folders_lie_in_it(tmp_path, monkeypatch):
     assert budget_bytes("80%", free_bytes(tmp_path)) == 9876
 
 
-def test_columns_are_not_reserved_where_that_would_kill(tmp_path, monkeypatch):
+def test_files_are_not_reserved_beyond_available_memory(tmp_path, monkeypatch):
     layout = Layout(components=(Component(dtype="uint8", shape=(10**6,)),))
     monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
     monkeypatch.setattr("datacache.system.room.STEP_BYTES", 10**6)
@@ -144,7 +144,7 @@ def _idle_pool(folder, samples):
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
+def test_a_rebuilt_store_reuses_the_space_of_the_old_one(tmp_path, damage):
     pool = _idle_pool(tmp_path / "pool", 8)
     if damage == "gone":
         (pool / "datacache.store").rename(pool / "datacache.part")
@@ -160,7 +160,7 @@ def test_a_pool_that_is_made_anew_has_the_room_of_the_old_one(tmp_path, damage):
 
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
-def test_a_pool_that_was_not_made_takes_no_room(tmp_path, monkeypatch, step):
+def test_an_interrupted_creation_leaves_no_files(tmp_path, monkeypatch, step):
     """Its making may be interrupted at either step."""
 
     def interrupted(*_):
@@ -244,7 +244,7 @@ print(check(Pool(folder / "texts", lambda: varying), texts))
 
 
 @pytest.mark.slow
-def test_a_container_that_runs_out_of_memory_kills_nobody():
+def test_a_container_out_of_memory_kills_no_process():
     """It would if 200 MB were reserved in it, or 80 % of the file system, or if filling went on."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:

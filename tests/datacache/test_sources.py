@@ -90,7 +90,7 @@ def _record_file(root, first):
         lambda root, first: datacache.from_tfrecords(_record_file(root, first)),
     ],
 )
-def test_sources_are_told_apart_by_their_contents(tmp_path, make):
+def test_sources_are_distinguished_by_their_contents(tmp_path, make):
     train, val = make(tmp_path / "train", 0), make(tmp_path / "val", 9)
     assert make(tmp_path / "moved", 0).identity == train.identity != val.identity
     caches = [
@@ -103,7 +103,7 @@ def test_sources_are_told_apart_by_their_contents(tmp_path, make):
         cache.close()
 
 
-def test_files_that_changed_since_they_were_listed(tmp_path):
+def test_files_changed_since_listing_are_refused(tmp_path):
     root = _written(tmp_path / "images", *(f"a/{number}.png" for number in range(1, 7)))
     # A copy that keeps size and time is another file all the same.
     for folder in (root, tmp_path / "new"):
@@ -145,7 +145,7 @@ def test_folders_without_labels(tmp_path):
     assert identities[0] != identities[1]
 
 
-def test_a_class_keeps_its_number_where_it_has_no_file(tmp_path):
+def test_a_class_without_files_keeps_its_number(tmp_path):
     training = datacache.from_folder(_written(tmp_path / "training", "ant/1.png", "cat/1.png"))
     root = _written(tmp_path / "validation", "cat/1.png")
     (root / "ant").mkdir()
@@ -164,7 +164,7 @@ def test_a_class_keeps_its_number_where_it_has_no_file(tmp_path):
             datacache.from_folder(root, class_names=wrong)
 
 
-def test_folders_that_mislead(tmp_path):
+def test_ambiguous_folders_are_refused(tmp_path):
     root = _written(tmp_path / "images", "a/b.png")
     with pytest.raises(
         ValueError,

@@ -61,7 +61,7 @@ def _within(name, **arguments):
         ),
     ],
 )
-def test_another_order_each_time_is_refused(tmp_path, make, received):
+def test_a_changing_order_is_refused(tmp_path, make, received):
     for number in range(SAMPLES):
         (tmp_path / f"{number}").touch()
     data = make(tmp_path).apply(tf.data.experimental.assert_cardinality(SAMPLES))
@@ -77,7 +77,7 @@ def _drawn():
     return iter(random.sample(range(SAMPLES), SAMPLES))
 
 
-def test_an_order_that_python_draws_is_refused(opened):
+def test_an_order_drawn_in_python_is_refused(opened):
     data = tf.data.Dataset.from_generator(_drawn, output_signature=tf.TensorSpec([], tf.int64))
     data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
     cache = opened(datacache.from_dataset(data, key="drawn by Python"), None)
@@ -86,7 +86,7 @@ def test_an_order_that_python_draws_is_refused(opened):
     assert cache._tiers.pool.filled <= 4
 
 
-def test_an_order_that_python_draws_after_an_interruption(opened):
+def test_an_order_drawn_in_python_after_an_interruption(opened):
     """Each sample comes once all the same, as those of the first reading are read again."""
     reads = []
 
@@ -124,7 +124,7 @@ def test_an_order_that_python_draws_after_an_interruption(opened):
         lambda: RANGE.map(lambda n: n, num_parallel_calls=4).with_options(_fast()),
     ],
 )
-def test_what_is_the_same_each_time_is_read_once(opened, make):
+def test_a_deterministic_dataset_is_read_once(opened, make):
     data = make().apply(tf.data.experimental.assert_cardinality(SAMPLES))
     cache = opened(datacache.from_dataset(data, key="steady"), None)
     read = [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch]
@@ -133,7 +133,7 @@ def test_what_is_the_same_each_time_is_read_once(opened, make):
         assert read == [int(n) for n in data]
 
 
-def test_an_order_by_processors_belongs_to_their_number(monkeypatch):
+def test_the_fingerprint_includes_the_number_of_processors(monkeypatch):
     def identity(*cycle):
         data = RANGE.interleave(tf.data.Dataset.from_tensors, *cycle)
         data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
@@ -144,7 +144,7 @@ def test_an_order_by_processors_belongs_to_their_number(monkeypatch):
     assert (identity() == here[0], identity(4) == here[1]) == (False, True)
 
 
-def test_a_parse_error_is_no_damage(tmp_path, opened):
+def test_a_parse_error_does_not_count_as_damage(tmp_path, opened):
     (tmp_path / "a.txt").write_text("1\n2\nthree\n4\n")
     data = tf.data.TextLineDataset(str(tmp_path / "a.txt")).map(tf.strings.to_number)
     data = data.apply(tf.data.experimental.assert_cardinality(4))
@@ -180,7 +180,7 @@ def _fast():
     return options
 
 
-def test_other_data_of_the_same_key_is_another_cache(opened):
+def test_other_data_with_the_same_key_create_another_cache(opened):
     for first in (0, 100):
         data = tf.data.Dataset.range(first, first + SAMPLES)
         cache = opened(datacache.from_dataset(data, key="mnist"), None)
@@ -194,7 +194,7 @@ def test_other_data_of_the_same_key_is_another_cache(opened):
     assert texts[0].identity != texts[1].identity
 
 
-def test_what_a_dataset_draws_is_said_and_kept(opened, caplog):
+def test_random_ops_of_a_dataset_are_logged_and_their_results_cached(opened, caplog):
     data = RANGE.map(lambda n: tf.cast(n, tf.float32) + tf.random.uniform([]))
     with caplog.at_level(logging.WARNING, "datacache"):
         cache = opened(datacache.from_dataset(data, key="drawn"), None)

@@ -88,7 +88,7 @@ def _sample(source, number):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_samples_by_number_are_those_of_the_library(builder, split):
+def test_samples_by_index_equal_those_of_the_library(builder, split):
     source, expected = datacache.from_tfds(builder, split), _expected(builder, split)
     assert len(source) == len(expected) == SPLITS[split]
     assert isinstance(source, RandomSource)
@@ -133,7 +133,7 @@ def test_epochs_are_exact(builder, tmp_path, split):
     cache.close()
 
 
-def test_images_that_are_left_to_the_script(builder, tmp_path):
+def test_images_decoded_by_the_script(builder, tmp_path):
     skip = {"image": tfds.decode.SkipDecoding()}
     source = datacache.from_tfds(builder, "test", decoders=skip)
     for number, expected in enumerate(_expected(builder, "test", decoders=skip)):
@@ -241,7 +241,7 @@ def test_truncated_shards(own, tmp_path, monkeypatch, left, listed):
     cache.close()
 
 
-def test_a_shard_that_comes_back(own, tmp_path):
+def test_a_restored_shard_is_read_again(own, tmp_path):
     source, path = datacache.from_tfds(own, "train"), _shard(own, 0)
     path.rename(tmp_path / "away")
     with pytest.raises(OSError, match=path.name):
@@ -298,7 +298,7 @@ def test_many_threads_read(builder):
     assert not wrong
 
 
-def test_splits_that_are_not_there(own, tmp_path, monkeypatch):
+def test_missing_splits_are_refused(own, tmp_path, monkeypatch):
     with pytest.raises(
         SourceError,
         match=r"must be prepared before it is cached. Received: drawn/1.0.0, not prepared",

@@ -144,7 +144,7 @@ def _kill():
 
 
 @pytest.mark.slow
-def test_kills_at_any_moment(tmp_path):
+def test_kills_at_any_time(tmp_path):
     """Jobs die beside a steady one that fills the same pools, while they read and soon after.
 
     Samples of the batch that a job had in flight are read again, no others.
@@ -207,7 +207,7 @@ def _check_what_was_read_again(folder):
 
 
 @pytest.mark.slow
-def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
+def test_concurrent_jobs_read_each_sample_once(tmp_path):
     jobs = [JOBS.Process(target=_epochs, args=(tmp_path, 10 * job, range(2))) for job in range(3)]
     for job in jobs:
         job.start()
@@ -218,7 +218,7 @@ def test_jobs_that_begin_at_once_read_everything_once(tmp_path):
 
 
 @pytest.mark.parametrize("level", ["memory", "decoded", "stored"])
-def test_bits_that_flip_heal_from_the_level_below(tmp_path, level):
+def test_flipped_bits_are_repaired_from_the_next_tier(tmp_path, level):
     reader = open_reader(tmp_path)
     check_epoch(reader, 0)
     reader.close()
@@ -248,7 +248,7 @@ def _remove(folder):
 
 
 @pytest.mark.parametrize("slots", [1, 100, SAMPLES])
-def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
+def test_a_small_tier_is_filled_and_other_samples_are_read_through(tmp_path, slots):
     reader = open_reader(tmp_path, slots=slots, heap_bytes=4000)
     for epoch in range(3):
         check_epoch(reader, epoch)
@@ -259,7 +259,7 @@ def test_little_room_is_used_and_the_rest_read_through(tmp_path, slots):
     reader.close()
 
 
-def test_who_clears_disturbs_no_other(tmp_path):
+def test_clearing_does_not_disturb_other_processes(tmp_path):
     """Others read each sample whole and make again what has gone; all has room afterwards."""
     reader, other = (
         open_reader(tmp_path, heap_bytes=24_000),
@@ -298,7 +298,7 @@ print(reader.tiers.counts.now().unkept, reader.tiers.pool.filled)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_level_less(tmp_path):
+def test_a_full_disk_skips_one_tier(tmp_path):
     """A tmpfs with room for the columns, and not for all that differs in size."""
     root, disk = os.getcwd(), tmp_path / "disk"
     disk.mkdir()
@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_level_less(tmp_path):
     assert filled < SAMPLES
 
 
-def test_a_batch_that_stalls_holds_up_no_other(tmp_path):
+def test_a_stalled_batch_does_not_delay_others(tmp_path):
     free = threading.Event()
 
     class Stalling(Source):

@@ -137,7 +137,7 @@ def _peak_of(function):
 
 
 @rank_1_serves
-def test_what_workers_gave_is_what_the_center_gained(wire):
+def test_global_weights_gain_the_sum_of_the_worker_updates(wire):
     start = np.linspace(-1, 1, 50).astype("float32")
     for server_alpha in (None, SERVER_ALPHA):
         variable = keras.Variable(start)
@@ -157,7 +157,7 @@ def test_what_workers_gave_is_what_the_center_gained(wire):
         assert not is_server() or len(recorded.at_server) == sum(exchanges)
 
 
-def test_each_worker_sees_the_newest_center(wire):
+def test_each_worker_receives_the_newest_global_weights(wire):
     """Both sides know the same bits of a difference from the center as it is at that moment."""
     variable = keras.Variable(np.zeros(20, "float32"))
     optimizer = tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA)
@@ -192,7 +192,7 @@ class _Slow(keras.callbacks.Callback):
 
 @pytest.mark.ranks("3", server_rank=0)
 @pytest.mark.ranks("3", server_rank=1)
-def test_fit_ends_with_the_center_everywhere(wire):
+def test_fit_ends_with_the_global_weights_on_all_ranks(wire):
     data = models.mlp.data(96)
     with LogLines() as lines:
         model, history = elastic_fitted(data, epochs=3, callbacks=[_Slow(0.01)])
@@ -217,7 +217,7 @@ def test_fit_ends_with_the_center_everywhere(wire):
 
 
 @rank_1_serves
-def test_early_stopping_at_the_server_stops_all(wire):
+def test_early_stopping_on_the_server_stops_all_ranks(wire):
     data = models.mlp.data(48)
     # Four batches of six, half of the samples.
     weights, part = np.arange(48) % 3.0, slice(0, 24)
@@ -237,7 +237,7 @@ def test_early_stopping_at_the_server_stops_all(wire):
         np.testing.assert_allclose(found["loss"], max(history["val_loss"]), rtol=1e-5)
 
 
-def test_files_are_the_servers(wire):
+def test_only_the_server_writes_files(wire):
     folder, data = shared_folder(wire), models.mlp.data(48)
     path = os.path.join(folder, "center.keras")
     elastic_fitted(data, epochs=1, callbacks=[keras.callbacks.ModelCheckpoint(path)])
@@ -251,7 +251,7 @@ def test_files_are_the_servers(wire):
 
 
 @rank_1_serves
-def test_a_resumed_run_begins_at_the_servers_epoch(wire):
+def test_a_resumed_run_starts_at_the_epoch_of_the_server(wire):
     """With the server's rate, which a callback has changed."""
     folder, data = shared_folder(wire), models.mlp.data(48)
 
@@ -279,7 +279,7 @@ def test_a_resumed_run_begins_at_the_servers_epoch(wire):
 
 
 @rank_1_serves
-def test_weights_that_are_not_finite_stay_away_from_the_center(wire):
+def test_non_finite_weights_do_not_reach_the_global_weights(wire):
     optimizer, variable, velocity = _of_one_variable()
     recovered = os.path.join(shared_folder(wire), "recovered")
     if is_server():
@@ -318,7 +318,7 @@ def test_weights_that_are_not_finite_stay_away_from_the_center(wire):
         assert len(said) == 1, lines
 
 
-def test_slots_that_are_not_finite_stay_away_from_the_server(wire):
+def test_non_finite_optimizer_state_does_not_reach_the_server(wire):
     """A gradient that is not finite in the last step of an epoch, after which slots travel."""
     optimizer, variable, velocity = _of_one_variable()
 
@@ -354,7 +354,7 @@ class _Counted:
         del GroupWire.all_reduce, GroupWire.all_gather
 
 
-def test_bytes_are_those_of_the_plan(wire):
+def test_sent_bytes_equal_the_plan(wire):
     def in_16_bits():
         keras.config.set_dtype_policy("bfloat16")
         layer = keras.layers.Dense
@@ -397,7 +397,7 @@ class _UpdateSizes(keras.callbacks.Callback):
         self.sizes.append(np.mean(np.concatenate([np.abs(a - b).ravel() for a, b in pairs])))
 
 
-def test_adam_goes_on_with_slots_and_steps(wire):
+def test_adam_resumes_with_its_state_and_step_count(wire):
     """Corrected for steps that its slots have not seen, the first would be ten times as large."""
     folder, data = shared_folder(wire), models.mlp.data(96)
 
@@ -426,7 +426,7 @@ def test_adam_goes_on_with_slots_and_steps(wire):
 
 
 @rank_1_serves
-def test_slots_are_a_mean_over_workers(wire):
+def test_optimizer_state_is_the_mean_over_workers(wire):
     optimizer, variable, velocity = _of_one_variable()
     own = []
 
@@ -443,7 +443,7 @@ def test_slots_are_a_mean_over_workers(wire):
     same_on_all_ranks([velocity.numpy()], wire)
 
 
-def test_training_begins_once_at_a_time(wire):
+def test_a_second_concurrent_training_is_refused(wire):
     """A second fit goes on; one within a run, or another run, is refused on workers, who go on."""
     data = models.mlp.data(48)
     model, _ = elastic_fitted(data, epochs=1)
@@ -467,7 +467,7 @@ def test_training_begins_once_at_a_time(wire):
     assert int(other.iterations) == 3
 
 
-def test_refusals(wire):
+def test_invalid_uses_are_refused(wire):
     data = models.mlp.data(48)
     with Raises(ValueError, "Pass validation_data instead"):
         elastic_fitted(data, validation_data=None, validation_split=0.5)

@@ -67,7 +67,7 @@ def _recording(own, kind, found):
     return collective
 
 
-def test_callbacks_of_ranks_in_step_exchange_nothing_in_between(wire):
+def test_callbacks_for_synchronous_ranks_exchange_nothing_within_an_epoch(wire):
     def collectives(epochs):
         callbacks = [
             keras_callbacks.BroadcastVariables(),
@@ -103,7 +103,7 @@ class _EvaluatesSlowly(keras.callbacks.Callback):
             time.sleep(0.01)
 
 
-def test_epochs_that_end_during_an_evaluation_end_as_one(wire):
+def test_epochs_that_end_during_an_evaluation_are_merged(wire):
     with _folder(wire) as folder:
         epochs = 6
         begun = []
@@ -131,7 +131,7 @@ def test_epochs_that_end_during_an_evaluation_end_as_one(wire):
             assert ended == begun == list(range(epochs))
 
 
-def test_a_worker_without_a_batch_ends_no_epoch(wire):
+def test_a_worker_without_batches_does_not_end_an_epoch(wire):
     x, y = models.mlp.data(FEW)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     is_idle = tp.rank() == 1
@@ -183,7 +183,7 @@ class _NotesAtServer(_Notes):
     acts_at_server = True
 
 
-def test_callbacks_may_say_that_they_act_at_the_server(wire):
+def test_callbacks_with_acts_at_server_run_on_the_server_only(wire):
     everywhere, at_server = _Notes(), _NotesAtServer()
     elastic_fitted(models.mlp.data(FEW), epochs=1, callbacks=[everywhere, at_server])
     assert everywhere.epochs == [0]
@@ -208,7 +208,7 @@ def test_a_backup_is_restored_on_all_ranks(wire):
         assert int(resumed.optimizer.iterations) == 3 * 6
 
 
-def test_columns_are_those_of_epochs_with_validation(wire):
+def test_logs_have_the_columns_of_epochs_with_validation(wire):
     with _folder(wire) as folder:
         path = os.path.join(folder, "epochs.csv")
         logger = keras.callbacks.CSVLogger(path)
@@ -229,7 +229,7 @@ def test_columns_are_those_of_epochs_with_validation(wire):
             assert all(row["val_loss"] == "NA" for row in rows[1:-1])
 
 
-def test_a_failure_is_saved_with_the_epoch_to_go_on_with(wire):
+def test_a_failure_saves_the_epoch_to_resume_at(wire):
     with _folder(wire) as folder:
         data = models.mlp.data(FEW)
 
@@ -259,7 +259,7 @@ def test_a_failure_is_saved_with_the_epoch_to_go_on_with(wire):
             elastic_fitted(data, epochs=epochs, callbacks=[saved, Fails(saved, expected)])
 
 
-def test_speed_and_rates_are_those_of_workers(wire):
+def test_throughput_and_learning_rates_come_from_workers(wire):
     warmup = keras_callbacks.LearningRateWarmup(0.1, warmup_epochs=1)
     assert warmup.multiplier(0) == 1 / 2
     callbacks = [keras_callbacks.Throughput(), warmup]

@@ -57,7 +57,7 @@ def test_keras_hub_on_tf_data(wire):
 
 
 @pytest.mark.parametrize("make", UNBUILT, ids=lambda make: make.__name__)
-def test_models_that_their_first_batch_builds(wire, make):
+def test_the_first_batch_builds_the_model(wire, make):
     data = elastic_share(models.mlp.data(4 * BATCH))
     keras.utils.set_random_seed(tp.rank())
     model = make()
@@ -68,7 +68,7 @@ def test_models_that_their_first_batch_builds(wire, make):
     assert len(model.get_weights()) == 4
 
 
-def test_a_dataset_of_python_in_half_precision(wire):
+def test_a_pydataset_in_half_precision(wire):
     """On threads of each worker, with inner accumulation."""
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
@@ -94,7 +94,7 @@ def test_two_optimizers_in_one_train_step(wire):
     assert [int(one.iterations) for one in made] == [2 * step_count(48, 2), step_count(48, 2)]
 
 
-def test_overflow_delays_nobody(wire):
+def test_an_overflow_does_not_delay_workers(wire):
     def build():
         keras.config.set_dtype_policy("mixed_float16")
         return models.mlp()
@@ -147,7 +147,7 @@ def test_epochs_of_different_and_unknown_length(wire):
     assert model.optimizer.alpha == 0.9 / tp.workers().size
 
 
-def test_state_of_layers_travels(wire):
+def test_workers_send_state_of_layers(wire):
     # Frozen weights differ in the beginning, and callbacks set the rate on workers.
     keras.utils.set_random_seed(tp.rank())
     warmup = keras_callbacks.LearningRateWarmup(0.25, warmup_epochs=1)
@@ -175,7 +175,7 @@ def test_state_of_layers_travels(wire):
     model.optimizer.detach()
 
 
-def test_a_loop_without_models_leaves_statistics_alone(wire):
+def test_a_loop_without_models_does_not_change_moving_statistics(wire):
     x, y = elastic_share(models.mlp.data(48))
     x = x + tp.rank()
 

@@ -126,7 +126,7 @@ def test_ray_does_not_upload_the_sources_of_the_package():
         assert not (ROOT / folder / "tfposeidon").exists()
 
 
-def test_each_file_is_documented_and_says_what_to_change():
+def test_each_file_is_documented_and_names_required_changes():
     page = (ROOT / "docs" / "clusters.md").read_text()
     for path in FOLDER.iterdir():
         assert f"(../examples/cluster/{path.name})" in page

@@ -74,7 +74,7 @@ def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
         ("cache", {}),
     ],
 )
-def test_parts_that_are_left_out(script, tmp_path, without, differs):
+def test_each_part_can_be_omitted(script, tmp_path, without, differs):
     """Each changes one thing."""
 
     def seen(*arguments):
@@ -121,7 +121,7 @@ def test_dry_run(script, monkeypatch, capsys, variables):
     assert sum(line.startswith("Plan for 128 rank(s)") for line in lines) == 2 * len(variables)
 
 
-def test_help_tells_the_numbers_that_no_option_changes(script, capsys):
+def test_help_lists_the_fixed_hyperparameters(script, capsys):
     with pytest.raises(SystemExit):
         script.parse_arguments(["--help"])
     told = " ".join(capsys.readouterr().out.split())
@@ -130,7 +130,7 @@ def test_help_tells_the_numbers_that_no_option_changes(script, capsys):
     assert "the target is 93 % top-5." in told
 
 
-def test_variables_are_of_a_dry_run(script):
+def test_variables_require_a_dry_run(script):
     with pytest.raises(SystemExit):
         script.parse_arguments(["--variables", "--out", "x"])
 
@@ -139,7 +139,7 @@ def _options(script, out, *arguments):
     return script.parse_arguments(["--preset", "tiny", "--out", str(out), *arguments])
 
 
-def test_what_a_folder_was_made_with_is_kept(script, tmp_path, monkeypatch):
+def test_a_folder_accepts_only_its_own_settings(script, tmp_path, monkeypatch):
     """The same run goes on, whatever the order of its options; another is refused by name."""
     tp.init()
     out = tmp_path / "run"
@@ -169,7 +169,7 @@ def caches(script, example, drawn, tmp_path):
         one.close()
 
 
-def test_the_next_resolution_is_filled_meanwhile(caches):
+def test_the_next_resolution_is_cached_in_the_background(caches):
     """Each image is decoded once for each resolution, before its phase begins."""
     every = caches()
     first, _ = every.begin(12, 14)
@@ -184,7 +184,7 @@ def test_the_next_resolution_is_filled_meanwhile(caches):
     assert (stats.source_reads, stats.memory_hits, stats.memory_misses) == (TRAIN, TRAIN, 0)
 
 
-def test_without_cache_nothing_is_filled(caches):
+def test_without_a_cache_nothing_is_filled(caches):
     every = caches("--without", "cache")
     every.begin(12, 14)
     second, _ = every.begin(14, None)
@@ -196,7 +196,7 @@ def test_without_cache_nothing_is_filled(caches):
     assert second.stats().source_reads == 1 + 2 * TRAIN
 
 
-def test_what_fails_while_the_next_resolution_is_filled_is_told(caches, monkeypatch):
+def test_background_errors_of_the_next_resolution_are_reported(caches, monkeypatch):
     every = caches()
 
     def fail(self, progress):

@@ -92,7 +92,7 @@ def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
         images.open_images(str(tmp_path / "none"))
 
 
-def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
+def test_labeled_images_are_used_for_validation(example, drawn, tmp_path):
     """ImageNet's `test` has no labels, so that it is the last choice."""
     images = example.images
     for name in ("train", "validation", "val", "test"):
@@ -102,7 +102,7 @@ def test_images_that_are_labelled_are_tested_on(example, drawn, tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
+def test_records_together_with_a_folder_are_refused(example, drawn, tmp_path):
     images = example.images
     _as_records(drawn, tmp_path)
     (tmp_path / "validation-00000-of-00001").unlink()
@@ -112,7 +112,7 @@ def test_records_beside_a_folder_are_refused(example, drawn, tmp_path):
 
 
 @pytest.mark.parametrize("label", [0, 1001])
-def test_classes_that_imagenet_has_not_are_refused(example, label):
+def test_classes_outside_imagenet_are_refused(example, label):
     images = example.images
     features = {"image/encoded": tf.constant(b""), "image/class/label": tf.constant(label, "int64")}
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be from 1 to 1000"):
@@ -121,7 +121,7 @@ def test_classes_that_imagenet_has_not_are_refused(example, label):
     assert int(images.pair_of_record(features)[1]) == 999
 
 
-def test_crops_are_drawn_by_what_is_in_the_batch(example, drawn, tmp_path):
+def test_crops_depend_on_the_samples_of_the_batch(example, drawn, tmp_path):
     """Another order of samples has other crops, the same one the same."""
     images = example.images
     found = images.open_images(str(drawn))
@@ -150,7 +150,7 @@ def test_shape_and_texture_are_not_linear(example):
     assert linear.score(pixels[1200:], labels[1200:]) < 0.6
 
 
-def test_images_that_are_drawn_are_left_alone(example, drawn):
+def test_existing_synthetic_images_are_not_replaced(example, drawn):
     before = sorted((drawn / "train").glob("*/*"))
     example.draw_shapes.draw(drawn, train=5, test=5, size=SIZE)
     assert sorted((drawn / "train").glob("*/*")) == before

@@ -45,7 +45,7 @@ def records_of(example, tmp_path, monkeypatch):
     return SimpleNamespace(begin=begin, train=train, wait=wait)
 
 
-def test_time_is_that_of_training(records_of, capsys):
+def test_the_time_excludes_other_work_than_training(records_of, capsys):
     """Time between epochs counts; evaluation, and what was before the first epoch, do not."""
     kept = records_of.begin(0)
     records_of.wait(50)
@@ -62,7 +62,7 @@ def test_time_is_that_of_training(records_of, capsys):
     assert [json.loads(line) for line in kept.path.read_text().splitlines()] == kept.lines
 
 
-def test_time_goes_on_after_an_interruption(records_of):
+def test_the_time_continues_after_an_interruption(records_of):
     kept = records_of.begin(0)
     assert kept.reached is None
     for epoch in range(2):

@@ -47,7 +47,7 @@ def test_the_page_has_all_calls_of_the_script(name):
 @pytest.mark.ranks("2")
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
 @pytest.mark.parametrize("name", NAMES)
-def test_the_script_trains_alike_on_all_ranks(wire, name, monkeypatch, tmp_path):
+def test_the_script_trains_equal_weights_on_all_ranks(wire, name, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(PORTED))
     monkeypatch.chdir(tmp_path)
     script = PORTED / "after" / f"{name}.py"

@@ -22,13 +22,13 @@ def _times(x):
     return time_after(early), time_after([*early, late])
 
 
-def test_gradients_that_are_there_do_not_wait_for_python_functions():
+def test_available_gradients_do_not_wait_for_python_functions():
     before_s = time.time()
     first_s, last_s = (float(t) for t in _times(tf.ones([1, 3])))
     assert before_s <= first_s <= last_s <= time.time()
     assert last_s - first_s > SLEEP_S / 2
 
 
-def test_without_gradients_it_is_now():
+def test_without_gradients_the_time_is_now():
     before_s = time.time()
     assert before_s <= float(time_after([None])) <= time.time()

@@ -30,7 +30,7 @@ def _plan(bucket_bytes, scheme="torus2d", topology=CLUSTER, descriptions=LAYERS)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 4096, 4224, 10_000, 20_000, 10**9])
-def test_last_variables_first_and_each_once(bucket_bytes):
+def test_buckets_hold_each_variable_once_in_reverse_order(bucket_bytes):
     buckets = _plan(bucket_bytes).buckets
     assert sorted(m for b in buckets for m in b.members) == list(range(len(LAYERS)))
     assert all(list(b.members) == sorted(b.members, reverse=True) for b in buckets)
@@ -41,7 +41,7 @@ def test_last_variables_first_and_each_once(bucket_bytes):
     assert all(b.bytes <= bucket_bytes or len(b.members) == 1 for b in buckets)
 
 
-def test_large_variables_go_by_themselves():
+def test_large_variables_have_their_own_bucket():
     buckets = _plan(4096 * 4).buckets
     assert [len(b.members) for b in buckets] == [1, 1, 1, 1, 1, 6, 1]
     assert {d.shape for d in buckets[-2].descriptions} == {(32,)}
@@ -90,7 +90,7 @@ def test_plan_prints_a_table():
     assert lines[3].split() == ["layer_5/kernel", "32x32", "float32"]
 
 
-def test_a_rule_that_is_found_in_no_path_is_named():
+def test_a_rule_without_a_match_is_named():
     """Keras renumbers the layers of a rebuilt model."""
     plan = _plan(
         0,
@@ -119,11 +119,11 @@ def test_plan_as_json():
     assert len(content["nodes"]) == 16
 
 
-def test_auto_says_what_it_means():
+def test_auto_reports_the_missing_network_profile():
     assert "the network profile is unknown" in str(_plan(0, "auto"))
 
 
-def test_servers_hold_equal_bytes():
+def test_shard_owners_hold_equal_bytes():
     """Over layers of every size, to within one value of each bucket."""
     sizes = [3, 700, 65_000, 1_000_001, 40, 9_999, 300_000, 12]
     layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
@@ -144,7 +144,7 @@ def test_servers_hold_equal_bytes():
         assert sum(held) == 4 * sum(sizes)
 
 
-def test_ranks_that_take_part_are_whole_numbers():
+def test_the_number_of_participating_ranks_is_an_integer():
     """41 times a 41st is less than 1 in 32 bits: ranks would seem to be out of data."""
 
     def count(wire):

@@ -10,7 +10,7 @@ DTYPES = "bool float8_e4m3fn int8 float16 bfloat16 uint16 float32 int32 float64 
 
 
 @pytest.mark.parametrize("dtype", DTYPES.split())
-def test_each_bit_and_the_order_count(dtype):
+def test_checksums_depend_on_each_bit_and_the_order(dtype):
     """Also of numbers such as 1, most of whose bits are zero."""
     numbers = np.array([1, 0, 1, 2, 0.5], "float32").astype(tf.as_dtype(dtype).as_numpy_dtype)
     versions = [numbers, numbers[::-1]]
@@ -24,12 +24,12 @@ def test_each_bit_and_the_order_count(dtype):
     assert sums([tf.constant(numbers)]) == found[:1]
 
 
-def test_long_tensors_are_summed_in_steps():
+def test_checksums_of_long_tensors_depend_on_each_element():
     long = np.zeros(2**20 + 2, "float64")
     versions = [long, *(np.where(np.arange(len(long)) == n, 1.0, 0.0) for n in (1, 2**19, 2**20))]
     assert len(set(sums([tf.constant(version) for version in versions]))) == len(versions)
 
 
-def test_nothing_has_a_sum():
+def test_empty_lists_and_tensors_have_checksums():
     assert sums([]) == []
     assert sums([tf.zeros([0, 3]), tf.constant(0.0)]) == [0, 0]

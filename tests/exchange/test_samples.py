@@ -57,7 +57,7 @@ def test_means_are_over_all_samples(wire, wrapped):
         same_on_all_ranks([values], wire)
 
 
-def test_nothing_is_lost_by_a_scheme_that_keeps_a_residual(wire):
+def test_a_scheme_with_a_residual_loses_no_gradient(wire):
     """Also where a step was exchanged twice: what was sent and what is left are the mean's sum."""
     weight = keras.Variable(np.zeros(8, "float32"), name="weight")
     scheme = tp.schemes.TopK(density=0.5, min_elements=0)
@@ -70,7 +70,7 @@ def test_nothing_is_lost_by_a_scheme_that_keeps_a_residual(wire):
     np.testing.assert_allclose(weight.numpy() - left / 2, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_waits_for_a_count_only_where_samples_change(wire):
+def test_a_step_waits_for_a_count_only_if_batch_sizes_differ(wire):
     weight = keras.Variable(np.zeros(8, "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme="allreduce")
     calls, seen = [], []
@@ -201,7 +201,7 @@ def test_further_calls_of_a_step_count(wire):
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
 
 
-def test_a_gradient_that_goes_missing_is_refused_where_nothing_is_counted(wire):
+def test_a_missing_gradient_is_refused_without_sample_counts(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
     model.compile(optimizer, models.LOSS)

@@ -33,7 +33,7 @@ def test_no_collective_waits_for_another_bucket(wire):
         check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
 
 
-def test_nor_with_loss_scaling_and_clipping(wire):
+def test_no_collective_waits_with_loss_scaling_and_clipping(wire):
     keras.config.set_dtype_policy("mixed_float16")
     optimizer = tp.DistributedOptimizer(
         keras.optimizers.SGD(0.1, global_clipnorm=1.0), bucket_bytes=0
@@ -131,7 +131,7 @@ class Delayed(tp.schemes.AllReduce):
         return super().exchange(_delayed(gradient, EXCHANGE_S), state, wire, name)
 
 
-def test_exposed_communication_is_what_computation_does_not_hide(wire):
+def test_exposed_communication_is_the_time_not_overlapped(wire):
     """Only the exchange of the last gradients counts, not those hidden by the backward pass."""
     shown_s = _exposed_s("slow/dense.*/kernel", backward_s=2 * EXCHANGE_S)
     assert shown_s >= EXCHANGE_S

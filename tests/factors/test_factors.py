@@ -31,7 +31,7 @@ SERVED = [("kernel", FactorServer(server=1)), (".*", "ps")]
 
 
 @pytest.mark.ranks("2x2")
-def test_factors_train_like_matrices(wire):
+def test_factors_give_the_same_weights_as_matrices(wire):
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
@@ -117,7 +117,7 @@ def test_factors_in_half_precision(wire):
 
 
 @pytest.mark.ranks("2x2")
-def test_the_local_product_is_gone_and_nothing_waits(wire):
+def test_the_step_has_no_local_product_and_no_serialized_collective(wire):
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=KERNELS, bucket_bytes=0)
     graph = traced(models.mlp(), optimizer, models.mlp.data(4))
     check_independent(graph, 4)
@@ -134,7 +134,7 @@ def test_the_local_product_is_gone_and_nothing_waits(wire):
     assert set(products) == set(local)
 
 
-def test_hybcomm_says_what_it_weighed(wire):
+def test_hybcomm_reports_the_compared_bytes(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd(), scheme="hybcomm")
     train_together(model, models.mlp.data(STEPS * BATCH), optimizer, wire)
@@ -156,7 +156,7 @@ def test_hybcomm_says_what_it_weighed(wire):
     assert f"K={k}, P={p}" in str(optimizer.plan)
 
 
-def test_what_has_no_factors_is_reduced(wire):
+def test_gradients_without_factors_are_all_reduced(wire):
     """Attention's biases and kernels of convolutions have gradients that are no products."""
     for build, path, why in (
         (models.attention, "query/bias", "it comes from Sum"),
@@ -188,7 +188,7 @@ def test_no_factors_at_all(wire):
         train_together(model, models.cnn.data(BATCH), optimizer, wire)
 
 
-def test_non_finite_factors_reach_all(wire):
+def test_non_finite_factors_reach_all_ranks(wire):
     """Also where one rank alone has them."""
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
@@ -199,7 +199,7 @@ def test_non_finite_factors_reach_all(wire):
     assert all(np.isnan(layer.kernel.numpy()).any() for layer in model.layers)
 
 
-def test_another_batch_size_is_weighed_anew(wire):
+def test_hybcomm_compares_again_for_another_batch_size(wire):
     model = models.mlp()
     x, y = models.mlp.data(240)
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="hybcomm"), loss=models.LOSS)

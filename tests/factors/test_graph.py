@@ -137,13 +137,13 @@ def _factors(gradient, variable, model):
     return reader.factors_of(gradient, variable.shape, "float32", model.trainable_variables)
 
 
-def test_no_layer_of_keras_is_forgotten():
+def test_every_keras_layer_has_a_case():
     """A layer that is new in Keras belongs into the table."""
     assert keras_layers.with_weights() == {*keras_layers.CASES, *keras_layers.NOT_TRAINED}
 
 
 @pytest.mark.parametrize("name", keras_layers.CASES)
-def test_every_layer_of_keras(name):
+def test_factors_of_every_keras_layer(name):
     """Factors multiply out to the gradient, and for all other weights there is a reason."""
     case = keras_layers.CASES[name]
     keras.utils.set_random_seed(1)
@@ -195,7 +195,7 @@ def _why_not(step, variables, *inputs):
     return found[0]
 
 
-def test_sums_over_other_dimensions_are_no_product():
+def test_sums_over_other_dimensions_are_not_products():
     """There is a vector for each head, for as many positions as heads: all sizes agree."""
     batch, heads, size = 3, 4, 5
     vector = tf.Variable(tf.ones([heads, 1, size]))
@@ -209,7 +209,7 @@ def test_sums_over_other_dimensions_are_no_product():
     assert "not a product" in _why_not(step, [vector], tf.zeros(shape), tf.zeros(shape))
 
 
-def test_a_transposed_reshape_is_no_transposed_product():
+def test_a_transposed_reshape_is_not_a_transposed_product():
     @tf.custom_gradient
     def reordered(kernel):
         return tf.identity(kernel), lambda dy: tf.transpose(

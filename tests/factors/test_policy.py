@@ -13,7 +13,7 @@ from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients import Description
 
 
-def test_each_variable_of_a_bucket_keeps_its_reason():
+def test_each_variable_of_a_bucket_has_its_own_reason():
     """Two kernels and a convolution that share a bucket of the store."""
     factors = {n: FactorShape(1000, n, n, "float32") for n in (32, 64)}
     layers = [
@@ -41,7 +41,7 @@ def test_each_variable_of_a_bucket_keeps_its_reason():
 
 
 @pytest.mark.parametrize("sizes", [(3,), (6,), (3, 3)])
-def test_all_ranks_plan_alike_where_shards_differ(sizes):
+def test_all_ranks_compute_the_same_plan_if_shards_differ(sizes):
     """Sums in a node of three: its ranks hold unequal shards of a kernel, and send as much."""
     ranks = iter(range(sum(sizes)))
     nodes = tuple(tuple(itertools.islice(ranks, size)) for size in sizes)
@@ -59,7 +59,7 @@ def _hybcomm(m, n, rows, nodes, ranks_per_node=1):
     return policies.HybComm().choose(description, topology)
 
 
-def test_best_scheme_is_the_papers():
+def test_hybcomm_chooses_as_in_the_paper():
     """Table 1 and section 3.2: a layer of 4096 x 4096, batch 32, 8 nodes: 58.7 M against 3.7 M."""
     choice = _hybcomm(4096, 4096, 32, 8)
     assert choice.scheme.name == "factors"
@@ -95,7 +95,7 @@ def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
 @pytest.mark.parametrize("shape", [(512, 512), (300, 20), (64, 4096)])
 @pytest.mark.parametrize("layout", [(4, 1), (2, 1), (1, 3), (2, 4), (16, 8)])
 @pytest.mark.parametrize("scheme", ["hybcomm", "factors"])
-def test_steps_take_what_a_plan_with_their_rows_would(scheme, layout, shape):
+def test_steps_use_the_plan_for_their_rows(scheme, layout, shape):
     """On both sides of the limit; what a bucket shows after such a step is that plan."""
     nodes, ranks = layout
     topology, policy = Topology.regular(0, nodes * ranks, ranks), policies.parse(scheme)
@@ -154,7 +154,7 @@ def test_hybcomm_without_factors():
     assert (choice.scheme.name, choice.reason) == ("ps", "it comes from Conv2DBackpropFilter")
 
 
-def test_rules_hand_on_what_hybcomm_weighed():
+def test_rules_forward_the_bytes_compared_by_hybcomm():
     rules = policies.parse([("fc", policies.HybComm()), (".*", "allreduce")])
     factors = FactorShape(32, 512, 512, "float32")
     choice = rules.choose(
@@ -164,7 +164,7 @@ def test_rules_hand_on_what_hybcomm_weighed():
     assert dict(choice.candidates).keys() == {"factors", "ps"}
 
 
-def test_hybcomm_keeps_no_state():
+def test_hybcomm_has_no_state():
     """On one rank, steps may therefore use XLA."""
     assert not policies.HybComm().keeps_state
 

@@ -56,7 +56,7 @@ def test_weights(dtype):
 @pytest.mark.parametrize(
     ("dtype", "columns"), [("float32", 1), ("float64", 1), ("float16", 2), ("bfloat16", 2)]
 )
-def test_bytes_are_those_of_what_is_packed(dtype, columns):
+def test_sent_bytes_equal_the_packed_bytes(dtype, columns):
     rows = _rows(dtype, [3, 1, 2])
     assert rows.shape.left_columns == columns
     sent = rows.packed
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_what_is_packed(dtype, columns):
     )
 
 
-def test_rows_are_found_in_a_model():
+def test_embedding_rows_are_found_in_a_model():
     model = keras.Sequential(
         [keras.Input((8,), dtype="int32"), keras.layers.Embedding(50, 4), keras.layers.Flatten()]
     )
@@ -109,7 +109,7 @@ def test_tables_of_matrices_have_no_rows():
 
 
 @pytest.mark.parametrize(("table", "scheme"), [(30_000, "factors"), (100, "ps")])
-def test_hybcomm_sends_the_fewer_bytes(table, scheme):
+def test_hybcomm_sends_the_smaller_form(table, scheme):
     shape = FactorShape(1024, table, 256, "float32", indexed=True)
     description = Description("embedding", (table, 256), "float32", shape)
     choice = HybComm().choose(description, Topology.regular(0, 4, 1))

@@ -46,7 +46,7 @@ def test_factors_of_any_number_of_rows(scheme, layout):
 @pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
-def test_factors_send_what_is_predicted(scheme, layout, dtype):
+def test_factors_send_the_predicted_bytes(scheme, layout, dtype):
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
     factors = FactorPair(tf.ones([3, 7], dtype), tf.ones([3, 5], dtype))
@@ -60,7 +60,7 @@ def test_factors_send_what_is_predicted(scheme, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", ["2x1", "2+1", "3x2"])
-def test_the_work_of_multiplying_the_factors_of_all_ranks_is_predicted(layout):
+def test_the_cost_of_multiplying_all_factors_is_predicted(layout):
     factors = FactorShape(3, 7, 5, "float32")
     topology = Topology(0, LAYOUTS[layout])
     *_, last = schemes.Factors().factor_stages(factors, topology)
@@ -76,7 +76,7 @@ BY_ROWS = (
 @pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "3x2"])
 @pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
 @pytest.mark.parametrize("many", [False, True])
-def test_all_ranks_take_the_branch_that_suits_their_rows(many, scheme, layout):
+def test_all_ranks_take_the_branch_for_the_total_rows(many, scheme, layout):
     """With two variables; bytes are those of the scheme that is taken, and of one number."""
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
@@ -148,7 +148,7 @@ def test_rows_choose_the_scheme():
     assert by_rows.reader is schemes.Factors().reader is policies.HybComm().reader
 
 
-def test_rows_beyond_which_nodes_sum_are_those_at_which_it_costs_less():
+def test_the_row_limit_minimizes_the_bytes_per_node():
     topology, factors = Topology.regular(0, 4, 2), FactorShape(None, 512, 256, "float32")
     by_rows = schemes.Factors().fitted(factors, topology)
 

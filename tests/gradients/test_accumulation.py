@@ -54,7 +54,7 @@ def test_means_are_weighted(dtype):
         assert not any(np.any(array) for array in calls.left), "nothing is left"
 
 
-def test_what_comes_from_no_samples_need_not_be_a_number():
+def test_gradients_of_empty_batches_may_be_nan():
     calls = _Calls(2)
     calls.add(tf.ones(SHAPE), 4.0)
     calls.add(tf.fill(SHAPE, np.nan), 0.0)
@@ -62,7 +62,7 @@ def test_what_comes_from_no_samples_need_not_be_a_number():
     np.testing.assert_allclose(mean, np.ones(SHAPE), atol=1e-5)
 
 
-def test_dropped_gradients_are_gone():
+def test_dropped_gradients_are_discarded():
     calls = _Calls(2)
     calls.add(tf.ones(SHAPE), 1.0)
     assert calls.means == []

@@ -9,7 +9,7 @@ from tfposeidon.gradients import merge_rows
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("count", [0, 1, 500])
-def test_rows_merge_alike_with_and_without_xla(count, dtype):
+def test_rows_merge_equally_with_and_without_xla(count, dtype):
     indices = np.random.default_rng(0).integers(0, 40, count).astype(dtype)
     values = np.random.default_rng(1).integers(-9, 9, (count, 3)).astype("float32")
     expected = np.zeros((40, 3), "float32")

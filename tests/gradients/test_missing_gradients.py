@@ -74,12 +74,12 @@ def _check_like_one_process(wire, scheme, presence):
     same_on_all_ranks(ours.values, wire)
 
 
-def test_a_gradient_that_ends(wire):
+def test_a_gradient_disappears_after_some_steps(wire):
     for scheme in ("allreduce", "hybcomm"):
         _check_like_one_process(wire, scheme, lambda step, rank: (True, True, step < 3))
 
 
-def test_a_gradient_that_begins(wire):
+def test_a_gradient_appears_after_some_steps(wire):
     for scheme in ("ps", "hybcomm"):
         _check_like_one_process(wire, scheme, lambda step, rank: (True, step >= 2, step >= 4))
 
@@ -118,7 +118,7 @@ def test_a_gradient_on_one_rank_only(wire):
         _check_like_one_process(wire, scheme, lambda step, rank: (True, rank == 0, rank == 1))
 
 
-def test_keras_warns_of_what_has_no_gradient(wire):
+def test_keras_warns_of_variables_without_a_gradient(wire):
     trained = _Trained(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "warned")
     trained.go(_gradients(0, 0), (True, True, True))
     with warnings.catch_warnings(record=True) as caught:
@@ -127,7 +127,7 @@ def test_keras_warns_of_what_has_no_gradient(wire):
     assert [w for w in caught if "Gradients do not exist for variables" in str(w.message)]
 
 
-def test_what_a_sparse_scheme_kept_still_arrives(wire):
+def test_residuals_of_a_sparse_scheme_are_still_sent(wire):
     """A residual is sent even when its variable has no gradient any more; none of it is lost."""
     shape = (64, 32)
     scheme = tp.schemes.TopK(density=0.1, min_elements=0)

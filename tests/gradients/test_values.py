@@ -45,18 +45,18 @@ def _check(optimizer, wire, steps_of_update=1):
         np.testing.assert_array_equal(history.numpy(), _largest(steps, wire), str(optimizer.policy))
 
 
-def test_the_largest_of_all_ranks_by_every_scheme(wire):
+def test_every_scheme_takes_the_maximum_over_ranks(wire):
     for scheme in (*contract.OF_EACH_CLASS, SERVED, "hybcomm"):
         _check(distributed(keras.optimizers.SGD(0.1), scheme), wire)
 
 
-def test_the_largest_of_all_calls_of_an_update(wire):
+def test_accumulation_takes_the_maximum_over_calls(wire):
     for scheme in ("allreduce", SERVED):
         inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
         _check(distributed(inner, scheme), wire, 2)
 
 
-def test_the_center_has_the_largest_of_all_ranks(wire):
+def test_the_global_weights_hold_the_maximum_over_ranks(wire):
     weight = keras.Variable(np.ones((4, 3)), name="weight")
     history = keras.Variable(np.zeros(8), name="history")
     history.overwrite_with_gradient = True

@@ -32,7 +32,7 @@ def _digests(output):
 
 
 @ahead(functools.partial(_run, "slow"))
-def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
+def test_a_worker_slower_than_the_stall_limit_does_not_end_the_job(outcome):
     done, _, _ = outcome
     assert done.returncode == 0, done.stdout
     assert len(_digests(done.stdout)) == 3
@@ -51,7 +51,7 @@ def test_a_worker_slower_than_the_stall_limit_ends_no_job(outcome):
         ("terminate", "the job ends. rank 0 received SIGTERM", 0, False, 2),
     ],
 )
-def test_a_lost_rank_ends_the_job_once_the_server_has_saved(
+def test_a_lost_rank_ends_the_job_after_the_server_has_saved(
     kind, cause, server, goes_on, ranks, outcome
 ):
     done, meta, again = outcome
@@ -80,7 +80,7 @@ def _check_steps(epoch, resumed):
 
 
 @ahead(functools.partial(_run, "raise in a loop", ranks=2))
-def test_a_loop_of_ones_own_saves_the_center(outcome):
+def test_a_custom_loop_saves_the_global_weights(outcome):
     done, _, _ = outcome
     assert done.returncode != 0
     assert "rank 1 failed first: ValueError: broken on purpose" in done.stdout, done.stdout

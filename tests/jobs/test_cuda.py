@@ -81,7 +81,7 @@ def test_programs_that_need_a_gpu_compile(source):
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
 
 
-def test_asking_for_gpu_kernels_first_loses_no_op():
+def test_querying_gpu_kernels_first_loses_no_op():
     code = (
         "from tfposeidon import native, ops; native.has_gpu_kernels(); "
         "print(ops.top_k([1.0, 2.0], 1)[1].numpy())"

@@ -16,7 +16,7 @@ CORE = ("tests/test_optimizer.py", "tests/optimizers/test_accumulating.py")
 COPY = """
 import tfposeidon
 
-def test_it_is_the_copy():
+def test_the_copy_is_imported():
     assert tfposeidon.__file__.startswith({folder!r})
 """
 WITHOUT_AUTOTUNE = """
@@ -56,7 +56,7 @@ def _run(folder, *arguments):
 
 
 @pytest.mark.parametrize("without", [EDGES, *((edge,) for edge in EDGES)], ids=" ".join)
-def test_the_core_works_without(without, tmp_path):
+def test_the_core_runs_without_optional_packages(without, tmp_path):
     """All edges are deleted from a copy at once, and each of them alone."""
     # Copies, not links: pytest follows these, and would import what they lead to.
     for name in ("tfposeidon", "keras_callbacks", "datacache", "tests", "docs"):

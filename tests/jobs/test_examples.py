@@ -195,7 +195,7 @@ def start_and_kill(command, out, number, pause_s, while_writing):
     return output, f"at epoch {meta['epoch']}, batch {meta['batches']}.", is_killed
 
 
-def test_no_example_is_forgotten():
+def test_every_example_has_a_test():
     assert {file.name for file in EXAMPLES.glob("*.py")} == {
         "custom_loop.py",
         "dawnbench_resnet50.py",

@@ -42,7 +42,7 @@ EXPECTED = {
 
 @ahead(lambda trouble: horovodrun(2, SCRIPT, trouble))
 @pytest.mark.parametrize("trouble", EXPECTED)
-def test_trouble_on_one_rank_ends_the_job(trouble, outcome):
+def test_a_failure_of_one_rank_ends_the_job(trouble, outcome):
     done = outcome
     assert done.returncode != 0
     last = "\n".join(done.stdout.splitlines()[-LAST_LINES:])
@@ -99,7 +99,7 @@ def test_faults_between_nodes_end_fit_on_all_ranks(fault, outcome):
 
 
 @ahead(lambda: horovodrun(3, "-m", "tfposeidon", "check", hosts="localhost:2,127.0.0.1:1"))
-def test_hosts_of_different_size_are_nodes_of_different_size(outcome):
+def test_hosts_of_different_size_become_nodes_of_different_size(outcome):
     assert outcome.returncode == 0, outcome.stdout
     assert "3 rank(s) on 2 node(s) (2 + 1)" in outcome.stdout
 
@@ -107,6 +107,6 @@ def test_hosts_of_different_size_are_nodes_of_different_size(outcome):
 @ahead(
     lambda: horovodrun(1, "-c", "import tfposeidon as tp; print(tp.init(), tp.rank(), tp.size())")
 )
-def test_a_job_without_troubles_ends_in_good_order(outcome):
+def test_a_job_without_failures_exits_with_status_0(outcome):
     assert outcome.returncode == 0
     assert "1 rank(s) on 1 node(s) (1 x 1) 0 1" in outcome.stdout

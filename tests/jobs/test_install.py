@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.launch import ROOT
 
 
-def test_setup_without_a_tensorflow_that_works_says_so(tmp_path):
+def test_setup_without_a_working_tensorflow_names_the_cause(tmp_path):
     venv.create(tmp_path / "bare")
     python = tmp_path / "bare" / "bin" / "python"
     (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
@@ -39,7 +39,7 @@ def test_setup_without_a_tensorflow_that_works_says_so(tmp_path):
     assert "no libmissing.so" in built("-S", PYTHONPATH=str(tmp_path / "isolated")).stderr
 
 
-def test_an_sdist_holds_what_the_build_needs(tmp_path):
+def test_the_sdist_contains_all_build_files(tmp_path):
     """`python -m tests.versions` installs from one; here only its files are looked at."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     command += ["sdist", "--formats", "gztar", "--dist-dir", tmp_path]
@@ -57,7 +57,7 @@ def test_an_sdist_holds_what_the_build_needs(tmp_path):
     assert not any(name.startswith("tests") or name.endswith(".so") for name in held)
 
 
-def test_commands_have_help_and_need_no_tensorflow():
+def test_commands_print_help_without_tensorflow():
     script = (
         "import sys; "
         "sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None; "

@@ -29,7 +29,7 @@ def report(path):
     return json.loads(path.read_text())
 
 
-def test_ranks_see_what_horovodrun_shows_them():
+def test_ranks_receive_the_environment_of_horovodrun():
     done = probe("--nodes 2 --per-node 2", "environment")
     assert done.returncode == 0, done.stdout
     found = {}
@@ -57,7 +57,7 @@ def test_ranks_see_what_horovodrun_shows_them():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="replaces /etc/hosts, which root may")
-def test_names_of_nodes_hide_those_of_the_machine(tmp_path):
+def test_node_names_override_the_hosts_file(tmp_path):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("root of this container may not mount")
     hosts = tmp_path / "hosts"
@@ -70,7 +70,7 @@ def test_names_of_nodes_hide_those_of_the_machine(tmp_path):
     assert done.stdout.count('"address of localhost": "127.0.0.1"') == 2
 
 
-def test_packets_that_the_lab_is_too_slow_for_count_as_dropped(tmp_path):
+def test_packets_beyond_the_capacity_of_the_lab_count_as_dropped(tmp_path):
     path = tmp_path / "report.json"
     assert probe(f"--nodes 2 --loss 1% --report {path}", "flood").returncode == 0
     assert report(path)["traffic"][0]["dropped_packets"] > 0
@@ -87,7 +87,7 @@ def test_nohup_protects_a_lab():
     assert finish(process).returncode == 128 + signal.SIGTERM
 
 
-def test_links_have_the_rate_that_was_asked_for(tmp_path):
+def test_links_have_the_requested_rate(tmp_path):
     """Both directions, one node slower than the other, with little let through in one burst."""
     path = tmp_path / "report.json"
     _check_rates(
@@ -124,7 +124,7 @@ def _check_rates(options, expected):
     raise AssertionError(f"{best} in {TRIES} tries:\n{done.stdout}")
 
 
-def test_delay_jitter_and_loss_are_there():
+def test_links_have_the_requested_delay_jitter_and_loss():
     done = probe("--nodes 2 --rtt 20ms --jitter 2ms", "round_trips")
     assert 16 < _median_ms(done) < 26, done.stdout
     done = probe("--nodes 2 --loss 20%", "lost")
@@ -136,12 +136,12 @@ def _median_ms(done):
     return float(done.stdout.split(" median ")[1].split()[0])
 
 
-def test_loopback_is_as_fast_as_asked():
+def test_links_within_a_node_have_the_requested_rate():
     _check_rates("--nodes 1 --per-node 2 --intra 100mbit", {"0>1": 1e8})
 
 
 @pytest.mark.parametrize(("connections", "rate"), [(1, 5e7), (2, 4e7)])
-def test_a_connection_has_a_limit_of_its_own(connections, rate):
+def test_each_connection_has_its_own_limit(connections, rate):
     """One is held to its limit; two are held to the link's, which is less than twice as much."""
     for _ in range(TRIES):
         done = probe(
@@ -157,7 +157,7 @@ def test_a_connection_has_a_limit_of_its_own(connections, rate):
     raise AssertionError(done.stdout)
 
 
-def test_exit_status_is_that_of_the_first_to_fail_and_the_others_are_ended():
+def test_the_first_failed_rank_sets_the_exit_status_and_ends_the_others():
     done = probe("--nodes 2 --show first", "fail")
     assert done.returncode == 3
     assert "[1] last words of rank 1" in done.stdout
@@ -165,7 +165,7 @@ def test_exit_status_is_that_of_the_first_to_fail_and_the_others_are_ended():
     assert "[0] rank 0 was asked to end" in done.stdout
 
 
-def test_faults_happen_when_they_should(tmp_path):
+def test_faults_occur_at_the_requested_time(tmp_path):
     path = tmp_path / "report.json"
     done = probe(f"--nodes 3 --stop 0@1+2 --cut 1@1.5 --kill 2@5 --report {path}", "tick")
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
@@ -187,7 +187,7 @@ def test_faults_happen_when_they_should(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left(number):
+def test_an_ended_lab_leaves_no_processes_or_namespaces(number):
     """Neither on Ctrl-C nor when the lab itself is killed; and two labs run side by side."""
     other = probe("--nodes 2", "tick", background=True)
     process = probe("--nodes 2 --inter 10mbit", "wait", background=True)
@@ -226,7 +226,7 @@ def _network_namespaces(processes):
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.2, 0.5])
-def test_an_early_end_is_not_lost(wait_s):
+def test_a_signal_during_the_start_ends_the_lab(wait_s):
     process = lab("--nodes 2", "sleep", "60", background=True)
     time.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
@@ -235,14 +235,14 @@ def test_an_early_end_is_not_lost(wait_s):
     assert done.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), done.stdout
 
 
-def test_what_a_rank_leaves_behind_does_not_hold_up_the_job():
+def test_child_processes_of_a_rank_do_not_delay_the_job():
     # A lab that waited for it would run into the test's limit.
     done = lab("--nodes 2 --show first", "sh", "-c", "sleep 900 & echo gone; exit 3")
     assert done.returncode == 3
     assert "[0] gone" in done.stdout
 
 
-def test_a_job_that_nobody_listens_to_ends():
+def test_a_job_with_closed_output_ends():
     process = lab("--nodes 2", "yes", background=True)
     assert process.stdout.readline().endswith("] y\n")
     process.stdout.close()
@@ -250,7 +250,7 @@ def test_a_job_that_nobody_listens_to_ends():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root may")
-def test_without_root_it_takes_a_user_namespace():
+def test_without_root_the_lab_uses_a_user_namespace():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         _check_as_another_user(Path(folder))
@@ -362,7 +362,7 @@ def test_demo_compares_schemes(outcome):
     assert "oneDNN" not in done.stdout
 
 
-def test_demo_goes_on_where_the_lab_cannot_run(tmp_path):
+def test_the_demo_succeeds_if_the_lab_cannot_run(tmp_path):
     for tool in ("hostname", "unshare", "nsenter", "setpriv", "mount"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     done = finish(start(DEMO, environment={"PATH": str(tmp_path)}))

@@ -27,7 +27,7 @@ if tp.rank() == 0:
 """
 
 
-def test_one_rank_and_two_go_on_from_one_another(tmp_path):
+def test_one_rank_and_two_ranks_resume_each_others_run(tmp_path):
     ended = {name: [end for _, end in fit(name, tmp_path / "one", 1)] for name in OPTIMIZERS}
     (tmp_path / "ended").write_text(json.dumps(ended))
     done = horovodrun(2, "-c", TWO_RANKS, tmp_path)

@@ -65,7 +65,7 @@ def powersgd_elements():
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 @ahead(lambda: answers("ddp", ["ddp", "ddp-fp16", "ddp-powersgd", "unknown"]))
-def test_pytorch_ddp_sends_what_its_hooks_leave(outcome):
+def test_pytorch_ddp_sends_the_output_of_its_hooks(outcome):
     found = outcome
     check(found["ddp"], all_reduce_bytes(parameters()))
     check(found["ddp-fp16"], all_reduce_bytes(parameters(), element_bytes=2))

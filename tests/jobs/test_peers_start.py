@@ -47,7 +47,7 @@ TOKEN = {"TFPOSEIDON_TOKEN": "the-token-of-this-job"}
 
 
 @ahead(lambda: started("torchrun", "sum", environments=[TOKEN, TOKEN]))
-def test_two_ranks_of_one_machine(outcome):
+def test_two_ranks_start_on_one_machine(outcome):
     for rank, done in enumerate(outcome):
         assert done.returncode == 0, done.stdout
         assert f"rank {rank} of 2 rank(s) on 1 node(s) (1 x 2)" in done.stdout
@@ -56,7 +56,7 @@ def test_two_ranks_of_one_machine(outcome):
 
 
 @ahead(lambda: started("TF_CONFIG", "kill"))
-def test_a_killed_rank_0_is_named_by_the_others(outcome):
+def test_the_other_ranks_name_a_killed_rank_0(outcome):
     killed, other = outcome
     assert killed.returncode == -9
     assert other.returncode == 1
@@ -68,7 +68,7 @@ WRONG = [{"TFPOSEIDON_TOKEN": "right", "START_TIMEOUT_S": "10"}, {"TFPOSEIDON_TO
 
 
 @ahead(lambda: started("TF_CONFIG", "sum", environments=WRONG))
-def test_a_wrong_token_is_refused_and_a_peer_that_never_comes_is_named(outcome):
+def test_a_wrong_token_is_refused_and_a_missing_peer_is_named(outcome):
     waiting, refused = outcome
     assert refused.returncode == 1
     assert "PermissionError: All processes of a job must have the same token" in refused.stdout
@@ -97,7 +97,7 @@ def test_run_on_two_nodes(outcome):
 
 
 @ahead(lambda: finish(start([*run("--per-node", "2"), "kill"]), LIMIT_S))
-def test_run_ends_with_the_status_of_the_first_that_fails(outcome):
+def test_run_returns_the_status_of_the_first_failed_rank(outcome):
     assert outcome.returncode == 128 + 9, outcome.stdout
     assert "tfposeidon run: rank 0 was ended by SIGKILL" in outcome.stdout
     assert "[1] tfposeidon: the job ends. rank 0 was ended by SIGKILL" in outcome.stdout

@@ -47,7 +47,7 @@ model.fit(np.zeros((8, 4), "float32"), np.zeros((8, 1), "float32"), batch_size=4
 """
 
 
-def test_the_first_line_of_a_process_is_enough():
+def test_patches_apply_within_the_first_statement():
     """Python looks `model.compile` up before it makes the optimizer that compile gets.
 
     What `fit` writes into a pipe has no control characters.

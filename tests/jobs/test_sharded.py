@@ -15,7 +15,7 @@ fit_with_checkpoint(sharded_adam, sys.argv[1], epochs=1, samples=32, rank=tp.ran
 """
 
 
-def test_two_ranks_begin_and_one_goes_on(tmp_path):
+def test_one_rank_resumes_a_run_of_two_ranks(tmp_path):
     done = horovodrun(2, "-c", FIRST_HALF, tmp_path / "two")
     assert done.returncode == 0, done.stdout
     resumed, whole = (

@@ -46,7 +46,7 @@ def kills():
 
 
 @ahead(kills)
-def test_a_kill_at_any_moment_leaves_a_whole_snapshot(outcome):
+def test_a_kill_at_any_time_leaves_a_complete_snapshot(outcome):
     assert len(outcome) == 3
     for before, snapshot in outcome:
         step = snapshot.meta["step"]

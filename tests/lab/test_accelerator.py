@@ -24,7 +24,7 @@ class Clock:
         self.now += seconds
 
 
-def test_late_wakings_do_not_add_up():
+def test_late_wake_ups_do_not_accumulate():
     clock = Clock()
     stream = Stream(clock, lambda seconds: clock.sleep(seconds + 0.5))
     stream.begin()
@@ -33,7 +33,7 @@ def test_late_wakings_do_not_add_up():
     assert clock.now == pytest.approx(100 + 10 + 0.5)
 
 
-def test_a_step_begins_where_it_is_and_not_in_the_past():
+def test_a_step_starts_at_the_current_time():
     clock = Clock()
     stream = Stream(clock, clock.sleep)
     clock.sleep(7)
@@ -60,7 +60,7 @@ def small():
     return VGG19.shrunk(16)
 
 
-def test_a_step_works_forward_and_back_through_the_layers():
+def test_a_step_runs_forward_and_backward_through_the_layers():
     stream = Recorder()
     model = emulated_model(small(), dilation=3.0, stream=stream)
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse", jit_compile=False)
@@ -72,7 +72,7 @@ def test_a_step_works_forward_and_back_through_the_layers():
     assert sum(expected) == pytest.approx(3 * small().step_s)
 
 
-def test_parameters_are_those_of_the_model():
+def test_parameters_equal_those_of_the_model():
     model = emulated_model(small(), stream=Recorder())
     assert model.count_params() == small().parameters
     shapes = [tuple(v.shape) for v in model.trainable_variables]
@@ -128,7 +128,7 @@ def test_dense_gradients_are_products_of_factors():
         assert op.inputs[0].shape[0] == op.inputs[1].shape[0] == small().batch
 
 
-def test_gradients_are_not_there_before_their_layer_has_worked():
+def test_gradients_appear_after_the_time_of_their_layer():
     """Each waits for its own layer and those after it, so that the last is exchanged first."""
     stream = Recorder()
     graph = _gradients(emulated_model(small(), stream=stream)).get_concrete_function().graph
@@ -154,7 +154,7 @@ def _waits_before(op):
     return [op for op in seen if op.type in ("PyFunc", "EagerPyFunc")]
 
 
-def test_waiting_leaves_the_processor_alone():
+def test_waiting_does_not_use_the_processor():
     model = emulated_model(small(), dilation=0.5 / small().step_s)
     gradients = _gradients(model)
     gradients()

@@ -12,7 +12,7 @@ from tfposeidon.lab import command, demo
 from tfposeidon.lab.delay_line import DelayLine
 
 
-def test_packets_are_late_within_bounds_and_never_overtake():
+def test_packet_delays_are_bounded_and_preserve_order():
     line = DelayLine(delay_s=0.01, jitter_s=0.004, loss=0.0)
     for number in range(1000):
         line.take(bytes([number % 256]), target=number % 2, now_s=number * 1e-3)
@@ -32,7 +32,7 @@ def test_packets_are_late_within_bounds_and_never_overtake():
         assert 0.013 < max(late) <= 0.0141
 
 
-def test_packets_are_lost_in_the_share_that_was_asked_for():
+def test_the_requested_share_of_packets_is_lost():
     line = DelayLine(delay_s=0.0, jitter_s=0.0, loss=0.1)
     for _ in range(10_000):
         line.take(b"", target=0, now_s=0.0)
@@ -86,7 +86,7 @@ def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypa
     assert REFUSED[arguments] in capsys.readouterr().err
 
 
-def test_modules_that_a_lab_starts_ignore_the_current_folder_if_it_does(monkeypatch):
+def test_started_modules_ignore_the_current_folder_if_the_lab_does(monkeypatch):
     """Sources there would hide the installed package from the ranks."""
     for is_safe, options in ((False, []), (True, ["-P"])):
         flags = SimpleNamespace(safe_path=is_safe)

@@ -26,7 +26,7 @@ OPTIONS = {
 }
 
 
-def test_bytes_of_steps_are_those_of_their_rounds(wire):
+def test_bytes_of_steps_equal_those_of_their_synchronizations(wire):
     x = np.random.default_rng(wire.topology.rank).normal(size=(4, WIDTH)).astype("float32")
     for name, options in OPTIONS.items():
         keras.utils.clear_session(free_memory=False)

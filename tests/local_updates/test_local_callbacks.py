@@ -103,7 +103,7 @@ class Stops(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def test_a_rank_that_stops_within_an_epoch_stops_all_at_its_end(wire):
+def test_a_stop_within_an_epoch_stops_all_ranks_at_its_end(wire):
     """Together with callbacks that communicate in batches."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     folder = shared_folder(wire)
@@ -201,7 +201,7 @@ def _check_resumes_as_assigned(wire, data, start, begins):
         shutil.rmtree(folder)
 
 
-def test_assigned_weights_with_a_rank_out_of_data(wire):
+def test_assigned_weights_with_exhausted_input_on_a_rank(wire):
     """One rank has no batch in the following epoch, and had non-finite weights before."""
     x, y = models.mlp.data(32)
     epochs = []
@@ -329,7 +329,7 @@ def test_snapshots_of_another_inner_optimizer_are_refused(wire):
         shutil.rmtree(folder)
 
 
-def test_what_ranks_out_of_step_cannot_do_is_refused(wire):
+def test_features_that_require_synchronous_ranks_are_refused(wire):
     x, y = models.mlp.data(4 * (2 + wire.topology.rank))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
     model = models.mlp()

@@ -55,7 +55,7 @@ def test_moving_statistics_and_augmentation(wire):
     _check(model, start, wire)
 
 
-def test_a_dataset_of_python_in_half_precision(wire):
+def test_a_pydataset_in_half_precision(wire):
     """On threads, with inner accumulation and several steps in an execution."""
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
@@ -67,7 +67,7 @@ def test_a_dataset_of_python_in_half_precision(wire):
     assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)) > 1e-4
 
 
-def test_rows_of_embeddings_and_weights_in_use_twice(wire):
+def test_embedding_rows_and_shared_weights(wire):
     """Sparse gradients with repeated tokens stay on their rank; only weights are sent."""
     keras.utils.set_random_seed(5)
     model = models.embedding()

@@ -76,7 +76,7 @@ def test_nodes_equal_replicas_in_one_process(wire):
         assert "sends per synchronization" in str(optimizer.plan)
 
 
-def test_a_late_exchange_of_nodes(wire):
+def test_nodes_overlap_an_exchange_with_steps(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     optimizer = tp.LocalUpdates(sgd(), EVERY, hierarchical=True, overlap_steps=2, scheme="hitopk")
     optimizer.exchange.is_timed = True
@@ -88,7 +88,7 @@ def test_a_late_exchange_of_nodes(wire):
 DELAY = 2
 
 
-def test_buckets_of_a_late_exchange_go_one_after_the_other(wire):
+def test_buckets_of_an_overlapped_exchange_are_sent_in_order(wire):
     """The node's exchange waits for at most one; all bits are those of one exchange."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     digests = []
@@ -114,7 +114,7 @@ def test_nodes_are_resumed(wire):
     check_resumes(wire, make, slice(EVERY - 2, EVERY + 1))
 
 
-def test_a_rank_of_a_node_out_of_data(wire):
+def test_a_rank_of_a_node_exhausts_its_input(wire):
     """All ranks end an epoch of unknown length together; ranks of a node stay equal."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
@@ -137,7 +137,7 @@ def test_a_rank_of_a_node_out_of_data(wire):
         assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_a_rank_without_counted_samples_moves_with_its_node(wire):
+def test_a_rank_without_counted_samples_follows_its_node(wire):
     optimizer = tp.LocalUpdates(sgd(), 1, "elastic", hierarchical=True)
     weight = keras.Variable([0.0, 1.0], name="weight")
     for _ in range(3):

@@ -102,7 +102,7 @@ class Late(keras.callbacks.Callback):
             time.sleep(0.1)
 
 
-def test_speed_of_ranks_changes_no_bit(wire):
+def test_the_speed_of_ranks_does_not_change_the_weights(wire):
     data, start = models.mlp.data(11 * BATCH), models.mlp()
     found = []
     for late in (0, 1):
@@ -140,7 +140,7 @@ def test_replica_check_compares_global_weights(wire):
     same_on_all_ranks(repaired.get_weights(), wire)
 
 
-def test_rates_follow_callbacks(wire):
+def test_learning_rates_follow_callbacks(wire):
     """Each rank's optimizer has the rate, and averaged metrics keep ranks equal."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: 1 / (1 + epoch))
@@ -179,7 +179,7 @@ def test_training_that_ends_before_its_first_synchronization_logs_a_warning(wire
         assert (is_as_before, len(said)) == (is_told, is_told and wire.topology.rank == 0), lines
 
 
-def test_weights_of_other_types(wire):
+def test_weights_of_other_dtypes(wire):
     data = models.share(models.mlp.data(7 * BATCH), BATCH, wire.topology)
     for policy, options in (
         ("bfloat16", {"outer_optimizer": "outer", "overlap_steps": 1}),

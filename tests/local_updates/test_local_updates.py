@@ -96,7 +96,7 @@ def test_a_synchronization_in_each_step_equals_all_reduce(wire):
         )
 
 
-def test_two_fits_are_one(wire):
+def test_two_fits_equal_one_fit(wire):
     """`fit` ends with the global weights, and each rank continues from its local weights."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
 
@@ -145,7 +145,7 @@ def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
         np.testing.assert_allclose(weight.numpy(), [-0.4] * 2, rtol=1e-5)
 
 
-def test_constraints_hold_for_the_global_weights(wire):
+def test_constraints_apply_to_the_global_weights(wire):
     """The mean of weights of unit norm has a smaller norm."""
     weight = keras.Variable([1.0, 0.0], name="weight")
     weight.constraint = keras.constraints.UnitNorm()
@@ -250,7 +250,7 @@ def test_two_optimizers_in_one_model(wire):
     assert rounds == [7, 4]
 
 
-def test_hand_written_loops_and_several_steps_per_execution(wire):
+def test_custom_loops_and_several_steps_per_execution(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     expected = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     model = models.copy(models.mlp, start)
@@ -350,7 +350,7 @@ def test_a_gan_is_resumed(wire):
             np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
 
 
-def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
+def test_several_calls_in_a_step_with_exhausted_input_on_a_rank(wire):
     """The discriminator may synchronize after the first or the second call of a step."""
     model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, overlap_steps=1), d_steps=2)
     pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]
@@ -358,7 +358,7 @@ def test_several_calls_in_a_step_with_a_rank_out_of_data(wire):
     same_on_all_ranks([v.numpy() for v in model.variables], wire)
 
 
-def test_ranks_with_other_settings_are_refused(wire):
+def test_different_settings_on_ranks_are_refused(wire):
     other = models.mlp()
     other.compile(tp.LocalUpdates(sgd(), sync_every=2 + wire.topology.rank), models.LOSS)
     with Raises(

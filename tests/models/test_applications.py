@@ -32,7 +32,7 @@ def _trained(name, wire):
     return optimizer.plan, classifier.path
 
 
-def test_they_train(wire):
+def test_applications_train(wire):
     for name in NAMES:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)

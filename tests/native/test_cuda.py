@@ -12,11 +12,11 @@ from tfposeidon.gradients import Description
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 
-def test_gpu_kernels_are_there_where_tensorflow_has_gpus():
+def test_gpu_kernels_are_registered_if_tensorflow_has_gpus():
     assert native.has_gpu_kernels() == (NVCC is not None and tf.test.is_built_with_cuda())
 
 
-def test_the_plan_says_that_selection_leaves_the_gpu(monkeypatch):
+def test_the_plan_notes_that_selection_runs_on_the_cpu(monkeypatch):
     """Here with a GPU that only seems to be there."""
     variables = [Description(path="kernel", shape=(100, 100), dtype="float32")]
     for scheme, words in (

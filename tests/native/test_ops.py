@@ -80,14 +80,14 @@ def test_top_k(kind, n, k):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact_is_that_of_tensorflow(kind):
+def test_exact_selection_equals_top_k_of_tensorflow(kind):
     x = draw(kind, 5000)
     if kind != "not finite":  # TensorFlow does not order NaN.
         _, indices = tf.math.top_k(tf.abs(x), 77)
         np.testing.assert_array_equal(ops.top_k(x, 77, "exact")[1], np.sort(indices))
 
 
-def test_nothing_of_nothing():
+def test_empty_inputs_give_empty_outputs():
     for method in ops.METHODS:
         for x, k in ((tf.zeros([0]), 0), (tf.ones([5]), 0)):
             values, indices = ops.top_k(x, k, method)
@@ -98,7 +98,7 @@ def test_nothing_of_nothing():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_floating_dtypes_come_back_as_they_were(dtype):
+def test_other_floating_dtypes_are_preserved(dtype):
     x = tf.cast(draw("normal", 999), dtype)
     values, indices = ops.top_k(x, 10, "exact")
     assert values.dtype == x.dtype
@@ -276,14 +276,14 @@ def test_norms(shapes, dtype):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_norms_know_no_range():
+def test_norms_neither_overflow_nor_underflow():
     tensors = [tf.fill([5000], scale) for scale in (1e-35, 1e35, 0.0)]
     np.testing.assert_allclose(
         ops.l2_norms(tensors), np.sqrt(5000) * np.array([1e-35, 1e35, 0.0]), rtol=1e-6
     )
 
 
-def test_norms_of_what_is_not_finite():
+def test_norms_of_non_finite_tensors():
     found = ops.l2_norms(
         [tf.constant([1.0, float("nan")]), tf.constant([float("inf"), 1.0]), tf.ones([4])]
     ).numpy()

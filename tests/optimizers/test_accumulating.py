@@ -59,7 +59,7 @@ def _scaled(optimizer):
 @pytest.mark.parametrize(
     ("rule", "around"), [*((rule, lambda inner: inner) for rule in RULES), ("Adam", _scaled)]
 )
-def test_each_call_is_one_of_keras(rule, around):
+def test_each_call_equals_a_call_of_keras(rule, around):
     mine, others = _variables(), _variables()
     plain = around(RULES[rule](gradient_accumulation_steps=STEPS))
     # A scheme that keeps a state, so that our sums are in use on one rank, too.
@@ -75,7 +75,7 @@ def test_each_call_is_one_of_keras(rule, around):
         assert float(wrapped.learning_rate) == pytest.approx(float(plain.learning_rate))
 
 
-def test_an_optimizer_that_has_counted_goes_on():
+def test_an_optimizer_with_accumulated_calls_continues():
     """It is wrapped, or its state loaded, in the middle of an update."""
     mine, others = _variables(), _variables()
     plain, inner = (RULES["Adam"](gradient_accumulation_steps=STEPS) for _ in range(2))
@@ -90,7 +90,7 @@ def test_an_optimizer_that_has_counted_goes_on():
         _check_same(mine, others)
 
 
-def test_samples_weigh_where_they_are_counted():
+def test_calls_weight_by_counted_samples():
     """All samples of an update alike, whatever the call."""
     (variable,) = variables = [keras.Variable([0.0], name="w")]
     optimizer = tp.DistributedOptimizer(optimizers.SGD(1.0, gradient_accumulation_steps=2))
@@ -99,7 +99,7 @@ def test_samples_weigh_where_they_are_counted():
     assert float(variable.numpy()[0]) == pytest.approx(-2.0)
 
 
-def test_steps_given_outside_are_the_inner_ones():
+def test_outer_accumulation_steps_set_the_inner_ones():
     inner = optimizers.SGD(0.1)
     assert tp.DistributedOptimizer(inner, gradient_accumulation_steps=2).gradient_accumulation_steps
     assert inner.gradient_accumulation_steps == 2

@@ -63,7 +63,7 @@ KINDS = {"multi": multi, "composite": Composite}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_inside_is_found(kind):
+def test_inner_optimizers_are_found(kind):
     optimizer = KINDS[kind]()
     scaled = keras.optimizers.LossScaleOptimizer(optimizer)
     assert [type(leaf) for leaf in leaves(scaled)] == [SGD, ADAM]
@@ -89,7 +89,7 @@ def test_one_rank_trains_as_keras_does(kind, options):
     check_equal(model.get_weights(), reference)
 
 
-def test_callbacks_of_keras_set_each_rate():
+def test_callbacks_of_keras_set_each_learning_rate():
     """Without a loss scale, inside of which they find no rate of several."""
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
@@ -126,7 +126,7 @@ def test_ranks_train_as_one_process(wire, kind):
 
 @pytest.mark.ranks("2")
 @pytest.mark.parametrize("kind", KINDS)
-def test_by_a_sparse_scheme_and_in_local_updates(wire, kind):
+def test_ranks_train_with_a_sparse_scheme_and_local_updates(wire, kind):
     start, data = models.mlp(), models.mlp.data(STEPS * BATCH)
     sparse = tp.schemes.TopK(density=0.1, min_elements=0)
     for optimizer in (

@@ -29,7 +29,7 @@ def model(request):
     return model
 
 
-def test_they_have_paths_and_are_no_weights(model):
+def test_variables_have_paths_and_are_not_weights(model):
     variables = model.optimizer.variables
     assert all(isinstance(variable, keras.Variable) for variable in variables)
     assert len({variable.path for variable in variables}) == len(variables)

@@ -170,7 +170,7 @@ def test_few_layers_of_other_dtypes(wire):
                 )
 
 
-def test_ranks_that_take_norms_otherwise(wire):
+def test_ranks_with_different_norm_methods_are_refused(wire):
     for options, words in (
         ({"parallel": wire.topology.rank == 0}, "parallel.*on rank"),
         (
@@ -185,7 +185,7 @@ def test_ranks_that_take_norms_otherwise(wire):
             optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
 
 
-def test_the_plan_says_who_takes_norms(wire):
+def test_the_plan_notes_the_method_for_norms(wire):
     for scheme, parallel, words in (
         ("alltoall", True, "norms of 2 layers: each rank computes a share (parallel=True)"),
         ("alltoall", False, "norms of 2 layers: every rank computes all (parallel=False)"),

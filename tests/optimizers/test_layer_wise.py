@@ -127,7 +127,7 @@ def test_without_decay_the_scale_of_gradients_does_not_matter(make, scale):
 
 
 @pytest.mark.parametrize("ratio", ["sum_of_norms", "norm_of_sum"])
-def test_a_step_is_as_long_as_rate_and_coefficient_say(ratio):
+def test_the_length_of_a_step_follows_rate_and_coefficient(ratio):
     w = one(np.random.default_rng(1).normal(size=(7, 3)))
     before = w.numpy()
     LARS(4.0, trust_coefficient=0.01, ratio=ratio).apply([tf.random.normal([7, 3], seed=1)], [w])
@@ -236,7 +236,7 @@ def test_variables_of_tensorflow_are_excluded_by_name():
 
 
 @BOTH
-def test_patterns_that_match_nothing_are_a_warning(make):
+def test_patterns_without_a_match_log_a_warning(make):
     with pytest.warns(
         UserWarning, match=r"no variable's path: 'batchnorm', 'alpha'\. .*'conv/kernel'"
     ):
@@ -247,7 +247,7 @@ def test_patterns_that_match_nothing_are_a_warning(make):
 
 
 @BOTH
-def test_nothing_to_train(make):
+def test_a_model_without_trainable_variables(make):
     optimizer = make()
     optimizer.build([])
     assert [variable.name for variable in optimizer.variables] == ["iteration", "learning_rate"]
@@ -262,7 +262,7 @@ def test_keras_exclusion_from_decay_leaves_the_ratio(make):
 
 @BOTH
 @pytest.mark.parametrize("builds_in_scope", [True, False])
-def test_copies_of_a_distributed_variable_have_their_variables_state(make, builds_in_scope):
+def test_copies_of_a_distributed_variable_share_its_state(make, builds_in_scope):
     """Under `tf.distribute`, a step receives the copies of a variable."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():

@@ -56,13 +56,13 @@ def test_compiled_traced_and_eager_steps_agree(make):
 
 @BOTH
 @pytest.mark.slow
-def test_it_learns(make):
+def test_layer_wise_optimizers_reduce_the_loss(make):
     assert learns(compiled(make(), jit_compile=True))
 
 
 @BOTH
 @pytest.mark.slow
-def test_saving_at_every_step_and_going_on_equals_the_whole_run(make, tmp_path):
+def test_resuming_at_every_step_equals_the_uninterrupted_run(make, tmp_path):
     def fresh():
         optimizer = make(weight_decay=0.1, exclude=["bias"], use_ema=True)
         optimizer.learning_rate = PolynomialDecayWithWarmup(1.0, 1, 2, initial_learning_rate=0.1)
@@ -109,7 +109,7 @@ def test_mixed_float16(make, tmp_path):
 
 
 @BOTH
-def test_a_step_that_is_not_finite_changes_nothing_under_a_loss_scale(make):
+def test_a_non_finite_step_changes_nothing_under_a_loss_scale(make):
     optimizer, w = keras.optimizers.LossScaleOptimizer(make()), one(np.ones((2, 2)))
     optimizer.apply([tf.fill([2, 2], float("inf"))], [w])
     np.testing.assert_array_equal(w, np.ones((2, 2)))
@@ -162,7 +162,7 @@ def test_clipping_comes_before_the_rule(make, options):
 
 
 @BOTH
-def test_ema_averages_what_the_rule_made(make):
+def test_ema_averages_the_updated_weights(make):
     optimizer, w = make(use_ema=True, ema_momentum=0.5), variables()
     expected = None
     for step in range(4):
@@ -179,7 +179,7 @@ def test_ema_averages_what_the_rule_made(make):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @BOTH
-def test_state_of_16_bit_variables_is_wide(make, dtype):
+def test_state_of_16_bit_variables_is_float32(make, dtype):
     optimizer = make(weight_decay=0.1)
     low = trained(optimizer, 5, dtype)
     kinds = {v.dtype for v in optimizer.variables if v.name.endswith(("momentum", "velocity"))}
@@ -217,7 +217,7 @@ def test_rows_of_equal_index_are_summed(make):
 
 
 @BOTH
-def test_state_is_made_in_a_traced_loop(make):
+def test_state_is_created_in_a_traced_loop(make):
     optimizer, w = make(), one(np.ones((2, 2)))
     step = tf.function(lambda: optimizer.apply([tf.ones([2, 2])], [w]))
     step()
@@ -328,12 +328,12 @@ BAD_LAMB = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_LARS)
-def test_lars_refuses(options, message):
+def test_lars_refuses_invalid_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         LARS(**{"learning_rate": 1.0, **options})
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_LAMB)
-def test_lamb_refuses(options, message):
+def test_lamb_refuses_invalid_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         LAMB(**options)

@@ -59,7 +59,7 @@ def _check_same(model, other):
 # ------------------------------------------------------------------ on one rank
 
 
-def test_it_is_the_one_that_compile_makes():
+def test_compile_creates_our_loss_scale_optimizer():
     model = _fit(_compiled(ours(SGD(0.1))))
     assert type(model.optimizer) is Scaled
     assert type(tp.unwrap(model.optimizer)) is ours
@@ -67,7 +67,7 @@ def test_it_is_the_one_that_compile_makes():
     assert tp.unwrap(tp.unwrap(model.optimizer)) is model.optimizer.inner_optimizer
 
 
-def test_others_do_as_before():
+def test_loss_scales_of_other_optimizers_do_not_change():
     ours(SGD(0.1))
     weight, scaled = keras.Variable([1.0]), Scaled(SGD(0.5), initial_scale=4.0)
     scaled.apply([tf.constant([4.0])], [weight])
@@ -79,7 +79,7 @@ def test_others_do_as_before():
 
 
 @pytest.mark.parametrize("auto", [True, False])
-def test_an_inner_factor_is_as_in_keras(auto):
+def test_an_inner_loss_scale_factor_acts_as_in_keras(auto):
     start, trained = models.mlp(), []
     for wrap in (ours, lambda optimizer: optimizer):
         model = models.copy(models.mlp, start)
@@ -90,14 +90,14 @@ def test_an_inner_factor_is_as_in_keras(auto):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-def test_an_optimizer_that_was_built_before():
+def test_an_already_built_optimizer_is_wrapped():
     model, optimizer = models.mlp(), ours(Adam())
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, models.LOSS)
     assert int(_fit(model).optimizer.step_counter) == 4
 
 
-def test_variables_are_those_of_keras_alone():
+def test_variables_equal_those_of_keras():
     found = []
     for optimizer in (ours(Adam()), Adam()):
         keras.utils.clear_session(free_memory=False)
@@ -105,7 +105,7 @@ def test_variables_are_those_of_keras_alone():
     assert found[0] == found[1]
 
 
-def test_a_rate_is_set_through_it():
+def test_the_learning_rate_is_set_through_the_loss_scale():
     model = _compiled(ours(SGD(0.1)))
     model.optimizer.learning_rate = 0.05
     assert float(tp.unwrap(model.optimizer).learning_rate) == pytest.approx(0.05)
@@ -136,7 +136,7 @@ def _wrapped(around):
         ("accumulating", "trained"),
     ],
 )
-def test_a_model_that_was_saved_goes_on(tmp_path, around, steps):
+def test_a_saved_model_continues_training(tmp_path, around, steps):
     model = _compiled(_wrapped(around))
     if steps == "built":
         model.optimizer.build(model.trainable_variables)
@@ -156,7 +156,7 @@ def test_a_model_that_was_saved_goes_on(tmp_path, around, steps):
 
 
 @pytest.mark.parametrize("into", ["trained", "never trained"])
-def test_weights_that_were_saved_go_on(tmp_path, into):
+def test_saved_weights_continue_training(tmp_path, into):
     model, other = _fit(_compiled(ours(Adam(0.01)))), _compiled(ours(Adam(0.01)))
     if into == "trained":
         _fit(other, models.mlp.data(8), epochs=3)
@@ -227,7 +227,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: inner, tp.DistributedOptimizer, tp.LocalUpdates])
-def test_an_overflow_where_it_is_built_in_the_first_step(wrap):
+def test_an_overflow_in_the_first_step_that_builds_the_optimizer(wrap):
     """Losses are scaled by what the update is divided by."""
     weight = keras.Variable([1.0], name="weight")
     optimizer = keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(1.0)))
@@ -245,7 +245,7 @@ def test_an_overflow_where_it_is_built_in_the_first_step(wrap):
 
 @pytest.mark.ranks("2", core=True)
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_train_as_keras_alone(wire, case):
+def test_ranks_train_as_one_process_of_keras(wire, case):
     options, make = CASES[case]
     start, data = models.mlp(), models.mlp.data(6 * BATCH)
     reference = train_alone(models.copy(models.mlp, start), data, make())
@@ -296,7 +296,7 @@ def test_an_overflow_in_a_hand_written_loop(wire, scheme):
 
 
 @pytest.mark.ranks("2")
-def test_ranks_weigh_by_their_samples(wire):
+def test_ranks_weight_by_samples(wire):
     weight, scaled = keras.Variable([0.0]), Scaled(ours(SGD(1.0)), initial_scale=2.0)
     rank = wire.topology.rank
     scaled.apply([tf.constant([2.0 * rank])], [weight], sample_count=1.0 + 2.0 * rank)
@@ -351,7 +351,7 @@ def test_two_optimizers_of_a_model(wire):
 
 
 @pytest.mark.ranks("2")
-def test_one_that_lies_deep_in_a_model_is_refused(wire):
+def test_a_deeply_nested_loss_scale_is_refused(wire):
     gan = _ScaledGan()
     gan.compile(Scaled(ours(Adam(0.01))), None)
     gan.optimizers = types.MappingProxyType({"generator": Scaled(ours(Adam(0.02)))})
@@ -360,7 +360,7 @@ def test_one_that_lies_deep_in_a_model_is_refused(wire):
 
 
 @pytest.mark.ranks("2")
-def test_a_step_of_ones_own(wire):
+def test_a_custom_step(wire):
     class Own(keras.Sequential):
         def train_step(self, data):
             with tf.GradientTape() as tape:
@@ -379,7 +379,7 @@ def test_a_step_of_ones_own(wire):
 
 
 @pytest.mark.ranks("2")
-def test_it_grows_and_its_step_is_traced_once(wire):
+def test_the_loss_scale_grows_and_the_step_is_traced_once(wire):
     scaled = Scaled(ours(SGD(0.01)), initial_scale=2.0, dynamic_growth_steps=2)
     model, traces = _compiled(scaled), []
     step = model.train_step
@@ -390,7 +390,7 @@ def test_it_grows_and_its_step_is_traced_once(wire):
 
 
 @pytest.mark.ranks("2")
-def test_its_state_is_one_of_the_model(wire):
+def test_the_state_of_the_loss_scale_belongs_to_the_model(wire):
     """It is saved at a step, restored, and made alike on all ranks."""
     folder = shared_folder(wire)
     x, y = models.mlp.data(16)
@@ -417,7 +417,7 @@ def test_its_state_is_one_of_the_model(wire):
 
 
 @pytest.mark.ranks("2")
-def test_ranks_that_train_by_themselves_have_their_own(wire):
+def test_ranks_with_local_weights_have_their_own_loss_scale(wire):
     folder, rank = shared_folder(wire), wire.topology.rank
     x, y = models.mlp.data(16)
     x[4:8] *= 1e30 if rank else 1.0
@@ -435,7 +435,7 @@ def test_ranks_that_train_by_themselves_have_their_own(wire):
 
 
 @pytest.mark.ranks("2")
-def test_runs_that_are_interrupted(wire):
+def test_interrupted_runs_resume(wire):
     def accumulating():
         return SGD(0.05, momentum=0.9, gradient_accumulation_steps=2)
 

@@ -93,7 +93,7 @@ def test_fit_traces_the_step_once(wire):
         assert len(traces) == 1, (scheme, len(traces))
 
 
-def test_steps_of_ones_own_are_traced_once(wire):
+def test_custom_steps_are_traced_once(wire):
     model = make_gan(True)
     traces = _counted(model)
     model.fit(*gan_data(8), batch_size=4, verbose=0)
@@ -138,7 +138,7 @@ def test_mixed_precision_overflow_on_one_rank(wire):
     _check_overflow(wire, "alltoall")
 
 
-def test_mixed_precision_overflow_of_what_servers_update(wire):
+def test_mixed_precision_overflow_with_sharded_updates(wire):
     keras.config.set_dtype_policy("mixed_float16")
     _check_overflow(wire, SERVED)
 
@@ -173,7 +173,7 @@ def test_mixed_precision_with_accumulation(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_own_loss_scale_optimizer_around(wire):
+def test_a_user_loss_scale_optimizer_wraps_the_optimizer(wire):
     inside = tp.DistributedOptimizer(sgd(), scheme="alltoall")
     wrapped = keras.optimizers.LossScaleOptimizer(inside, initial_scale=8.0)
     start = models.mlp()
@@ -182,7 +182,7 @@ def test_own_loss_scale_optimizer_around(wire):
     check_equal(train_together(models.copy(models.mlp, start), data, wrapped, wire), reference)
 
 
-def test_repeated_tokens_move_once(wire):
+def test_repeated_tokens_are_updated_once(wire):
     table = keras.Variable(np.zeros((4, 3), "float32"), name="table")
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(0.1))
 
@@ -365,7 +365,7 @@ def test_unequal_batches_in_fit(wire):
         check_equal(model.get_weights(), reference)
 
 
-def test_no_samples_no_say(wire):
+def test_empty_batches_are_ignored(wire):
     for steps in (None, 2):
         weight = keras.Variable([0.0], name="weight")
         optimizer = tp.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=steps))
@@ -410,7 +410,7 @@ class TwoPlayers(keras.Model):
         return {"loss": loss}
 
 
-def test_a_train_step_of_its_own(wire):
+def test_a_custom_train_step(wire):
     model = TwoPlayers()
     optimizer = tp.DistributedOptimizer(sgd())
     optimizer.build(model.trainable_variables)
@@ -438,7 +438,7 @@ def test_one_optimizer_for_two_models(wire):
     same_on_all_ranks(shared.get_weights(), wire)
 
 
-def test_without_counts_it_is_a_mean_of_means(wire):
+def test_without_counts_the_gradient_is_a_mean_of_means(wire):
     weight = keras.Variable([0.0], name="weight")
     optimizer = tp.DistributedOptimizer(SGD(1.0))
     optimizer.apply([tf.constant([float(wire.topology.rank)])], [weight])

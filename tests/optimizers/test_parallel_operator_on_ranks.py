@@ -75,7 +75,7 @@ def test_at_every_step_of_a_loop(wire):
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
-def test_other_tensors_on_a_rank(wire):
+def test_different_tensors_on_a_rank_are_refused(wire):
     mine = weights()[: 3 if wire.topology.rank else 4]
     problem = (
         r"same tensors.*first difference at item 3: \[\['float32', \[2, 2\]\]\] on rank 0, "
@@ -88,7 +88,7 @@ def test_other_tensors_on_a_rank(wire):
         tp.parallel_tensor_operator(norms, mine)
 
 
-def test_parts_that_do_not_fit(wire):
+def test_inconsistent_parts_are_refused(wire):
     def columns(some):
         return tf.zeros([len(some), 2 if wire.topology.rank else 3])
 
@@ -100,7 +100,7 @@ def test_parts_that_do_not_fit(wire):
         tp.parallel_tensor_operator(columns, weights())
 
 
-def test_a_function_that_fails_on_one_rank(wire):
+def test_a_failing_function_on_one_rank_raises_on_all_ranks(wire):
     def fails(some):
         if wire.topology.rank == 1:
             raise KeyError("no such layer")
@@ -119,7 +119,7 @@ def test_a_function_that_fails_on_one_rank(wire):
     test_lists(wire)
 
 
-def test_what_is_no_tensor_on_one_rank(wire):
+def test_a_non_tensor_on_one_rank_raises_on_all_ranks(wire):
     mine = [weights()[0], None] if wire.topology.rank == 1 else weights()[:2]
     expected = (
         (ValueError, "NoneType")

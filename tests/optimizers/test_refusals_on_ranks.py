@@ -111,7 +111,7 @@ def test_xla_is_refused_in_hand_written_steps(wire):
         step()
 
 
-def test_xla_that_was_asked_for_is_kept_off_for_steps_alone(wire):
+def test_requested_xla_is_disabled_for_train_steps_only(wire):
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
     with LogLines() as lines:
@@ -123,7 +123,7 @@ def test_xla_that_was_asked_for_is_kept_off_for_steps_alone(wire):
     model.evaluate(*models.mlp.data(8), verbose=0)
 
 
-def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
+def test_xla_is_disabled_if_a_gpu_would_enable_it(wire):
     model = models.mlp()
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with (
@@ -140,14 +140,14 @@ def test_xla_is_kept_off_where_a_gpu_would_turn_it_on(wire):
     assert len(said) == (1 if wire.topology.rank == 0 else 0), lines
 
 
-def test_means_over_rows_of_what_was_selected_are_refused(wire):
+def test_adafactor_with_sparse_schemes_is_refused(wire):
     scheme = tp.schemes.HiTopK(density=0.1, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
     with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Adam"):
         optimizer.apply([tf.ones([8, 8])], [keras.Variable(tf.ones([8, 8]), name="w")])
 
 
-def test_means_over_rows_are_refused_where_auto_selects(wire):
+def test_adafactor_is_refused_if_auto_selects_sparse_schemes(wire):
     """The first plan, of a network that is not measured, sends all elements."""
     scheme = tp.policies.Auto(compression=("topk",), timed_trials=False)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)

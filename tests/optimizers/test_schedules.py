@@ -35,7 +35,7 @@ def test_the_schedule_at_every_step(warmup, decay, power):
     assert warmup == 0 or float(schedule(0)) == 0.5
 
 
-def test_a_straight_fall_is_keras_polynomial_decay_and_warmup_that_of_cosine_decay():
+def test_a_linear_decay_equals_polynomial_decay_and_the_warmup_equals_cosine_decay():
     ours = PolynomialDecayWithWarmup(
         1.0, 4, 10, initial_learning_rate=0.2, end_learning_rate=0.05, power=3.0
     )
@@ -49,7 +49,7 @@ def test_a_straight_fall_is_keras_polynomial_decay_and_warmup_that_of_cosine_dec
     )
 
 
-def test_the_schedule_by_epochs_is_that_by_steps():
+def test_the_schedule_by_epochs_equals_that_by_steps():
     by_epochs = PolynomialDecayWithWarmup.by_epochs(4.0, 2.5, 10, steps_per_epoch=7, power=1.0)
     assert by_epochs.get_config() == PolynomialDecayWithWarmup(4.0, 18, 70, power=1.0).get_config()
 
@@ -121,14 +121,14 @@ def test_the_schedule_round_trips():
         ({"power": 0}, r"`power` must be a finite number > 0\. Received: power=0\. Use 1"),
     ],
 )
-def test_the_schedule_refuses(options, message):
+def test_the_schedule_refuses_invalid_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         PolynomialDecayWithWarmup(
             **{"peak_learning_rate": 1.0, "warmup_steps": 2, "decay_steps": 3, **options}
         )
 
 
-def test_epochs_that_make_no_sense_are_refused():
+def test_invalid_epochs_are_refused():
     for given, name in (
         ((-1, 2, 5), "warmup_epochs"),
         ((1, 0, 5), "decay_epochs"),

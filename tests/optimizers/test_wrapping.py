@@ -53,7 +53,7 @@ def _state(optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_another_optimizer_goes_on_with_slots_and_steps(name):
+def test_another_optimizer_resumes_with_state_and_step_count(name):
     first, other = OPTIMIZERS[name](), OPTIMIZERS[name]()
     weights, copies = _weights(), _weights()
     first.build(weights)
@@ -70,7 +70,7 @@ def test_another_optimizer_goes_on_with_slots_and_steps(name):
             np.testing.assert_array_equal(weight.numpy(), copy.numpy())
 
 
-def test_rates_and_scales_are_no_slots():
+def test_learning_rates_and_loss_scales_are_not_optimizer_state():
     optimizer = OPTIMIZERS["with a loss scale"]()
     optimizer.build(_weights())
     names = {variable.name for variable in slots(optimizer)}
@@ -94,7 +94,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
-def test_each_setting_counts(name, setting):
+def test_each_setting_is_compared(name, setting):
     """Whatever Keras saves of an optimizer."""
     one = OPTIMIZERS[name]()
     config = one.get_config()
@@ -109,7 +109,7 @@ def test_each_setting_counts(name, setting):
         )
 
 
-def test_settings_of_schedules_and_functions_count_and_names_do_not():
+def test_settings_of_schedules_and_functions_are_compared_without_names():
     sgd, decay = keras.optimizers.SGD, keras.optimizers.schedules.ExponentialDecay
 
     def rate():

@@ -65,7 +65,7 @@ def test_mpirun_with_a_horovod_without_mpi_is_refused():
         start.start_over_mpi(horovod(), ProcessRank(2, 4), None)
 
 
-def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
+def test_a_single_rank_horovod_in_a_larger_job_is_refused(environment):
     environment(TORCHRUN)
     message = r"found one rank, but the environment describes 4\. Replace hvd\.init\(\)"
     with pytest.raises(RuntimeError, match=message):
@@ -74,7 +74,7 @@ def test_a_horovod_that_runs_alone_in_a_larger_job_is_refused(environment):
     assert start.adopt(horovod(), None, None).topology.size == 1
 
 
-def test_check_claims_no_key_where_a_launcher_counts(environment):
+def test_check_reports_the_launcher_before_the_platform(environment):
     environment({rendezvous.LAUNCHER: "0"})
     assert check.peer_rows() == [("peers by", "a launcher, which has set HOROVOD_RANK")]
     environment({**TORCHRUN, **MPIRUN, "PET_NNODES": "2"}, has_mpi=True)

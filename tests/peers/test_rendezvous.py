@@ -54,7 +54,7 @@ def meet(server, rank, size=2, limit_s=5.0):
     )
 
 
-def test_all_ranks_get_the_entries_of_all(server):
+def test_all_ranks_receive_all_entries(server):
     with ThreadPoolExecutor(8) as ranks:
         found = [*ranks.map(lambda rank: meet(server, rank, 8), range(8))]
     assert [[{"node": entry["node"]} for entry in entries] for entries in found] == [
@@ -68,7 +68,7 @@ def test_a_missing_rank_is_named(server):
         meet(server, 0, limit_s=0.2)
 
 
-def test_timeouts_of_slurm_name_srun(server):
+def test_slurm_timeouts_name_srun(server):
     hint = sources.find(SLURM).hint
     mine = job(server, 0, hint=hint)
     reached = rendezvous.connect(mine, "secret", 5.0)
@@ -85,7 +85,7 @@ def published(server, rank):
 
 
 @pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
-def test_a_second_process_with_one_rank_is_an_error_with_both(server, other):
+def test_two_processes_with_one_rank_are_named_in_the_error(server, other):
     """Also a restarted container, which has the host name and process number of the first."""
     mine = {"host": socket.gethostname(), "process": os.getpid(), "start": rendezvous.START}
     first = {**mine, **own(1), "size": 2, **other}
@@ -152,7 +152,7 @@ def test_a_job_without_a_store_finds_none(server):
     assert not is_reached(job(server, identity="second"), None)
 
 
-def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
+def test_the_store_of_an_ending_job_is_not_used(server):
     server.wait_for_exit_statuses(2, limit_s=0.0)
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
@@ -160,7 +160,7 @@ def test_the_store_of_an_ending_job_is_no_place_to_meet(server):
     assert not is_reached(job(server), "another")
 
 
-def test_ranks_that_wait_hear_at_once_that_rank_0_has_ended(server):
+def test_waiting_ranks_detect_the_end_of_rank_0_immediately(server):
     with ThreadPoolExecutor() as ranks:
         waiting = ranks.submit(meet, server, 1, limit_s=60)
         published(server, 1)
@@ -177,7 +177,7 @@ def test_a_wrong_token_is_refused(server):
         rendezvous.connect(job(server, 1), "another", 5.0)
 
 
-def test_the_store_of_another_job_is_passed_over(server):
+def test_the_store_of_another_job_is_ignored(server):
     second = store.listen("127.0.0.1", (0,), "other", None)
     with second.serving():
         ports = (second.server_address[1], server.server_address[1])
@@ -187,7 +187,7 @@ def test_the_store_of_another_job_is_passed_over(server):
         rendezvous.connect(mine, None, 0.1)
 
 
-def test_a_store_that_never_comes_is_named(server):
+def test_a_missing_store_is_named(server):
     port = server.server_address[1]
     server.shutdown()
     server.server_close()
@@ -330,7 +330,7 @@ def test_interfaces_are_those_between_nodes(monkeypatch):
     assert rendezvous.interface_variables(unknown, 1) == {}
 
 
-def test_one_process_and_launchers_need_no_meeting(monkeypatch):
+def test_one_process_and_launchers_need_no_rendezvous(monkeypatch):
     monkeypatch.setattr(rendezvous, "_nodes", None)
     for name in (rendezvous.LAUNCHER, rendezvous.MEMBER, "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)

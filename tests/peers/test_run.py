@@ -59,12 +59,12 @@ def test_nodes_from_the_platform_or_one():
         ),
     ],
 )
-def test_nodes_that_make_no_sense(words, variables, message):
+def test_invalid_nodes_are_refused(words, variables, message):
     with pytest.raises(ValueError, match=message):
         run.read_job(options(*words), variables)
 
 
-def test_one_node_draws_a_token_and_several_do_not():
+def test_only_a_single_node_generates_a_token():
     alone = run.read_job(options(), {})
     assert len(run.read_token(options(), {}, alone)) == 32
     assert run.read_token(options(), {}, alone) != run.read_token(options(), {}, alone)
@@ -96,7 +96,7 @@ def test_ranks_without_gpus_must_be_counted(asked):
     ("given", "gpus"),
     [("", []), ("-1", []), ("2,5", ["2", "5"]), ("GPU-a,MIG-b", ["GPU-a", "MIG-b"])],
 )
-def test_visible_gpus_are_those_of_the_variable(given, gpus):
+def test_visible_gpus_follow_the_variable(given, gpus):
     assert run.visible_gpus({"CUDA_VISIBLE_DEVICES": given}) == gpus
 
 
@@ -164,7 +164,7 @@ def first_failure(server):
         ("broken", None),
     ],
 )
-def test_a_failed_rank_that_left_no_cause_is_reported_to_other_nodes(job, word, cause):
+def test_a_failed_rank_without_a_cause_is_reported_to_other_nodes(job, word, cause):
     server, client = job
     if word:
         server.put(store.FAILURES, store.EXIT_STATUS.format(4), json.dumps(word).encode())
@@ -250,7 +250,7 @@ def output_of(script, sink, monkeypatch, folder=None):
     asyncio.run(Runner("test", folder=folder).run(ranks(script)))
 
 
-def test_characters_that_the_output_lacks_are_replaced(monkeypatch, tmp_path):
+def test_characters_unsupported_by_the_output_are_replaced(monkeypatch, tmp_path):
     sink = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     output_of(r"printf '\303\244b\n'", sink, monkeypatch)
     assert sink.buffer.getvalue() == b"[4] ?b\n"
@@ -270,7 +270,7 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
     assert "could not be written: [Errno 28] No space left" in capsys.readouterr().err
 
 
-def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch, tmp_path):
+def test_closed_output_during_the_end_interrupts_nothing(job, monkeypatch, tmp_path):
     """A rank that writes more and does not end is killed."""
     monkeypatch.setattr(run, "TERMINATION_S", 1.0)
     script = (
@@ -284,13 +284,13 @@ def test_output_that_breaks_while_ranks_end_interrupts_nothing(job, monkeypatch,
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_rank_that_fails_ends_the_job_where_nobody_can_be_told(job, monkeypatch):
+def test_a_failed_rank_ends_the_job_if_stderr_is_not_writable(job, monkeypatch):
     with open("/dev/full", "w") as error:
         monkeypatch.setattr(sys, "stderr", error)
         assert asyncio.run(run.run_ranks(ranks("exit 3"), job[1], None)) == 3
 
 
-def test_a_log_that_cannot_be_written_is_reported_to_other_nodes(job, tmp_path):
+def test_an_unwritable_log_is_reported_to_other_nodes(job, tmp_path):
     (tmp_path / "rank-4.log").mkdir()
     with pytest.raises(IsADirectoryError):
         asyncio.run(run.run_ranks(ranks("sleep 60"), job[1], tmp_path))

@@ -109,7 +109,7 @@ def test_a_platform_describes_a_job(variables, rank, size, host, port, one_per_n
         assert job.ports == (port,)
 
 
-def test_ranks_of_a_job_agree_and_other_jobs_differ():
+def test_identities_are_equal_within_a_job_and_differ_between_jobs():
     def identity(index, *addresses):
         return find(cluster("worker", index, worker=[*addresses])).identity
 
@@ -133,7 +133,7 @@ def test_ranks_of_a_job_agree_and_other_jobs_differ():
     assert requeued.ports != find(SLURM).ports
 
 
-def test_a_port_that_torchruns_agent_holds_is_not_used():
+def test_the_port_of_torchruns_agent_is_not_used():
     job = find({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert 29500 not in job.ports
 
@@ -264,7 +264,7 @@ def test_incomplete_sources_are_named(variables, message):
         ),
     ],
 )
-def test_contradictions_are_errors(variables, message):
+def test_contradictory_variables_are_refused(variables, message):
     with pytest.raises(ValueError, match=message):
         find(variables)
     assert [*sources.jobs(variables)]

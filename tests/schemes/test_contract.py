@@ -30,7 +30,7 @@ def test_in_graphs(wire):
 @pytest.mark.ranks("2", "2x2", core=True)
 @pytest.mark.ranks("2+1")
 @pytest.mark.ranks("2x2", launcher="mpirun")
-def test_on_every_layout(wire):
+def test_contract_on_every_layout(wire):
     for scheme in contract.SCHEMES:
         for length in contract.LENGTHS:
             _check_same_bits(contract.check(scheme, length, wire), wire)

@@ -61,7 +61,7 @@ RULES = [("kernel", AllReduce(without=(7,))), (".*", "torus2d")]
 
 
 @pytest.mark.parametrize("scheme", [Gathered(), AllReduce(without=(1, 2)), RULES], ids=str)
-def test_it_is_saved_with_the_optimizer(scheme):
+def test_a_custom_scheme_is_saved_with_the_optimizer(scheme):
     optimizer = _sgd(scheme)
     config = json.loads(json.dumps(optimizer.get_config()))
     assert tp.DistributedOptimizer.from_config(config).policy == optimizer.policy
@@ -69,7 +69,7 @@ def test_it_is_saved_with_the_optimizer(scheme):
     assert json.loads(optimizer.plan.to_json())["buckets"]
 
 
-def test_a_model_is_loaded_with_it(tmp_path):
+def test_a_model_with_a_custom_scheme_is_loaded(tmp_path):
     model = models.mlp()
     model.compile(_sgd(RULES), models.LOSS)
     model.save(tmp_path / "model.keras")
@@ -87,7 +87,7 @@ def test_a_name_comes_from_the_class():
     )
 
 
-def test_what_ranks_could_not_compare_is_refused():
+def test_schemes_without_comparable_options_are_refused():
     class Slower(Gathered):
         """Adds no options, so that those of its base are all."""
 
@@ -111,7 +111,7 @@ def test_what_ranks_could_not_compare_is_refused():
 
 
 @pytest.mark.ranks("2")
-def test_it_trains_as_any_other(wire):
+def test_a_custom_scheme_trains(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
     for scheme in (Gathered(), [("kernel", Gathered()), (".*", "ps")]):
@@ -128,14 +128,14 @@ def test_it_trains_as_any_other(wire):
 
 
 @pytest.mark.ranks("2")
-def test_its_options_are_compared(wire):
+def test_ranks_compare_the_options_of_a_custom_scheme(wire):
     weight = keras.Variable(np.zeros(20, "float32"), name="weight")
     optimizer = _sgd(Gathered(without=(wire.topology.rank,)))
     with Raises(RuntimeError, r"Gathered\(without=\(0,\).*Gathered\(without=\(1,\)"):
         optimizer.apply([tf.ones(20)], [weight])
 
 
-def test_its_seconds_are_predicted():
+def test_the_time_of_a_custom_scheme_is_predicted():
     """By its stages: two ranks gather with half the messages of a ring."""
     topology, links = (
         tp.schemes.Topology.regular(0, 2, 1),

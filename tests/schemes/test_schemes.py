@@ -68,12 +68,12 @@ def check_calls(cluster, rank, stages, prefix):
 
 
 @pytest.mark.parametrize("name", contract.SCHEMES)
-def test_exact_says_what_the_contract_measures(name):
+def test_is_exact_agrees_with_the_contract(name):
     scheme, rounding = contract.SCHEMES[name]
     assert scheme.exact == (rounding == 0.0)
 
 
-def test_torus_sends_what_its_docstring_says():
+def test_torus_sends_the_bytes_of_its_docstring():
     m, n, d = 16, 8, 16 * 8 * 1000
     cost = schemes.Torus2D().cost(d, 4, Topology.regular(5, m * n, n))
     assert cost.node_bytes == 4 * 2 * d * (n - 1) / n
@@ -81,7 +81,7 @@ def test_torus_sends_what_its_docstring_says():
     assert cost.steps == 2 * (n - 1) + 2 * (m - 1)
 
 
-def test_sixteen_bits_halve_the_bytes():
+def test_sixteen_bit_wire_dtypes_halve_the_bytes():
     topology = Topology.regular(0, 8, 4)
     for scheme in (schemes.AllToAll, schemes.Torus2D):
         assert (
@@ -178,7 +178,7 @@ def test_more_elements_than_indices_are_refused():
         schemes.TopK().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
 
 
-def test_hierarchical_top_k_sends_what_its_docstring_says():
+def test_hierarchical_top_k_sends_the_bytes_of_its_docstring():
     """Shi et al. 2021, Eq. 7, 9 and 10, with indices."""
     m, n, d = 16, 8, 16 * 8 * 10_000
     topology = Topology.regular(5, m * n, n)
@@ -196,7 +196,7 @@ def test_hierarchical_top_k_sends_what_its_docstring_says():
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_what_is_no_saving_goes_densely_and_the_plan_says_so(kind):
+def test_sparse_exchanges_without_savings_are_dense_and_noted(kind):
     topology = Topology(0, LAYOUTS["2x2"])
     dense = kind(density=0.6)
     assert "more bytes for index-value pairs than for all values: sent densely" in dense.note(
@@ -237,7 +237,7 @@ def test_unknown_wire_dtype_is_refused(scheme):
 @pytest.mark.parametrize(
     "scheme", [schemes.AllReduce, schemes.AllToAll, schemes.Torus2D], ids=lambda scheme: scheme.name
 )
-def test_means_that_fit_into_float16_do_not_overflow_on_the_way(scheme):
+def test_float16_means_do_not_overflow_in_partial_sums(scheme):
     large = scheme(wire_dtype="float16")
 
     def exchange(wire):
@@ -247,11 +247,11 @@ def test_means_that_fit_into_float16_do_not_overflow_on_the_way(scheme):
         np.testing.assert_allclose(mean, np.full(40, 4e4), rtol=1e-3)
 
 
-def test_all_reduce_points_elsewhere_for_bfloat16():
+def test_all_reduce_refuses_bfloat16_with_an_alternative():
     with pytest.raises(ValueError, match=r'Use AllToAll\(wire_dtype="bfloat16"\)'):
         schemes.AllReduce(wire_dtype="bfloat16")
 
 
-def test_schemes_print_what_differs_from_their_defaults():
+def test_schemes_print_only_non_default_options():
     assert str(schemes.Torus2D()) == "torus2d"
     assert str(schemes.AllToAll(wire_dtype="float16")) == "alltoall(wire_dtype=float16)"

@@ -77,7 +77,7 @@ class _Given:
         return np.random.default_rng([self.turn, rank]).normal(size=LENGTH).astype("float32")
 
 
-def test_a_changed_learning_rate_does_not_change_what_was_kept(wire):
+def test_a_changed_learning_rate_does_not_change_the_residual(wire):
     for kind in KINDS:
         given = _Given(wire, kind(density=0.02, min_elements=0), 0.1)
         for rate, steps in ((0.1, 3), (0.02, 3), (0.0, 2), (0.3, 3), (0.1, 0)):
@@ -87,7 +87,7 @@ def test_a_changed_learning_rate_does_not_change_what_was_kept(wire):
         given.check()
 
 
-def test_a_changed_loss_scale_does_not_change_what_was_kept(wire):
+def test_a_changed_loss_scale_does_not_change_the_residual(wire):
     given = _Given(wire, HiTopK(density=0.02, min_elements=0), 0.1, initial_scale=64.0)
     given.go(0.1, 3, scale=64.0)
     # One rank overflows: the step is skipped everywhere, and the scale falls.
@@ -101,7 +101,7 @@ def test_a_changed_loss_scale_does_not_change_what_was_kept(wire):
     np.testing.assert_allclose(given.weight.numpy(), given.expected, atol=1e-5)
 
 
-def test_a_step_that_is_not_finite_leaves_the_state(wire):
+def test_a_non_finite_step_does_not_change_the_state(wire):
     for kind in KINDS:
         given = _Given(wire, kind(density=0.02, min_elements=0, momentum=0.5), 0.1)
         given.go(0.1, 2)
@@ -194,7 +194,7 @@ class _WatchingFlushes(keras.callbacks.Callback):
         self.seen.append((plan.buckets[0].scheme.name, exchange.has_flushed))
 
 
-def test_where_absence_is_watched_a_schedule_costs_one_dense_step(wire):
+def test_with_exhausted_input_checks_a_schedule_costs_one_dense_step(wire):
     """The last one of the epoch before the change sends what was kept, and no other is dense."""
     model, watching = models.mlp(), _WatchingFlushes()
     scheme = TopK(density=0.05, min_elements=0)
@@ -245,7 +245,7 @@ def test_momentum_correction_scales_the_velocity_of_schemes(wire):
     check_equal(weights, reference)
 
 
-def test_small_variables_go_densely(wire):
+def test_small_variables_are_sent_densely(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd(), scheme=HiTopK(min_elements=400))
     optimizer.build(model.trainable_variables)
@@ -254,7 +254,7 @@ def test_small_variables_go_densely(wire):
     assert "fewer than 400 elements for hitopk" in str(optimizer.plan)
 
 
-def test_what_to_know_of_the_optimizer_is_said(wire):
+def test_the_plan_advises_about_the_optimizer(wire):
     scheme = HiTopK(density=0.02, min_elements=0)
     for inner, advice in (
         (keras.optimizers.Adam(), "Adam is not linear in the gradient"),

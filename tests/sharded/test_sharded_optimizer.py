@@ -55,7 +55,7 @@ def _bytes(variables):
 
 
 @pytest.mark.ranks("2x2")
-def test_state_is_a_pth_and_saved_whole(wire):
+def test_each_rank_holds_one_pth_of_the_state_and_saves_all(wire):
     model, optimizer, reference = _trained(wire, _adamw)
     inner = optimizer.inner_optimizer
     whole = _bytes(reference.variables) - _bytes(inner.variables[:2])
@@ -109,7 +109,7 @@ def _check_goes_on_alike(model, loaded, wire):
     same_on_all_ranks(loaded.get_weights(), wire)
 
 
-def test_gathered_for_what_saves_on_one_rank(wire):
+def test_gather_state_allows_saving_on_one_rank(wire):
     model = models.mlp()
     model.compile(optimizer=tp.ShardedOptimizer(adam(), SERVED), loss=models.LOSS)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def test_gathered_for_what_saves_on_one_rank(wire):
         assert len(os.listdir(folder)) == (2 if wire.topology.rank == 0 else 0)
 
 
-def test_schedules_scale_momentum_alone(wire):
+def test_schedules_scale_only_the_momentum(wire):
     """Adam calls its second moments velocities, too."""
     data = models.mlp.data(4 * BATCH)
 
@@ -145,7 +145,7 @@ def test_resume(wire):
     check_resumes(wire, models.mlp, adam, scheme=SERVED)
 
 
-def test_constraints_see_whole_variables(wire):
+def test_constraints_receive_whole_variables(wire):
     def build():
         dense = keras.layers.Dense
         constrained = dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5))
@@ -155,7 +155,7 @@ def test_constraints_see_whole_variables(wire):
     _trained(wire, lambda: SGD(0.5), build)
 
 
-def test_constraints_where_a_rank_is_out_of_data(wire):
+def test_constraints_with_exhausted_input_on_a_rank(wire):
     constrained = keras.layers.Dense(models.CLASSES, kernel_constraint=keras.constraints.UnitNorm())
     model = keras.Sequential([keras.Input((20,)), constrained])
     model.compile(optimizer=tp.ShardedOptimizer(SGD(0.5), SERVED), loss=models.LOSS)
@@ -166,7 +166,7 @@ def test_constraints_where_a_rank_is_out_of_data(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_weight_decay_spares_what_is_excluded(wire):
+def test_weight_decay_skips_excluded_variables(wire):
     def by_layer_and_by_name():
         optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
         optimizer.exclude_from_weight_decay(var_names=["dense_1", "bias"])
@@ -189,7 +189,7 @@ def test_gradient_missing_on_all_ranks(wire):
     np.testing.assert_array_equal(weights[1].numpy(), 1.0)
 
 
-def test_some_variables_served(wire):
+def test_rules_shard_some_variables(wire):
     """By rules: servers update kernels, every rank the rest; norms for clipping are over both."""
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
@@ -216,7 +216,7 @@ def test_clipped_under_a_loss_scale(wire):
     check_equal(weights, reference)
 
 
-def test_one_server_has_nearly_all(wire):
+def test_clipping_with_most_elements_on_one_shard_owner(wire):
     """Each rank has one part of the norm and must not clip whole variables by that part."""
     scheme = [("kernel", "ps"), (".*", "allreduce")]
     model = models.mlp()
@@ -226,7 +226,7 @@ def test_one_server_has_nearly_all(wire):
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
 
 
-def test_state_loaded_on_one_rank_is_spread(wire):
+def test_state_loaded_on_one_rank_is_distributed(wire):
     model, optimizer, _ = _trained(wire, adam)
     optimizer.gather_state()
     keras.utils.clear_session(free_memory=False)
@@ -256,7 +256,7 @@ def test_averages_are_not_constrained(wire):
     _trained(wire, lambda: SGD(0.5, use_ema=True, ema_momentum=0.5), build)
 
 
-def test_changes_from_outside_count(wire):
+def test_external_changes_of_variables_are_used(wire):
     weight = keras.Variable(np.zeros(40, "float32"), name="weight")
     optimizer = tp.ShardedOptimizer(SGD(1.0), SERVED)
     step = tf.function(lambda: optimizer.apply([tf.ones(40)], [weight]))
@@ -276,12 +276,12 @@ def test_bfloat16_variables(wire):
     model.optimizer.gather_state()
 
 
-def test_no_bucket_waits_for_another(wire):
+def test_no_bucket_waits_for_another_bucket(wire):
     optimizer = tp.ShardedOptimizer(sgd(), SERVED, bucket_bytes=0)
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
 
 
-def test_refused(wire):
+def test_unsupported_uses_are_refused(wire):
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
     optimizer = tp.ShardedOptimizer(SGD(0.1), SERVED)
     optimizer.build(weights)

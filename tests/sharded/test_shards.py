@@ -55,7 +55,7 @@ def _everybody(layout, variables, bucket_bytes):
 
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-def test_each_value_of_the_state_is_on_one_rank_whatever_the_layout(before, after):
+def test_each_element_of_the_state_is_on_one_rank_in_any_layout(before, after):
     variables = [
         keras.Variable(np.zeros(shape), name=f"weight_{i}") for i, shape in enumerate(SHAPES)
     ]
@@ -90,7 +90,7 @@ def _part(array, offset, length):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_servers_hold_equal_shares(layout):
+def test_shard_owners_hold_equal_shares(layout):
     variables = [
         keras.Variable(np.zeros((400, 100)), name="kernel"),
         keras.Variable(np.zeros(100), name="bias"),
@@ -108,7 +108,7 @@ def test_servers_hold_equal_shares(layout):
 
 
 @pytest.mark.slow
-def test_one_rank_alone_trains_as_keras_does(tmp_path):
+def test_a_single_rank_trains_as_keras_does(tmp_path):
     data = models.mlp.data(48)
     start = models.mlp()
     for make_optimizer in (sgd, adam, lambda: keras.optimizers.SGD(0.5, clipnorm=0.05)):
@@ -156,7 +156,7 @@ class _Elementwise(keras.optimizers.Lamb):
 @pytest.mark.parametrize(
     "optimizer", [keras.optimizers.Lamb, keras.optimizers.Adafactor, keras.optimizers.Muon]
 )
-def test_rules_that_need_whole_variables_are_refused(optimizer):
+def test_optimizers_that_need_whole_variables_are_refused(optimizer):
     message = (
         f"parts of variables: SGD, .*Received: {optimizer.__name__}, .*Use DistributedOptimizer"
     )
@@ -166,7 +166,7 @@ def test_rules_that_need_whole_variables_are_refused(optimizer):
     tp.ShardedOptimizer(_Elementwise(), SERVED)
 
 
-def test_rules_for_each_element_are_taken():
+def test_elementwise_optimizers_are_accepted():
     names = "SGD RMSprop Adagrad Adadelta Adam AdamW Adamax Nadam Ftrl Lion"
     for name in names.split():
         tp.ShardedOptimizer(getattr(keras.optimizers, name)(), SERVED)

@@ -12,7 +12,7 @@ RANKS = 3
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-25])
-def test_norms_of_parts_are_those_of_the_whole(scale):
+def test_norms_of_parts_combine_to_the_norm_of_the_whole(scale):
     random = np.random.default_rng(0)
     whole = [(scale * random.normal(size=n)).astype("float32") for n in (192, 90)]
     expected = [np.linalg.norm(t.astype("float64")) for t in whole]

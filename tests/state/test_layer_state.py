@@ -97,7 +97,7 @@ def _predictions(model):
     return model.predict(_data(), verbose=0).ravel().tolist()
 
 
-def test_broadcast_sends_it(wire):
+def test_broadcast_sends_the_state_of_layers(wire):
     model = _model(wire.topology.rank)
     tables, weights = entries.read_layers(model, *Placement), model.get_weights()
     assert (
@@ -127,7 +127,7 @@ def test_broadcast_sends_it(wire):
     model.fit(_data(), verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
 
 
-def test_what_was_traced_before_is_traced_anew(wire):
+def test_functions_traced_before_the_broadcast_are_retraced(wire):
     """Also where the statistics follow from variables that were sent."""
     normalised = L.Normalization()
     normalised.adapt(
@@ -143,7 +143,7 @@ def test_what_was_traced_before_is_traced_anew(wire):
     assert after[0] == after[1]
 
 
-def test_replica_check_sees_it(wire):
+def test_replica_check_compares_the_state_of_layers(wire):
     class Spoil(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             # `fit` itself has compared before.
@@ -171,7 +171,7 @@ def test_replica_check_sees_it(wire):
     )
 
 
-def test_what_cannot_be_sent_is_refused(wire):
+def test_state_that_cannot_be_sent_is_refused(wire):
     for value, fits in ((1.0, True), (1.0 + wire.topology.rank, False)):
         model = keras.Sequential([keras.Input((2,)), Table(value), L.Dense(1)])
         model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
@@ -188,7 +188,7 @@ def test_what_cannot_be_sent_is_refused(wire):
                 fit()
 
 
-def test_checkpoints_hold_it(wire):
+def test_checkpoints_hold_the_state_of_layers(wire):
     """A resumed job predicts what was saved, though its layers were not adapted, or otherwise."""
     folder = shared_folder(wire)
     model = _model(wire.topology.rank)

@@ -136,7 +136,7 @@ def _names(variables):
     return {v.path.split("/", 1)[-1] for v in variables}
 
 
-def test_placements_by_what_state_is():
+def test_default_placements_depend_on_the_kind_of_state():
     model = _model()
     names = {one: _names(_state(model, one)) for one in Placement}
     book = model.get_layer("book")
@@ -151,7 +151,7 @@ def test_placements_by_what_state_is():
     assert _names(statistics) <= _names(_state(model, Placement.REPLICATED))
 
 
-def test_what_is_registered_counts_and_the_rest_is_by_default():
+def test_registered_placements_override_the_defaults():
     model = _model(OwnBook)
     book = model.get_layer("book")
     assert _names([book.book]) <= _names(_state(model, Placement.LOCAL))
@@ -163,7 +163,7 @@ def test_what_is_registered_counts_and_the_rest_is_by_default():
     assert placement_outside_variables(OwnScale()) == Placement.LOCAL
 
 
-def test_a_variable_that_an_inner_layer_shares_has_the_placement_of_the_outer_one():
+def test_a_variable_shared_with_an_inner_layer_has_the_placement_of_the_outer_layer():
     class Router(L.Layer):
         def __init__(self, counts):
             super().__init__()
@@ -195,7 +195,7 @@ def test_bad_input():
         tp.state.register(L.Dropout(0.1), "local")
 
 
-def test_other_seeds_are_far_apart_and_go_on_alike():
+def test_seeds_of_additional_ranks_are_distinct():
     state = seeds_of_layers(_model())[0].value
     seeds = [another_seed(state, number) for number in range(1000)]
     np.testing.assert_array_equal(seeds[0], state)
@@ -218,7 +218,7 @@ def _data(wire):
     ],
     ids=["distributed", "local"],
 )
-def test_fit_leaves_equal_what_is_not_local(wire, make):
+def test_fit_synchronizes_all_but_local_state(wire, make):
     """Statistics, codebooks and counters are equal behind an epoch; seeds and masks are not."""
     model = _model()
     model.compile(make(), "mse")
@@ -271,7 +271,7 @@ def test_recurrent_states_are_resumed(wire):
 
 
 @pytest.mark.ranks("2")
-def test_a_rank_that_the_saved_job_did_not_have(wire, monkeypatch):
+def test_an_additional_rank_resumes(wire, monkeypatch):
     """It draws masks of its own, and its sequences begin."""
     folder, found = shared_folder(wire), []
     data = np.ones((8, 3, 2), "float32"), np.zeros((8, 1))
@@ -343,7 +343,7 @@ def _keep_only(names, folder, wire):
 
 
 @pytest.mark.ranks("2")
-def test_sums_of_what_is_partial_stay(wire, monkeypatch):
+def test_sums_of_partial_state_are_preserved(wire, monkeypatch):
     """Over epochs, fits, files, and snapshots that ranks of another job resume from."""
     folder = shared_folder(wire)
     options = {"batch_size": 8, "verbose": 0}
@@ -387,7 +387,7 @@ def test_sums_of_what_is_partial_stay(wire, monkeypatch):
 
 
 @pytest.mark.ranks("2")
-def test_callbacks_say_what_they_keep(wire):
+def test_callbacks_declare_the_placement_of_their_state(wire):
     """It is compared, saved and resumed; a rank's own is left alone."""
     rank, folder = wire.topology.rank, shared_folder(wire)
     options = {"batch_size": 8, "verbose": 0}
@@ -412,7 +412,7 @@ def test_callbacks_say_what_they_keep(wire):
 
 
 @pytest.mark.ranks("2")
-def test_vocabularies_of_ones_own(wire):
+def test_each_rank_saves_its_local_vocabulary(wire):
     """They are not sent, not compared, and saved by each rank."""
     rank, folder = wire.topology.rank, shared_folder(wire)
 

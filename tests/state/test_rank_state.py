@@ -87,7 +87,7 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (3, 2), (2, 6), (4, 4)])
-def test_whole_arrays_are_shared_out(before, after):
+def test_whole_arrays_are_divided_among_ranks(before, after):
     gradient, counter = (
         StateDescription(name="accumulated_0", placement=Placement.PARTIAL, owners=after),
         StateDescription(name="accumulated_1"),
@@ -100,7 +100,7 @@ def test_whole_arrays_are_shared_out(before, after):
     assert all(p[1] == 5 for p in parts)
 
 
-def test_what_nobody_wants_is_an_error():
+def test_state_without_a_matching_scheme_is_refused():
     piece = StateDescription(
         name="residual", members=(("dense/kernel", 4),), placement=Placement.PARTIAL, owners=1
     )
@@ -111,7 +111,7 @@ def test_what_nobody_wants_is_an_error():
         redistribute([[(piece, np.ones(4))]], [])
 
 
-def test_scalars_go_with_the_variables_of_their_bucket():
+def test_scalars_follow_the_variables_of_their_bucket():
     """They do not go by the order of buckets: then one would get another's."""
     a, b = (StateDescription(name="steps", members=((path, 4),), scalar=True) for path in "ab")
     both = StateDescription(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
@@ -126,7 +126,7 @@ def test_scalars_go_with_the_variables_of_their_bucket():
     assert redistribute([[(both, np.float32(2))]], [(b, shaped), (a, shaped)]) == [2, 2]
 
 
-def test_what_is_equal_on_all_ranks_goes_with_its_list_of_variables():
+def test_replicated_state_follows_its_list_of_variables():
     """The order of lists does not matter; checkpoints that numbered lists leave zeros."""
     lists = {"ab": (("a", 4), ("b", 2)), "c": (("c", 3),), "ba": (("b", 2), ("a", 4))}
     seen = {name: StateDescription(name="had_gradient", members=m) for name, m in lists.items()}
@@ -139,7 +139,7 @@ def test_what_is_equal_on_all_ranks_goes_with_its_list_of_variables():
     assert redistribute([old], wanted[2:])[0].tolist() == [0.0, 0.0]
 
 
-def test_rates_are_described_by_their_variables_whatever_list_came_first():
+def test_learning_rates_are_described_by_their_variables_in_any_order():
     def rates(order):
         scheme = schemes.HiTopK(momentum=0.9, min_elements=0)
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
@@ -158,7 +158,7 @@ def test_rates_are_described_by_their_variables_whatever_list_came_first():
     ]
 
 
-def test_equal_paths_in_two_lists_are_two():
+def test_equal_paths_in_two_lists_are_distinct():
     scheme = schemes.TopK(min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme)
     both = [keras.Variable(tf.zeros([3]), name="kernel") for _ in range(2)]
@@ -180,7 +180,7 @@ def test_descriptions_survive_json():
     assert StateDescription.from_dict(json.loads(json.dumps(asdict(piece)))) == piece
 
 
-def test_means_and_what_is_private():
+def test_averaged_and_local_state():
     """Slots of ranks that train by themselves become their mean; weights of their own are left."""
     slot = StateDescription(name="inner 0", placement=Placement.AVERAGED)
     own = StateDescription(name="local 1", placement=Placement.LOCAL)

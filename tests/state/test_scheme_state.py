@@ -70,7 +70,7 @@ def test_conservation(wire):
         assert np.abs(new).max() > 0
 
 
-def test_a_step_that_is_not_finite_leaves_the_state(wire):
+def test_a_non_finite_step_does_not_change_the_state(wire):
     optimizer, weight = _made()
     _step(optimizer, weight, np.full(5, 0.3, "float32"))
     before = rank_variables(optimizer)[0].numpy()
@@ -83,7 +83,7 @@ def test_resume(wire):
     check_resumes(wire, models.mlp, sgd, scheme=Rounded())
 
 
-def test_layer_rates_at_servers_resume(wire):
+def test_layer_rates_resume_with_sharded_state(wire):
     check_resumes(wire, models.mlp, lambda: tp.optimizers.LAMB(0.01), scheme=SERVED)
 
 

@@ -23,11 +23,11 @@ def write(files, meta, shared, own):
     files.finish()
 
 
-def test_no_snapshots_is_a_fresh_start(tmp_path):
+def test_an_empty_folder_starts_a_new_run(tmp_path):
     assert Snapshots(tmp_path / "none", WIRE).read_latest() is None
 
 
-def test_older_ones_are_deleted_whatever_their_step(tmp_path):
+def test_older_snapshots_are_deleted_regardless_of_their_step(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for step in (1, 2, 3, 3):
         write(files, {}, {"a": [np.array(step)]}, {})
@@ -51,7 +51,7 @@ def test_only_snapshots_are_deleted(tmp_path):
     ]
 
 
-def test_damaged_snapshots_do_not_count_as_kept(tmp_path):
+def test_damaged_snapshots_do_not_count_as_retained(tmp_path):
     files = Snapshots(tmp_path, WIRE, keep=2)
     for _ in range(2):
         write(files, {}, {}, {})
@@ -62,7 +62,7 @@ def test_damaged_snapshots_do_not_count_as_kept(tmp_path):
     assert (tmp_path / "snapshot-000001").exists()
 
 
-def test_only_damaged_snapshots_is_an_error(tmp_path):
+def test_a_folder_with_only_damaged_snapshots_is_refused(tmp_path):
     write(Snapshots(tmp_path, WIRE), {}, {"a": [np.arange(1000)]}, {})
     path = tmp_path / "snapshot-000001" / "model.npz"
     path.write_bytes(path.read_bytes()[:-100])
@@ -72,14 +72,14 @@ def test_only_damaged_snapshots_is_an_error(tmp_path):
         Snapshots(tmp_path, WIRE).read_latest()
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(SnapshotError, match=r"could not be written .*no complete snapshot exists"):
         write(Snapshots(tmp_path / "file" / "folder", WIRE), {}, {}, {})
 
 
 @pytest.mark.slow
-def test_other_buckets_take_their_state_over(tmp_path):
+def test_other_buckets_receive_the_saved_state(tmp_path):
     """The scheme keeps momentum by bucket; a run resumed with small buckets stays the same."""
 
     def trained(folder, epochs, bucket_bytes):
@@ -118,7 +118,7 @@ def _accumulating():
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_keeps_the_sum(tmp_path):
+def test_another_number_of_ranks_preserves_the_sum(tmp_path):
     first = fit_with_checkpoint(_accumulating, tmp_path, 1)
     held = [v.numpy() for v in rank_variables(first.optimizer)]
     folder = tmp_path / "snapshot-000001"

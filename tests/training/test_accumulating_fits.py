@@ -89,7 +89,7 @@ def test_equal_batches_send_nothing_between_updates(wire):
         assert sum(name.endswith(".calls") for name in names) == told, names
 
 
-def test_calls_weigh_alike_and_ranks_by_samples(wire):
+def test_calls_have_equal_weight_and_ranks_weight_by_samples(wire):
     """Each call counts once, a smaller one too, as in Keras."""
     sizes = ([3, 1], [5, 2])
     x, y = models.mlp.data(sum(map(sum, sizes)))
@@ -115,7 +115,7 @@ def test_calls_weigh_alike_and_ranks_by_samples(wire):
     check_equal(model.get_weights(), reference)
 
 
-def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
+def test_exhausted_input_within_an_update_is_logged(wire):
     x, y = models.mlp.data(4 * (5 + wire.topology.rank))
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(_inner()), models.LOSS)
@@ -128,7 +128,7 @@ def test_a_rank_out_of_data_in_the_middle_of_an_update_is_told_of(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_a_call_that_is_not_finite_is_skipped_on_all_ranks(wire):
+def test_a_non_finite_call_is_skipped_on_all_ranks(wire):
     model = models.mlp()
     inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     scaled = keras.optimizers.LossScaleOptimizer(tp.DistributedOptimizer(inner), initial_scale=8.0)
@@ -143,7 +143,7 @@ def test_a_call_that_is_not_finite_is_skipped_on_all_ranks(wire):
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_an_update_that_overflows_on_the_wire_is_tried_again(wire):
+def test_an_update_that_overflows_in_float16_is_repeated(wire):
     """The loss scale skips the update by its means, and the accumulated gradients stay."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     optimizer = keras.optimizers.LossScaleOptimizer(
@@ -159,7 +159,7 @@ def test_an_update_that_overflows_on_the_wire_is_tried_again(wire):
     np.testing.assert_allclose(weight.numpy(), [-1.0], rtol=1e-3)
 
 
-def test_batches_after_a_fit_weigh_by_their_samples(wire):
+def test_batches_after_a_fit_weight_by_samples(wire):
     x, y = models.mlp.data(BATCH + 4)
     start = models.mlp()
     plain, model = (models.copy(models.mlp, start) for _ in range(2))

@@ -78,7 +78,7 @@ def _usual_calls(is_known, steps_per_execution):
     ("steps_per_execution", "is_known", "more"),
     [(1, False, 2), (1, True, 0), (2, False, 0), (2, True, 2), (3, False, 2), (3, True, 0)],
 )
-def test_calls_are_those_of_keras(wire, steps_per_execution, is_known, more):
+def test_callback_calls_equal_those_of_keras(wire, steps_per_execution, is_known, more):
     """Four batches an epoch, of which the last execution of three has one."""
     usual = _usual_calls(is_known, steps_per_execution)
     mine = _data(BATCHES + more * wire.topology.rank, is_known)

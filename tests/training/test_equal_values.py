@@ -68,7 +68,7 @@ def _model():
         ("a restored weight", "on_train_end"),
     ],
 )
-def test_what_one_rank_changes_ends_training_on_all(wire, change, hook):
+def test_a_change_on_one_rank_ends_training_on_all_ranks(wire, change, hook):
     """No step is taken by weights that have parted."""
     model, steps = _model(), []
     count = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(1))
@@ -100,7 +100,7 @@ def test_weights_changed_between_fits(wire, monkeypatch, lacks_gpu):
 @pytest.mark.parametrize(
     "make", [tp.DistributedOptimizer, tp.LocalUpdates], ids=["distributed", "local"]
 )
-def test_ranks_that_begin_apart_go_on_from_rank_0(wire, make):
+def test_different_initial_weights_are_replaced_by_those_of_rank_0(wire, make):
     """Weights, statistics and slots, with one line; seeds differ. A second fit refuses."""
     runs = []
     for own in (True, False):
@@ -123,7 +123,7 @@ def test_ranks_that_begin_apart_go_on_from_rank_0(wire, make):
         model.fit(*DATA, batch_size=4, shuffle=False, verbose=0)
 
 
-def test_vocabularies_that_differ(wire):
+def test_different_vocabularies_are_refused(wire):
     keras.utils.set_random_seed(3)
     lookup = keras.layers.StringLookup(vocabulary=["a", "b", "cd"[wire.topology.rank]])
     words = keras.Input((1,), dtype="string")
@@ -171,7 +171,7 @@ def _fit_without_ours(wire, kind, callbacks):
 
 
 @pytest.mark.parametrize("callbacks", WITHOUT_OURS)
-def test_an_optimizer_that_was_not_wrapped(wire, callbacks):
+def test_an_unwrapped_optimizer_is_refused(wire, callbacks):
     """Callbacks of ours say so after the first step, where nothing else of ours looks."""
     with Raises(RuntimeError, f"{PARTED}.*so nothing of this model is exchanged. Wrap it"):
         _fit_without_ours(wire, keras.Sequential, WITHOUT_OURS[callbacks]())
@@ -182,7 +182,7 @@ def test_gradients_that_are_averaged_by_hand(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_metrics_that_only_one_rank_has(wire):
+def test_metrics_of_only_one_rank(wire):
     """All ranks see them, and stop alike."""
     model = _model()
     options = {"validation_data": DATA} if wire.topology.rank == 0 else {}

@@ -276,7 +276,7 @@ def test_metrics_are_exact_with_other_optimizers(wire, make):
             np.testing.assert_allclose(history[prefix + name], [value], rtol=1e-4, err_msg=name)
 
 
-def test_callbacks_change_nothing(wire):
+def test_callbacks_do_not_change_the_metrics(wire):
     """Averaging callbacks of ours find what `fit` has averaged already."""
 
     def run(*callbacks):
@@ -310,7 +310,7 @@ class _Extra(keras.Model):
         return {**super().test_step(data), "one": tf.constant(1.0)}
 
 
-def test_results_that_xla_rounds_are_exact(wire):
+def test_metrics_are_exact_although_xla_rounds(wire):
     inputs = keras.Input((6,))
     model = _Extra(inputs, keras.layers.Dense(2)(inputs))
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.0))

@@ -36,7 +36,7 @@ def _compiled(model, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["auto", "hybcomm", "ps", SPARSE], ids=str)
-def test_a_rank_that_has_made_another_layer(wire, scheme):
+def test_a_rank_with_an_additional_earlier_layer(wire, scheme):
     keras.utils.clear_session()
     if wire.topology.rank == 1:
         keras.layers.Dense(1)
@@ -53,7 +53,7 @@ def test_a_rank_that_has_made_another_layer(wire, scheme):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_auto_plans_by_the_times_of_a_rank_that_has_made_another_layer(wire):
+def test_auto_uses_the_times_of_a_rank_with_an_additional_earlier_layer(wire):
     keras.utils.clear_session()
     if wire.topology.rank == 1:
         keras.layers.Dense(1)
@@ -67,7 +67,7 @@ def test_auto_plans_by_the_times_of_a_rank_that_has_made_another_layer(wire):
 
 
 @pytest.mark.parametrize("kind", ["loaded", "cloned"])
-def test_ranks_that_load_or_clone_beside_one_that_builds(wire, kind):
+def test_some_ranks_load_or_clone_and_one_builds(wire, kind):
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     model, folder = models.mlp(), shared_folder(wire)
@@ -86,7 +86,7 @@ def test_ranks_that_load_or_clone_beside_one_that_builds(wire, kind):
 
 
 @pytest.mark.parametrize("scheme", ["auto", SPARSE], ids=str)
-def test_a_checkpoint_goes_on_with_a_model_that_was_made_again(wire, scheme):
+def test_a_checkpoint_resumes_with_a_rebuilt_model(wire, scheme):
     """With what schemes have kept, and the same bits as without an interruption."""
     folder = shared_folder(wire)
 

@@ -89,7 +89,7 @@ def test_means_have_the_precision_of_their_values(wire):
 
 
 @pytest.mark.parametrize("synchronizes", [True, False])
-def test_a_callback_beside_validation_on_some_ranks(wire, synchronizes):
+def test_averaging_callbacks_with_validation_on_some_ranks(wire, synchronizes):
     callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
     validates = wire.topology.rank == 1
     model, _ = _fit(wire, validates, callbacks=callbacks, synchronize_model=synchronizes)
@@ -97,7 +97,7 @@ def test_a_callback_beside_validation_on_some_ranks(wire, synchronizes):
     assert mean[0] == mean[1]
 
 
-def test_nothing_is_synchronized_if_asked(wire):
+def test_synchronize_model_false_disables_synchronization(wire):
     model, seen = _fit(wire, synchronize_model=False)
     assert seen[0]["epoch"] != seen[1]["epoch"]
     kernels = exchange_objects(model.layers[0].kernel.numpy().tolist(), wire, "kernels")
@@ -113,7 +113,7 @@ def test_saving_within_an_epoch_is_refused(wire):
 
 
 @pytest.mark.parametrize("make", [tp.DistributedOptimizer, tp.LocalUpdates])
-def test_statistics_begin_alike_where_weights_are_equal(wire, make):
+def test_statistics_start_equal_if_weights_are_equal(wire, make):
     model = noisy()
     model.layers[1].moving_mean.assign(np.full(16, 1.0 + wire.topology.rank))
     model.compile(make(keras.optimizers.SGD(0.1)), models.LOSS)
@@ -127,7 +127,7 @@ def test_statistics_begin_alike_where_weights_are_equal(wire, make):
     assert exchange_objects(begin["mean"], wire, "begin") == [[1.0] * 16] * 2
 
 
-def test_models_that_are_built_in_their_first_step_go_on_alike(wire):
+def test_models_built_in_their_first_step_stay_equal(wire):
     class Unbuilt(keras.Model):
         def __init__(self):
             super().__init__()
@@ -154,7 +154,7 @@ def test_models_that_are_built_in_their_first_step_go_on_alike(wire):
     models.same_on_all_ranks([v.numpy() for v in model.inner.trainable_variables], wire)
 
 
-def test_what_was_adapted_is_no_reason_to_refuse_a_save(wire, tmp_path):
+def test_adapted_layers_do_not_prevent_saving(wire, tmp_path):
     adapted = keras.layers.Normalization(mean=0.0, variance=1.0)
     fitted = keras.layers.Normalization()
     fitted.adapt(models.mlp.data(8)[0])

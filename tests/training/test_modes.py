@@ -100,7 +100,7 @@ def _usual(wire):
 
 
 @pytest.mark.ranks("2")
-def test_deterministic_ops_give_the_same_bits(wire):
+def test_deterministic_ops_reproduce_the_same_bits(wire):
     for (first, once), second in zip(_usual(wire), _optimizers(), strict=True):
         with _deterministic():
             again = _weights(second, wire)
@@ -115,7 +115,7 @@ def test_deterministic_ops_give_the_same_bits(wire):
 
 @pytest.mark.ranks("2")
 @pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
-def test_modes_train_alike(wire, mode):
+def test_all_modes_give_equal_weights(wire, mode):
     # Eager gradients come without the factors that these two need.
     others = {"factors": "alltoall", "server": "alltoall"} if mode is _eager else {}
     with mode():
@@ -131,7 +131,7 @@ def test_automatic_clusters_of_xla(wire):
 
 
 @pytest.mark.ranks("2", **ONE_PROCESSOR)
-def test_one_processor_is_enough(wire):
+def test_one_processor_suffices(wire):
     for optimizer in _optimizers():
         _weights(optimizer, wire)
     accumulating = tp.DistributedOptimizer(
@@ -151,10 +151,10 @@ def test_one_processor_is_enough(wire):
     ],
     ids=str,
 )
-def test_one_processor_is_enough_for_local_updates(wire, options):
+def test_one_processor_suffices_for_local_updates(wire, options):
     _weights(tp.LocalUpdates(keras.optimizers.SGD(0.05), sync_every=2, **options), wire)
 
 
 @pytest.mark.ranks("2", server_rank=0, **ONE_PROCESSOR)
-def test_one_processor_is_enough_for_a_server(wire):
+def test_one_processor_suffices_for_a_server(wire):
     _weights(tp.ElasticAveraging(keras.optimizers.SGD(0.05), sync_every=2), wire)

@@ -60,7 +60,7 @@ def test_files_are_written_once(wire, folder):
 
 
 @pytest.mark.parametrize(("save_freq", "first"), [("epoch", 2), (1, 1)])
-def test_all_ranks_go_on_with_the_backup_of_one(wire, folder, save_freq, first):
+def test_all_ranks_resume_from_the_backup_of_one_rank(wire, folder, save_freq, first):
     """It is of the epoch that has ended, or of the last batch."""
 
     class Interrupted(keras.callbacks.Callback):
@@ -91,7 +91,7 @@ def test_all_ranks_go_on_with_the_backup_of_one(wire, folder, save_freq, first):
     assert not os.path.exists(f"{folder}/b")
 
 
-def test_ranks_with_local_weights_go_on_with_the_backup(wire, folder):
+def test_ranks_with_local_weights_resume_from_the_backup(wire, folder):
     """With the state of their inner optimizers, of which each rank has its own."""
 
     def fit(epochs):
@@ -115,7 +115,7 @@ def test_one_rank_saves_with_orbax(wire):
     assert reads_after_batches(callback)
 
 
-def test_what_adds_to_a_callback_is_kept(wire, folder):
+def test_overridden_methods_of_callbacks_run(wire, folder):
     class Noted(keras.callbacks.ModelCheckpoint):
         def on_epoch_end(self, epoch, logs=None):
             noted.append(epoch)
@@ -125,7 +125,7 @@ def test_what_adds_to_a_callback_is_kept(wire, folder):
     assert noted == [0, 1]
 
 
-def test_ranks_that_all_save_are_warned(wire, folder):
+def test_saving_on_all_ranks_logs_a_warning(wire, folder):
     model = _compiled()
     _fit(model, wire)
     # An earlier test of this job may have been warned.
@@ -153,7 +153,7 @@ def test_a_list_of_callbacks_of_keras(wire):
     model.fit(x, y, verbose=0, callbacks=None)
 
 
-def test_logs_that_are_no_single_numbers(wire):
+def test_logs_that_are_not_scalars(wire):
     class Adds(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs |= {"of classes": np.array([1.0, 3.0]) * wire.topology.rank, "text": "as it is"}
@@ -181,7 +181,7 @@ def test_logs_that_are_no_single_numbers(wire):
     json.dumps(scores)
 
 
-def test_shapes_that_differ_are_refused(wire):
+def test_different_shapes_are_refused(wire):
     class Adds(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["odd"] = np.zeros(1 + wire.topology.rank)

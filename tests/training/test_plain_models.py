@@ -52,7 +52,7 @@ class Items(list):
 
 
 @pytest.mark.parametrize("are_ours_alive", [False, True])
-def test_fit_and_predict_are_those_of_keras(are_ours_alive):
+def test_plain_models_are_searched_without_side_effects(are_ours_alive):
     ours = tp.DistributedOptimizer(keras.optimizers.SGD(0.1)) if are_ours_alive else None
     model = Holder()
     model.compile("sgd", models.LOSS)
@@ -72,7 +72,7 @@ def test_fit_and_predict_are_those_of_keras(are_ours_alive):
     del ours
 
 
-def test_items_of_lists_and_dictionaries_are_found_and_nothing_deeper():
+def test_optimizers_in_lists_and_dictionaries_are_found_at_depth_1():
     ours = [tp.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(4)]
     model = models.mlp()
     model.first, model.listed, model.named = ours[0], [ours[1]], {"it": ours[2]}
@@ -80,21 +80,21 @@ def test_items_of_lists_and_dictionaries_are_found_and_nothing_deeper():
     assert optimizers_of(model) == ours[:3]
 
 
-def test_an_optimizer_that_is_found_only_in_its_first_step_is_refused():
+def test_an_optimizer_found_only_in_its_first_step_is_refused():
     model = Holder(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.compile(loss=models.LOSS)
     with pytest.raises(ValueError, match=r"must be an attribute of its model.*Assign it"):
         model.fit(*DATA, batch_size=4, verbose=0)
 
 
-def test_a_second_optimizer_that_is_found_only_in_its_first_step_is_refused():
+def test_a_second_optimizer_found_only_in_its_first_step_is_refused():
     model = Holder(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), models.LOSS)
     with pytest.raises(ValueError, match=r"must be an attribute of its model.*Assign it"):
         model.fit(*DATA, batch_size=4, verbose=0)
 
 
-def test_another_model_may_be_trained_meanwhile():
+def test_another_model_can_train_within_a_fit():
     other = models.mlp()
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
     before = other.get_weights()

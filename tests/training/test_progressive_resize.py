@@ -54,7 +54,7 @@ LEAK_BYTES = 10 * 2**20
 
 
 @pytest.mark.slow
-def test_ten_phases_take_no_more_memory_than_two():
+def test_ten_phases_use_no_more_memory_than_two():
     """Neither in graphs nor in bytes, also where schemes change."""
     model, graphs, resident = compiled(), [], []
     schemes = ["hitopk", "torus2d", "torus2d"]
@@ -159,7 +159,7 @@ def test_bad_phases_are_refused(make, message):
         make()
 
 
-def test_what_the_optimizer_lacks_is_refused():
+def test_settings_that_the_optimizer_lacks_are_refused():
     phase = Phase(epochs=1, size=6, batch=4, momentum=0.5)
     with pytest.raises(ValueError, match=r"Received: momentum=0.5 for SGD with momentum=0.0"):
         train(compiled(momentum=0.0), ProgressiveResize([phase], 0.1))
@@ -176,7 +176,7 @@ def test_a_fit_over_several_phases_is_refused(tmp_path):
         model.fit(data_of(resize.phases[1]), initial_epoch=2, epochs=3, **fit)
 
 
-def test_it_comes_before_checkpoint(tmp_path):
+def test_the_callback_must_precede_checkpoint(tmp_path):
     resize, checkpoint = ProgressiveResize([PHASE], 0.1), keras_callbacks.Checkpoint(tmp_path)
     train(compiled(), resize, checkpoint)
     with pytest.raises(ValueError, match="must come before Checkpoint"):

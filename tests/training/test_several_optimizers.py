@@ -121,7 +121,7 @@ def test_broadcast_gives_the_state_of_all_optimizers(wire):
     same_on_all_ranks(gan_state(model), wire)
 
 
-def test_callbacks_take_all_optimizers(wire):
+def test_callbacks_apply_to_all_optimizers(wire):
     model = make_gan(True, scheme="alltoall")
     with Raises(
         ValueError,

@@ -55,7 +55,7 @@ def test_embedding_sgd(wire):
     _compare(models.embedding, sgd, wire, [SERVED, "hybcomm"])
 
 
-def test_sixteen_bits_come_close(wire):
+def test_sixteen_bit_schemes_train_within_tolerance(wire):
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())

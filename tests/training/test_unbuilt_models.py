@@ -74,7 +74,7 @@ OPTIMIZERS = {
         (sequential, "local", _by_dataset),
     ],
 )
-def test_ranks_end_alike(wire, make, optimizer, train):
+def test_ranks_end_with_equal_weights(wire, make, optimizer, train):
     keras.utils.set_random_seed(wire.topology.rank)
     model = make()
     model.compile(OPTIMIZERS[optimizer](), models.LOSS)
@@ -84,7 +84,7 @@ def test_ranks_end_alike(wire, make, optimizer, train):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_a_generator_goes_on_in_the_next_fit(wire):
+def test_the_next_fit_continues_a_generator(wire):
     """`fit` reads its first batch to build the model, and must not close it."""
     x, y = models.mlp.data(64)
     batches, model = _generator(x, y), Subclass()
@@ -128,7 +128,7 @@ def test_ragged_batches(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_batches_by_themselves(wire):
+def test_batches_outside_of_fit_build_the_model(wire):
     """Nobody can tell where training begins: ranks draw alike, as they are told to."""
     model = Subclass()
     model.compile(OPTIMIZERS["distributed"](), models.LOSS)

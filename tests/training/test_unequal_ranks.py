@@ -48,7 +48,7 @@ def test_unknown_lengths_with_validation(wire):
     assert values[0] == values[1] == values[2]
 
 
-def test_unknown_but_equal_lengths_lose_no_step(wire):
+def test_unknown_equal_lengths_run_every_step(wire):
     model, optimizer = compiled_for_lengths()
     model.fit(of_unknown_length(3), epochs=2, verbose=0)
     check_together(model, optimizer, wire, 6)
@@ -87,7 +87,7 @@ def test_steps_per_execution_and_callbacks_that_communicate(wire):
     check_together(model, optimizer, wire, 3)
 
 
-def test_servers_that_update(wire):
+def test_sharded_updates_with_unequal_ranks(wire):
     """Ranks without data push nothing, and take part in norms and pulls all the same."""
     scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
     for given in ({"inner": keras.optimizers.SGD(0.1, global_clipnorm=0.1)}, {"around": scaled}):
@@ -111,7 +111,7 @@ def test_accumulation(wire):
     assert all(not np.any(v.numpy()) for v in rank_variables(optimizer))
 
 
-def test_equal_lengths_say_nothing(wire):
+def test_equal_lengths_log_nothing(wire):
     model, _ = compiled_for_lengths()
     with LogLines() as lines:
         model.fit(*models.mlp.data(12), batch_size=4, verbose=0)
@@ -149,7 +149,7 @@ class _Part(keras.callbacks.Callback):
             self.change(self.model)
 
 
-def test_ranks_that_part_are_told(wire):
+def test_diverging_settings_are_reported(wire):
     def freeze(model):
         model.layers[0].trainable = False
 
@@ -192,7 +192,7 @@ class _StopOnRank1(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def test_one_rank_that_stops_stops_all(wire):
+def test_a_stop_on_one_rank_stops_all_ranks(wire):
     model, optimizer = compiled_for_lengths()
     history = model.fit(
         *models.mlp.data(8),
@@ -205,7 +205,7 @@ def test_one_rank_that_stops_stops_all(wire):
     check_together(model, optimizer, wire, 4)
 
 
-def test_a_stop_that_no_rank_expected_ends_the_epoch_first(wire):
+def test_an_unexpected_stop_takes_effect_at_the_end_of_the_epoch(wire):
     model, optimizer = compiled_for_lengths()
     history = model.fit(
         *models.mlp.data(16),
@@ -241,7 +241,7 @@ class Follows(keras.Model):
         return {"loss": loss}
 
 
-def test_dropped_steps_leave_no_trace(wire):
+def test_dropped_steps_change_no_state(wire):
     model = Follows()
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.fit(of_unknown_length(2 + wire.topology.rank), epochs=2, verbose=0)
@@ -285,7 +285,7 @@ class _Bag(keras.Model):
 
 
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
-def test_batches_of_ragged_or_sparse_tensors_alone(wire, kind):
+def test_batches_of_a_single_ragged_or_sparse_tensor(wire, kind):
     drawn = np.random.default_rng(0)
     counts = [4 * (1 + rank) for rank in range(wire.topology.size)]
     if kind == "ragged":

@@ -45,7 +45,7 @@ def test_fit_prints_one_line_per_epoch_into_a_pipe(capsys):
     assert not _has_bar("\n".join(lines))
 
 
-def test_validation_within_fit_prints_nothing_of_its_own(capsys):
+def test_validation_within_fit_prints_no_line(capsys):
     _fit(_model(), validation_data=models.mlp.data(8))
     results = [line for line in capsys.readouterr().out.splitlines() if "loss:" in line]
     assert len(results) == 2
@@ -53,27 +53,27 @@ def test_validation_within_fit_prints_nothing_of_its_own(capsys):
 
 
 @pytest.mark.parametrize(("verbose", "bar", "words"), [(0, False, 0), (1, True, 1), (2, False, 1)])
-def test_explicit_verbosity_stays(capsys, verbose, bar, words):
+def test_explicit_verbosity_is_not_changed(capsys, verbose, bar, words):
     _fit(_model(), verbose=verbose)
     text = capsys.readouterr().out
     assert _has_bar(text) == bar
     assert bool(text) == bool(words)
 
 
-def test_positional_verbosity_stays(capsys):
+def test_positional_verbosity_is_not_changed(capsys):
     x, y = models.mlp.data(16)
     _model().fit(x, y, 4, 1, 0)
     assert capsys.readouterr().out == ""
 
 
-def test_terminals_get_the_bar(monkeypatch):
+def test_terminals_show_the_progress_bar(monkeypatch):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     _fit(_model())
     assert _has_bar(terminal.getvalue())
 
 
-def test_notebooks_get_the_bar(monkeypatch, capsys):
+def test_notebooks_show_the_progress_bar(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", object())
     _fit(_model())
     assert _has_bar(capsys.readouterr().out)

@@ -262,7 +262,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def parse(scheme: Any) -> Policy:
-    """Converts the argument `scheme` to a policy.
+    """Returns the policy that the argument `scheme` specifies.
 
     A policy, or the name of one, gives that policy. A scheme, or the name of one, gives `Uniform`
     of that scheme. A list or dict of rules gives `Rules`.
