@@ -100,7 +100,7 @@ def test_units_count_once():
         (lambda: NetworkProfile.from_json(_with(speed=1), "f"), "speed"),
         (
             lambda: GIVEN.check_fits(Topology.regular(0, 4, 1)),
-            "a profile for 2 ranks per node, for .*Measure it with 1 ranks per node",
+            "a profile for 2 ranks per node, and a job .*Measure the profile with 1 ranks per node",
         ),
         (
             lambda: dataclasses.replace(GIVEN, node=None).check_fits(Topology.regular(0, 4, 2)),

@@ -165,7 +165,7 @@ def test_waiting_ranks_detect_the_end_of_rank_0_immediately(server):
         waiting = ranks.submit(meet, server, 1, limit_s=60)
         published(server, 1)
         server.wait_for_exit_statuses(2, limit_s=0.0)
-        message = r"must answer until all ranks have registered.*rank 0 \(host0:1\) show why"
+        message = r"must answer until all ranks have registered.*rank 0 \(host0:1\), which show why"
         with pytest.raises(RuntimeError, match=message):
             waiting.result(10)
 
