@@ -2,9 +2,9 @@
 
 They are not copies, which would have to retain the notices of Horovod's license (Apache 2.0). The
 originals download MNIST, and two use sessions of TensorFlow 1; these read the digits that
-scikit-learn installs. The scripts before migration do not run under Keras 3: Horovod's code for
-Keras calls `optimizer.variables()`, a list in Keras 3. So the tests read their calls, and run only
-the scripts after migration.
+scikit-learn installs. The scripts before migration do not run under Keras 3, which lacks names
+that Horovod's callbacks use (`variable.ref()`, `keras.backend.get_value`) and an argument of
+`compile`. So the tests read their calls, and run only the scripts after migration.
 """
 
 import ast

@@ -136,7 +136,7 @@ def test_different_vocabularies_are_refused(wire):
     assert lookup.get_vocabulary() == ["[UNK]", "a", "b", "c"]
 
 
-class _Averages(keras.Sequential):
+class ByHand(keras.Sequential):
     """Averages gradients itself, so that its replicas stay equal."""
 
     def train_step(self, data):
@@ -166,7 +166,7 @@ def _fit_without_ours(wire, kind, callbacks):
     try:
         model.fit(x[mine], y[mine], batch_size=4, verbose=0, callbacks=[*callbacks, count])
     finally:
-        assert len(steps) == (2 if kind is _Averages else 1)
+        assert len(steps) == (2 if kind is ByHand else 1)
     return model
 
 
@@ -178,7 +178,7 @@ def test_an_unwrapped_optimizer_is_refused(wire, callbacks):
 
 
 def test_gradients_that_are_averaged_by_hand(wire):
-    model = _fit_without_ours(wire, _Averages, WITHOUT_OURS["broadcast"]())
+    model = _fit_without_ours(wire, ByHand, WITHOUT_OURS["broadcast"]())
     same_on_all_ranks(model.get_weights(), wire)
 
 

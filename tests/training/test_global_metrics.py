@@ -231,7 +231,7 @@ def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
 def test_the_state_of_metrics_is_put_back(wire):
     """A batch's logs are a rank's own. One rank alone evaluates and predicts afterwards."""
     model, seen = models.mlp(), {"batch": [], "epoch": []}
-    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), models.LOSS, ["accuracy"])
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), models.LOSS)
 
     def see(hook):
         def append(_, logs):
@@ -261,7 +261,7 @@ def test_metrics_are_exact_with_other_optimizers(wire, make):
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(inputs))
     auc = metrics.AUC(num_thresholds=20)
-    model.compile(make(keras.optimizers.SGD(0.0)), "binary_crossentropy", [auc])
+    model.compile(make(keras.optimizers.SGD(0.0)), "binary_crossentropy", metrics=[auc])
     x, y = _samples(24)
     data, rank = (x, y["binary"]), wire.topology.rank
     history = model.fit(
