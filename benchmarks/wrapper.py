@@ -2,7 +2,7 @@
 
     python -m benchmarks.wrapper                                             # 10 minutes
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
-    python -m benchmarks.wrapper --pairs 11 --systems synchronization        # ResNet-50 itself
+    python -m benchmarks.wrapper --pairs 11 --systems synchronization start  # ResNet-50 itself
     python -m benchmarks.wrapper --pairs 15 --systems "small 1" "small 10"   # steps of 4 ms; 8 min
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
@@ -10,7 +10,8 @@ Steps include the wrapper's work in `fit`: it counts samples, weights gradients 
 Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
 has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
 "synchronization" is the work of `fit` per epoch outside of steps: it compares the replicas twice,
-averages layer state and metrics, relative to a step of 8 images per rank. "small 10" is a step of
+averages layer state and metrics, relative to a step of 8 images per rank. "start" is the one
+broadcast at the start of a model's first `fit`, relative to the same step. "small 10" is a step of
 `fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
 to `grouped_allreduce` in a custom train step. An interrupted run resumes.
 """
@@ -31,7 +32,7 @@ COMMON = {
     "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
     "shrink": 1,
 }
-WHOLE = {"fit", "synchronization", "small 1", "small 10"}
+WHOLE = {"fit", "synchronization", "start", "small 1", "small 10"}
 """Systems without variations of scheme and buckets."""
 SMALLEST = COMMON | {"pairs": 1, "systems": ["allreduce"], "model": "alexnet", "shrink": 8}
 
@@ -129,7 +130,8 @@ def plot(cells, path):
     def draw(figure, axes):
         (axis,) = axes
         found = dict(map(ratios, cells.values()))
-        found.pop("synchronization", None)
+        for system in ("synchronization", "start"):
+            found.pop(system, None)
         for index, (system, values) in enumerate(found.items()):
             color = style(system).color
             axis.boxplot(

@@ -2,8 +2,9 @@
 
 Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "alltoall
 4" (a model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). The wrapper
-does what `fit` has it do. "synchronization" is what `fit` adds to an epoch, beside a step. "small
-10" is a step of `fit` with ten per execution, beside one that exchanges by hand.
+does what `fit` has it do. "synchronization" is what `fit` adds to an epoch, and "start" what it
+does once, beside a step. "small 10" is a step of `fit` with ten per execution, beside one that
+exchanges by hand.
 """
 
 import time
@@ -182,8 +183,12 @@ def _small(kind, optimizer, steps_per_execution):
     return timed
 
 
-def _synchronized():
-    """Returns functions that do what `fit` adds to an epoch of ResNet-50, and that make a step."""
+def _synchronized(at_start):
+    """Returns functions that do what `fit` adds to an epoch of ResNet-50, and that make a step.
+
+    With `at_start`, the first one does instead what a model's first `fit` does once: ranks with
+    different weights begin with those of rank 0.
+    """
     keras.utils.set_random_seed(0)
     model = keras.applications.ResNet50(weights=None)
     optimizer = tp.DistributedOptimizer(_sgd())
@@ -203,13 +208,18 @@ def _synchronized():
         metrics.on_epoch_begin(0)
         metrics.on_epoch_end(0, model.get_metrics_result())
 
-    return synchronize, lambda: model.train_on_batch(images, labels)
+    def start():
+        for variable in model.trainable_variables:
+            variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
+        entries.synchronize_start(model, wire)
+
+    return start if at_start else synchronize, lambda: model.train_on_batch(images, labels)
 
 
 def sides(system, model):
     """Returns functions that run a step, or ten: the wrapper and the baseline."""
-    if system == "synchronization":
-        return _synchronized()
+    if system in ("synchronization", "start"):
+        return _synchronized(system == "start")
     if system.startswith("small"):
         steps = int(system.split()[1])
         ours = tp.DistributedOptimizer(_sgd(), scheme="allreduce")
