@@ -88,7 +88,6 @@ class Exchanger:
             at_first_entry(),
         )
         check_same_variables([other["variables"] for other in everybody])
-        # Paths with generated names may differ between ranks, so rules must not match these names.
         require_equal(
             [other["schemes"] for other in everybody],
             "All ranks must choose the same scheme for a variable",

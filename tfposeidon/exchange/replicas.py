@@ -87,10 +87,9 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 
 
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
-    """Assigns the values of `root_rank` on every rank; all ranks call it together.
+    """Assigns the values of `root_rank` on every rank; collective.
 
-    It raises if variables or their order differ between ranks. Keras seeds receive a different
-    value on each rank, derived from the seed of `root_rank`.
+    Raises if the variables differ between ranks. Seeds receive a different value on each rank.
     """
     if wire.topology.size == 1:
         return
