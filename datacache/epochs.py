@@ -159,7 +159,7 @@ class EpochIterator:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None, ahead: float = MOST_AHEAD) -> None:
-        """Starts a custom training loop at the position of training; `count` counts its steps."""
+        """Tracks a custom training loop from the current position; it reports steps by `count`."""
         self._ahead = ahead
         position = self._position()
         if self.all_whole and position.samples:

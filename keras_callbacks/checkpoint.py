@@ -112,7 +112,7 @@ class Checkpoint(RankCallback):
         checks.check_integer("keep", keep, 1)
         self.folder, self.every_n_steps = folder, every_n_steps
         self.keep, self.resume = keep, resume
-        # `epoch_to_resume` reads this snapshot for the next `fit`.
+        # Snapshot that `epoch_to_resume` has loaded; the next `fit` restores it.
         self._read: Snapshot | None = None
         self._steps = self._epoch = 0
         self._pending_metrics: list[np.ndarray] = []
@@ -401,7 +401,8 @@ class Checkpoint(RankCallback):
             before, now = meta.get("classes", _classes(held)), _classes(held)
             if before != now:
                 # Compare classes, because other optimizers may have state of the same shapes.
-                raise mismatch(f"{', '.join(now)}, and {', '.join(before)} in {self.folder}")
+                found = f"{', '.join(before)} in {self.folder}, {', '.join(now)} in the model"
+                raise mismatch(found)
         difference = first_different_variable(snapshot.meta["variables"], self._variables())
         if difference:
             index, saved, built = difference

@@ -82,8 +82,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         if sample_count is not None and not callable(sample_count):
             raise TypeError(
                 "`sample_count` must be a function that maps a batch to a number. Received: "
-                f"sample_count={sample_count!r}. In a custom training loop, pass the number to "
-                "apply."
+                f"sample_count={sample_count!r}. In a custom training loop, pass `sample_count` "
+                "to `apply` instead."
             )
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None

@@ -203,7 +203,7 @@ def test_batches_are_those_of_a_list(numbers):
             data[step]
 
 
-def test_a_loop_over_data_that_repeat(numbers):
+def test_a_loop_over_repeated_data_tracks_its_position(numbers):
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     seen = []

@@ -322,7 +322,7 @@ def test_snapshots_of_another_inner_optimizer_are_refused(wire):
         if isinstance(inner, keras.optimizers.SGD):
             model.fit(*models.mlp.data(16), **fit)
         else:
-            with Raises(snapshots.SnapshotError, "Received: RMSprop, and SGD in"):
+            with Raises(snapshots.SnapshotError, "Received: SGD in .*, RMSprop in the model"):
                 model.fit(*models.mlp.data(16), **fit)
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:

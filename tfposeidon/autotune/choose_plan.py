@@ -127,8 +127,8 @@ class ChoosePlan(keras.callbacks.Callback):
         super().__init__()
         self._is_changing = False
         self._epoch = self._batches = self._batches_before = 0
-        # `_steps` counts steps since timing began, which ends after `_end` steps. Ranks exchange
-        # once in `_calls` steps.
+        # `_steps` counts steps since timing began; timing ends after `_end` steps. Ranks exchange
+        # gradients once every `_calls` steps.
         self._steps, self._trace_s = 0, LEAST_TRACE_S
         self._optimizers: list[Any] = []
 

@@ -158,7 +158,7 @@ def _require_averages() -> None:
     of_ranks = exchange_objects(wrong, wire, "check.averages")
     if any(of_ranks):
         raise InstallError(
-            f"All schemes must average the ranks to {expected}. Received: "
+            f"All schemes must return {expected}, the mean of the ranks' numbers. Received: "
             f"{'; '.join(one for own in of_ranks for one in own)}. "
             "Reinstall Horovod: python -m tfposeidon install --horovod-only"
         )

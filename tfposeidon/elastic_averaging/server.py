@@ -138,10 +138,10 @@ class Server:
         return all(getattr(worker, state) for worker in self.progress.values())
 
     def epochs(self) -> Iterator[int]:
-        """Yields the index of the newest epoch that workers have ended on average.
+        """Yields the index of the newest completed epoch, by the mean of workers' epochs.
 
-        Epochs that ended while the caller was busy are skipped. It raises the first error of a
-        thread, such as the loss of a worker.
+        Skips epochs that end while the caller is busy. Raises the first error of a thread, such as
+        the loss of a worker.
         """
         seen = 0
         while True:

@@ -35,11 +35,11 @@ Exchanged = tuple[list[Any], list[State]]
 class Exchanger:
     """Exchanges the gradients of one list of variables.
 
-    The names of its collectives begin with `prefix`, which is `None` until ranks have agreed.
-    `sizes[i]` is the total size of the structures of bucket i over ranks and variables, in the last
-    step in which it was not 0. `all_were_present` is true if every rank had all gradients in the
-    first traced step, and `is_first_call` during the first exchange of a step. `calls` is the
-    maximum number of exchanges in a traced step.
+    Names of collectives begin with `prefix`, which is `None` until ranks have agreed on the plan.
+    `sizes[i]` is the size of bucket i's gradient structures, such as batch rows, summed over ranks
+    and variables, in the last step in which it was not 0. `all_were_present` is true if every rank
+    had all gradients in the first traced step. `is_first_call` is true during the first exchange of
+    a step. `calls` is the maximum number of exchanges in a traced step.
     """
 
     def __init__(self, plan: Plan, wire: Wire, zeros: Zeros | None = None) -> None:

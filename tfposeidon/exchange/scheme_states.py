@@ -153,7 +153,7 @@ def _variable(shape: Sequence[int], name: str) -> tf.Variable:
 
 def effective_rate(optimizer: Any) -> tf.Tensor:
     """Returns the change of weights for a gradient of 1: learning rate divided by loss scale."""
-    # Average the rates of several optimizers, which is exact if they change proportionally.
+    # Use the mean rate of several optimizers: its change is exact if all change by one factor.
     found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
     rate = tf.add_n(found) / len(found)
     return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)

@@ -24,7 +24,7 @@ from tfposeidon.schemes.stages import Cost, Stage, renamed, total_cost
 
 
 class SchemeOfFactors(Scheme):
-    """Stateless scheme that receives the factors of gradients, even if it sends their products."""
+    """Stateless scheme whose input is the factors of gradients; it may send their products."""
 
     reader: ClassVar[FactorReader] = FactorReader()
 

@@ -278,7 +278,7 @@ class FactorReader:
         return tf.cast(tf.stack(rows), tf.float32)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
-        """Returns factors with the known number of rows, filled with one of `values`."""
+        """Returns factors of the described number of batch rows, filled with `values[0]`."""
         shape = shape_of(description)
         count, value = round(shape.rows or 0), tf.cast(values[0], shape.dtype)
         right = tf.fill([count, shape.right], value)

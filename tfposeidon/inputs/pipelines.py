@@ -32,7 +32,7 @@ _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAss
 # These arguments of ops are names of files.
 _PATHS = {"filename", "filenames", "pattern"}
 
-# These classes of steps, without "Dataset", make one element from each element.
+# Dataset classes, without the suffix "Dataset", that make one element from each element.
 _ELEMENTWISE = {"Map", "ParallelMap", "Prefetch", "Options", "Restructured"}
 # These steps make any number of elements from each element.
 _SELECTING = {

@@ -187,7 +187,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields number and environment of each rank of this node, from the counts of all nodes."""
+    """Yields the number and environment of each rank of this node, given each node's ranks."""
     place = (sum(counts), client.host, (client.port,), job.identity)
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):

@@ -354,7 +354,7 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Paths contain numbers of Keras's objects, which may differ between ranks.
+        # Compare no paths: Keras numbers layers in them (`dense_1`), differently on each rank.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):

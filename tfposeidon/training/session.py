@@ -333,7 +333,7 @@ class Session:
 
     def weight_equally(self, wanted: bool) -> bool:
         """Sets whether ranks weight their batches equally; returns whether to retrace."""
-        # Optimizers that exchange gradients in each step need not count samples then.
+        # With equal weights, optimizers that exchange gradients in each step count no samples.
         in_step = [one for one in self.optimizers if one.fit_hooks(self.model).is_in_step]
         batches = [optimizer.exchange.batch for optimizer in in_step]
         for batch in batches:
