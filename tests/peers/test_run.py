@@ -196,6 +196,14 @@ def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
     assert not problems
 
 
+@pytest.fixture
+def handled():
+    """Handles SIGINT, which is ignored in background processes of shells."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 def sends(number, is_ready):
     """Sends a signal to this process once the runner's handlers are there."""
 
@@ -210,7 +218,7 @@ def sends(number, is_ready):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks_and_is_reported_to_other_nodes(job, tmp_path, number):
+def test_a_signal_ends_all_ranks_and_is_reported_to_other_nodes(job, handled, tmp_path, number):
     server, client = job
     started = [tmp_path / "a", tmp_path / "b"]
     thread = sends(number, lambda: all(file.exists() for file in started))
@@ -222,8 +230,8 @@ def test_a_signal_ends_all_ranks_and_is_reported_to_other_nodes(job, tmp_path, n
     assert first_failure(server) == f"run of node 2 received {number.name}."
 
 
-def test_a_second_signal_kills_ranks_that_ignore_the_first(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "TERMINATION_S", 3600.0)
+def test_a_second_signal_kills_ranks_that_ignore_the_first(job, handled, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "TERMINATION_S", 60.0)
     started, asked = tmp_path / "started", tmp_path / "asked"
     running = ranks(f"trap 'touch {asked}' TERM; touch {started}; while :; do sleep 0.1; done")
     threads = [sends(signal.SIGINT, file.exists) for file in (started, asked)]
