@@ -133,8 +133,8 @@ def join(kind):
 
 def check_command_lines():
     """Every user could read the job's token and key on the command line of a process."""
-    secrets = [os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[2]]
-    secrets += [token] if (token := os.environ.get("TFPOSEIDON_TOKEN")) else []
+    key = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").partition("/")[2]
+    secrets = [one for one in (key, os.environ.get("TFPOSEIDON_TOKEN")) if one]
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = file.read_text(errors="replace")
