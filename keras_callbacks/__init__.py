@@ -5,8 +5,8 @@ callback would leave the others waiting. On one rank they need no launcher.
 
 With an optimizer of `tfposeidon`, `fit` automatically starts all ranks with equal values, and
 averages metrics and moving statistics. `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage`
-are for other cases. If no optimizer of a model communicates, callbacks compare weights and state of
-all ranks after the first step, and raise `RuntimeError` if they differ.
+are for other cases. If no optimizer of a model communicates, callbacks that communicate compare the
+weights and state of all ranks after the first step, and raise `RuntimeError` if they differ.
 
 The order in the list matters: these three first, then Keras callbacks that depend on metrics
 (`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with

@@ -7,11 +7,10 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.training import session
 
 
-class CachePosition(RankCallback):
+class CachePosition(keras.callbacks.Callback):
     """Sets the epoch and the step of training in a `datacache.Cache`.
 
     Epoch `e` of `fit` then reads epoch `e` of the dataset, in the order of that epoch. With
@@ -104,7 +103,6 @@ class CachePosition(RankCallback):
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
         # A call may cover several steps. The cache ignores steps beyond the end of the data.
         self.cache.count(self.model.steps_per_execution, self.data)
 

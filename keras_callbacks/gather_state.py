@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from typing_extensions import override
 
-from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.training.entries import optimizers
 
 
-class GatherState(RankCallback):
+class GatherState(keras.callbacks.Callback):
     """Gathers the optimizer state on one rank after each epoch, for callbacks that save there.
 
     `tfposeidon.ShardedOptimizer` distributes its state over all ranks. With this callback,

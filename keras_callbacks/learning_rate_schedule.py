@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from keras_callbacks.rank_callback import RankCallback
 from tfposeidon import checks
 from tfposeidon.communicating import check_no_more_arguments
 from tfposeidon.optimizer import DistributedOptimizer
@@ -28,7 +27,7 @@ HOROVODS = {
 """Arguments of Horovod's learning rate callbacks, and their replacements."""
 
 
-class LearningRateSchedule(RankCallback):
+class LearningRateSchedule(keras.callbacks.Callback):
     """Sets the learning rate to `initial_learning_rate * multiplier(epoch)`.
 
     Every rank computes the rate independently, so all ranks need this callback with the same

@@ -1,4 +1,4 @@
-"""Provides the base class of callbacks, which detects models that ranks train without an exchange.
+"""Provides the base class of callbacks that communicate, which detects models without an exchange.
 
 `fit` compares replicas only for communicating optimizers. A script that forgot to wrap its
 optimizer still passes callbacks of this package.

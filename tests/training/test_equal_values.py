@@ -151,7 +151,6 @@ class ByHand(keras.Sequential):
 WITHOUT_OURS = {
     "broadcast": lambda: [keras_callbacks.BroadcastVariables(), keras_callbacks.MetricAverage()],
     "metrics": lambda: [keras_callbacks.MetricAverage()],
-    "warm-up": lambda: [keras_callbacks.LearningRateWarmup(0.1, 1, steps_per_epoch=2)],
     "check": lambda: [keras_callbacks.AverageBatchNorm(), keras_callbacks.ReplicaCheck()],
 }
 
