@@ -410,7 +410,7 @@ def test_sample_count_is_saved(sample_count):
 
 def test_sample_counts_refuse_uncountable_batches():
     with pytest.raises(
-        TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to apply"
+        TypeError, match=r"`sample_count` must be a function.*Received: sample_count=8.*to `apply`"
     ):
         tp.DistributedOptimizer(SGD(0.1), sample_count=8)
     with pytest.raises(ValueError, match=r"`of` must be \"x\" or \"y\"\. Received: of='z'"):
