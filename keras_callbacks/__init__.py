@@ -8,9 +8,9 @@ averages metrics and moving statistics. `BroadcastVariables`, `AverageBatchNorm`
 are for other cases. If no optimizer of a model communicates, callbacks that communicate compare the
 weights and state of all ranks after the first step, and raise `RuntimeError` if they differ.
 
-The order in the list matters: these three first, then Keras callbacks that depend on metrics
-(`EarlyStopping`, `ReduceLROnPlateau`), then `GatherState` and callbacks that save, with
-`Checkpoint` last.
+The order in the list matters: `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage` first,
+then Keras callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`), then
+`GatherState` and callbacks that save, with `Checkpoint` last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [

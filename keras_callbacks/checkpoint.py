@@ -324,7 +324,7 @@ class Checkpoint(RankCallback):
             assign_values(local, own["local"])
         else:
             if len(local) != len(own["local"]):
-                raise snapshots.mismatch(f"{len(own['local'])} local values for {len(local)}")
+                raise mismatch(f"{len(own['local'])} local values for {len(local)}")
             for variable, value in zip(local, own["local"], strict=True):
                 if is_seed(variable):
                     variable.assign(another_seed(tf.constant(value), rank))

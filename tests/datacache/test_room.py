@@ -136,7 +136,7 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 
 def _idle_pool(folder, samples):
-    """A pool of so many MiB that nobody has open."""
+    """Returns a pool of this size in MiB that no process has open."""
     Pool(
         folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()

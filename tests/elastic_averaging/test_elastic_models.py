@@ -114,7 +114,7 @@ def test_an_overflow_does_not_delay_workers(wire):
 
 
 def test_eager_steps_in_half_precision(wire):
-    """Whose metrics nobody builds before the first evaluation, in the first epoch."""
+    """The first evaluation builds the metrics, in the first epoch."""
     keras.config.set_dtype_policy("mixed_float16")
     folder, data = shared_folder(wire), models.mlp.data(32)
     path = os.path.join(folder, "log.csv")

@@ -106,7 +106,7 @@ def test_gradients_are_heavy_tailed_and_new_in_every_step():
 
 
 def _kinds():
-    """Of every variable: "kernel", "factors" for the kernel of a dense layer, or "vector"."""
+    """Returns the kind of each variable: "kernel", "factors" (of a dense layer) or "vector"."""
     return [
         kind
         for layer in small().layers

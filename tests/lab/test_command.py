@@ -1,4 +1,4 @@
-"""The lab's parts that need no namespaces: its delay line, and what it refuses."""
+"""Parts of the lab that need no namespaces: the delay line, and refused options."""
 
 import json
 import subprocess

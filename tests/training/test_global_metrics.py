@@ -277,7 +277,7 @@ def test_metrics_are_exact_with_other_optimizers(wire, make):
 
 
 def test_callbacks_do_not_change_the_metrics(wire):
-    """Averaging callbacks of ours find what `fit` has averaged already."""
+    """`MetricAverage` and `AverageBatchNorm` leave averages of `fit` unchanged."""
 
     def run(*callbacks):
         keras.utils.set_random_seed(1)

@@ -25,8 +25,10 @@ from tfposeidon.communication.wire import Wire, exchange_objects, opaque, unknow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer, Norms, local_norms, norm_dtype
 from tfposeidon.optimizers.wrapper import innermost
 
-_SIZED = {"uint": (8, 16), "int": (8, 16, 32, 64), "float": (16, 32, 64)}
-CARRIED = [*(f"{kind}{bits}" for kind, sizes in _SIZED.items() for bits in sizes), "bool"]
+CARRIED = (
+    *("uint8", "int8", "uint16", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "bool"),
+)
 """Dtypes that Horovod supports."""
 
 ROUNDS = 7
