@@ -1,13 +1,13 @@
-"""Runs parts of the gate, and says how long each took beside its budget.
+"""Runs parts of the gate, and prints the minutes of each part and its budget.
 
     python tests/budget.py PART ...
 
 A part is a target of the Makefile. The table under "Time budget" in CONTRIBUTING.md holds its
 elapsed minutes and its CPU-minutes. A part fails if it uses more than twice its CPU-minutes. A
-change that adds minutes has to save as many elsewhere.
+change that adds minutes must save as many elsewhere.
 
-Up to three tests that fail are run once more, by themselves: some measure a network or a machine
-that other work may share. Those that pass then are named at the end.
+If up to three tests fail, they run once more alone, because some tests measure a network or a
+machine that is shared with other work. Tests that pass the second time are listed at the end.
 """
 
 import json
@@ -27,7 +27,7 @@ MOST_RETRIED = 3
 
 
 def budgets():
-    """Part -> its minutes and CPU-minutes, from CONTRIBUTING.md."""
+    """Returns the minutes and CPU-minutes of each part, from CONTRIBUTING.md."""
     rows = re.findall(
         r"^\| `make ([\w-]+)` \| ([\d.]+) \| ([\d.]+) \|",
         (ROOT / "CONTRIBUTING.md").read_text(),
@@ -37,13 +37,13 @@ def budgets():
 
 
 def run(part):
-    """Returns the exit code, minutes, CPU-minutes and tests that were run twice of `make part`."""
+    """Returns exit code, minutes and CPU-minutes of `make part`, and the tests that it repeated."""
     begin, before = time.monotonic(), _cpu_s()
     FAILED.unlink(missing_ok=True)
     code = subprocess.run(["make", part], cwd=ROOT).returncode
     failed = list(json.loads(FAILED.read_text())) if code and FAILED.exists() else []
     if 0 < len(failed) <= MOST_RETRIED:
-        print("\nonce more, by themselves:", *failed, sep="\n", flush=True)
+        print("\nrepeated alone:", *failed, sep="\n", flush=True)
         code = subprocess.run(["make", part, "TESTS=--last-failed"], cwd=ROOT).returncode
     return code, (time.monotonic() - begin) / 60, (_cpu_s() - before) / 60, failed
 

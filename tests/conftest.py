@@ -1,8 +1,9 @@
-"""Marks tests: those in `tests/jobs`, and those marked `ranks`, start ranks, labs or compilers.
+"""Marks tests, and orders them so that jobs overlap with fast tests.
 
-All others are fast, unless they are marked slow: these take seconds each. Tests run in four turns:
-those without jobs; those whose jobs were started ahead and ran beside the fast ones; those on
-ranks; then the rest, such as the lab's, whose jobs have the machine to themselves.
+Tests in `tests/jobs` and those marked `ranks` start ranks, labs or compilers. All others are fast,
+unless they are marked slow because they take seconds each. Tests run in this order: tests without
+jobs; tests whose jobs started ahead, in parallel with the fast tests; tests on ranks; and tests
+whose jobs, such as labs, need the whole machine.
 """
 
 import gc
@@ -25,7 +26,7 @@ SLOWEST = 10
 
 
 class Ahead:
-    """Runs jobs of tests marked by `launch.ahead` on threads, in the order of the tests."""
+    """Runs the jobs of tests marked by `launch.ahead` on threads, in the order of the tests."""
 
     def __init__(self):
         self._lanes = ThreadPoolExecutor(LANES)
@@ -51,7 +52,7 @@ def pytest_configure(config):
     if folder := worker.folder_of_job():
         ranks = worker.Worker(config, folder)
     else:
-        # As an interrupt: jobs end with the session.
+        # Handle SIGTERM like Ctrl-C, so that the session ends its jobs.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         ranks = plugin.Session(config)
     config.pluginmanager.register(ranks, "ranks")
@@ -80,10 +81,10 @@ def _turn(item):
 
 
 def pytest_collection_finish(session):
-    """Starts what runs ahead; a listing (`--collect-only`) starts nothing."""
+    """Starts the jobs that run ahead, unless tests are only listed (`--collect-only`)."""
     if session.config.option.collectonly:
         return
-    # What imports made lives to the end: no garbage collection needs to look at it.
+    # Exclude imported objects, which live until the end, from garbage collections.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     session.config.stash[AHEAD] = Ahead()
@@ -96,7 +97,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture
 def outcome(request):
-    """What the test's job, started ahead, has returned; an error of the job is raised here."""
+    """Returns the result of the job, which started ahead of the test, or raises its error."""
     return request.config.stash[AHEAD].outcome(request.node)
 
 

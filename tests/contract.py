@@ -1,6 +1,6 @@
-"""Table of what every scheme promises. A new scheme adds one row to SCHEMES.
+"""Contract of all schemes, with a table of their rounding; a new scheme adds a row to SCHEMES.
 
-One of the benchmarks is among them, which is made and passed as a scheme of a user's own.
+The table includes a custom scheme of the benchmarks.
 """
 
 import functools
@@ -47,7 +47,7 @@ LENGTHS = (0, 1, 7, 64, 10_007)
 
 
 def gradient(length, rank, dtype="float32"):
-    """Returns whole numbers, so that sums are known exactly in any order."""
+    """Returns whole numbers, whose sums are exact in any order."""
     generator = np.random.default_rng([length, rank])
     return generator.integers(-64, 64, length).astype(dtype)
 
@@ -63,8 +63,8 @@ def fresh_state(scheme, length, topology):
 
 
 def settled_state(scheme, length, topology):
-    """Returns a state past the warm-up, where costs are those that `cost` predicts."""
-    # With what is kept no value is 0, of which one bit has to say more.
+    """Returns a state after the warm-up, when costs are those that `cost` predicts."""
+    # Residuals are nonzero, because zeros make the code of one-bit gradients longer.
     return tuple(
         tf.fill(t.shape, 100.0 if t.shape.rank == 0 else 0.25)
         for t in fresh_state(scheme, length, topology)
@@ -72,10 +72,10 @@ def settled_state(scheme, length, topology):
 
 
 def check(name, length, wire, run=lambda function, *args: function(*args)):
-    """Exchanges one gradient on this rank; returns its mean for comparison over ranks.
+    """Exchanges one gradient on this rank, and returns its mean for comparison over ranks.
 
     Args:
-      run: How to call the exchange: as it is, or compiled by `tf.function`.
+      run: Function that calls the exchange, eagerly or in a `tf.function`.
     """
     scheme, rounding = SCHEMES[name]
     topology = wire.topology
@@ -99,13 +99,13 @@ def check(name, length, wire, run=lambda function, *args: function(*args)):
 def check_conservation(
     scheme, length, wire, steps, label, run=lambda function, *args: function(*args), flush_at=None
 ):
-    """Asserts at every step that what is not sent is kept, and nothing else.
+    """Asserts at every step that ranks retain exactly what they do not send.
 
     Over all ranks: sum(gradient + old residual) = ranks x update + sum(new residual). With momentum
-    correction the velocity that comes in takes the gradient's place.
+    correction, the incoming velocity replaces the gradient.
 
     Args:
-      flush_at: The step before which all is flushed: after it nothing must be left.
+      flush_at: Step that sends all residuals; afterwards they must be zero.
     """
     topology = wire.topology
     slots = scheme.slots(length, topology)
@@ -134,7 +134,7 @@ def check_conservation(
 
 
 def _placed(slots, state, length):
-    """Returns full vectors of what this rank keeps, 0 where it keeps nothing."""
+    """Returns residual and velocity of this rank as full vectors, 0 outside of its parts."""
     vectors = {"residual": np.zeros(length, "float32"), "velocity": np.zeros(length, "float32")}
     for slot, tensor in zip(slots, state, strict=True):
         if slot.shape:

@@ -1,4 +1,4 @@
-"""Images that tests draw: any of them can be drawn again from its number."""
+"""Random images for tests, each reproducible from its number."""
 
 import numpy as np
 import tensorflow as tf
@@ -7,12 +7,12 @@ CLASSES = 3
 
 
 def image(number, size=8):
-    """`[size, size, 3]` uint8."""
+    """Returns the image with this number, `[size, size, 3]` uint8."""
     return np.random.default_rng(number).integers(0, 256, (size, size, 3)).astype("uint8")
 
 
 def folder(path, samples, size=8):
-    """PNG files, in the order of their numbers, in a folder per class; returns the path."""
+    """Writes images as PNG files into a folder per class, and returns the path."""
     for number in range(samples):
         file = path / f"class{number * CLASSES // samples}" / f"{number:05}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -21,12 +21,12 @@ def folder(path, samples, size=8):
 
 
 def decode(contents, label):
-    """What caches keep of a file: its pixels and its label."""
+    """Preprocesses a file for a cache: returns its pixels and its label."""
     return tf.ensure_shape(tf.io.decode_png(contents, 3), [8, 8, 3]), label
 
 
 def numbers(batches, samples):
-    """Checks that each image of the batches is one of the folder, with its label."""
+    """Returns the numbers of the images in batches, and checks their labels."""
     known = {image(number).tobytes(): number for number in range(samples)}
     found = []
     for pixels, labels in batches:

@@ -1,4 +1,4 @@
-"""`auto` on real ranks: it measures, plans, and trains as one process would."""
+"""On real ranks, `auto` measures the network, plans, and trains as one process does."""
 
 import contextlib
 from types import SimpleNamespace
@@ -65,12 +65,12 @@ def test_allowed_sparse_schemes_are_used(wire):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
     names = {bucket.scheme.name for bucket in optimizer.plan.buckets}
-    # On one node no link is slow, and a dense scheme may be as fast.
+    # Within one node no link is slow, and a dense scheme may be as fast.
     assert names & {"hitopk", "topk"} or len(wire.topology.nodes) == 1, names
 
 
-def test_accumulation_and_several_fits(wire):
-    """Updates are timed, and the next `fit` retains the measurements of the previous one."""
+def test_accumulated_updates_are_timed_over_several_fits(wire):
+    """The second `fit` retains the measurements of the first."""
     model, data = models.mlp(), models.mlp.data(BATCH * 40)
     optimizer = tp.DistributedOptimizer(sgd(), gradient_accumulation_steps=3)
     with links(given(wire, "1gbit")):
@@ -90,7 +90,7 @@ def test_a_schedule_replaces_auto(wire):
     assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"torus2d"}
 
 
-def test_auto_with_exhausted_input_checks(wire):
+def test_exhausted_input_checks_do_not_prevent_timing(wire):
     model, data = small()
     optimizer = tp.DistributedOptimizer(sgd())
     with links(given(wire, "1gbit")):
@@ -99,7 +99,7 @@ def test_auto_with_exhausted_input_checks(wire):
     assert optimizer.plan.forecasts[0].knows_computation
 
 
-def test_resume(wire):
+def test_resumed_runs_equal_uninterrupted_runs(wire):
     with links(given(wire, "1mbit")):
         check_resumes(wire, large, sgd, scheme=tp.policies.Auto(compression=("topk",), density=0.1))
 
@@ -124,7 +124,7 @@ def test_a_resumed_run_uses_the_network_profile_of_the_snapshot(wire):
 
 
 def test_residuals_survive_recomputed_plans(wire):
-    """The earlier schemes send residuals if the network was measured again, as on other hosts."""
+    """On other hosts, a resumed run measures another network, and first sends its residuals."""
     folder = shared_folder(wire)
     for epochs in (1, 2):
         keras.utils.clear_session(free_memory=False)
@@ -147,13 +147,13 @@ def test_residuals_survive_recomputed_plans(wire):
 
 
 def test_sizes_are_those_of_all_timed_steps():
-    """The last step of an epoch may have fewer samples."""
+    """The recorded size is a mean, because the last step of an epoch may have fewer samples."""
     seen = iter([[64.0], [32.0], [8.0]])
     reader = SimpleNamespace(sizes=lambda *_: tf.constant(next(seen)))
     times, gradient = StepTimes(1, reader), tf.ones([4])
     for _ in range(3):
         times.ready([], [gradient], [gradient], [])([gradient])
-    # The first step has no start time.
+    # The first step is not timed, because it has no start time.
     assert times.measured.sizes == [20.0]
 
 
@@ -163,7 +163,7 @@ def _slowdowns(plan):
 
 
 def test_without_timed_steps_exchanges_are_timed(wire):
-    """In a custom loop; in `fit`, a timed trial follows timed steps."""
+    """A custom loop has no timed steps. In `fit`, a timed trial follows the timed steps."""
     descriptions = [Description(f"kernel_{n}", (400, 400), "float32") for n in range(4)]
     planner = AutoPlanner(tp.policies.Auto(margin=0.0), 2**22)
     with links(ideal(wire, bytes_per_s=1e8)):
@@ -208,15 +208,15 @@ def test_a_schedule_switches_to_auto(wire):
 
 
 class Decorated(keras.Sequential):
-    """A model with a compiled train step, although Keras compiles it, too."""
+    """A model whose train step is already compiled when Keras compiles it."""
 
     @tf.function
     def train_step(self, data):
         return super().train_step(data)
 
 
-def test_a_train_step_that_is_compiled_twice(wire):
-    """A change of schemes and the end of an epoch affect it."""
+def test_schemes_change_in_a_train_step_that_is_compiled_twice(wire):
+    """The check for exhausted input at the end of an epoch takes effect, too."""
     model = models.mlp()
     data = models.mlp.data(BATCH * 10)
     reference = train_alone(models.copy(models.mlp, model), data, sgd(), epochs=2)
@@ -230,7 +230,7 @@ def test_a_train_step_that_is_compiled_twice(wire):
 
 
 def test_a_saved_model_holds_the_policy_without_the_network_profile(wire):
-    """Loading it measures nothing, and the plan before the first step has no profile."""
+    """Loading the model measures nothing. The plan before the first step has no profile."""
     model, data = large(), models.mlp.data(BATCH * 10)
     policy = tp.policies.Auto(compression=("fp16", "topk"), density=0.01, margin=0.0)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=policy)
@@ -249,7 +249,7 @@ def test_a_saved_model_holds_the_policy_without_the_network_profile(wire):
     assert "bytes_per_s" not in str(loaded.optimizer.get_config())
 
 
-def test_eagerly_and_several_steps_in_one_execution(wire):
+def test_auto_trains_eagerly_and_with_several_steps_per_execution(wire):
     for compile in ({"run_eagerly": True}, {"steps_per_execution": 3}):
         model, data = small()
         reference = train_alone(models.copy(models.mlp, model), data, sgd())
@@ -263,7 +263,7 @@ def test_eagerly_and_several_steps_in_one_execution(wire):
 def test_close_plans_are_timed(wire):
     model, data = wide(steps=12)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(margin=0.0))
-    # The ring and the all-to-all send equally many bytes.
+    # The ring and the all-to-all send equally many bytes, so their predictions are close.
     with planning(LEAST_GAIN=0.0), links(ideal(wire, bytes_per_s=1e8)):
         train_together(model, data, optimizer, wire)
     same_on_all_ranks(model.get_weights(), wire)
@@ -296,7 +296,7 @@ def test_a_fixed_scheme_has_a_prediction_with_a_network_profile(wire):
         assert optimizer.exposed_s > 0.0
 
 
-def test_custom_loops(wire):
+def test_custom_loops_plan_without_computation_times(wire):
     weight = keras.Variable(np.zeros((64, 64), "float32"), name="weight")
     optimizer = tp.DistributedOptimizer(sgd())
     step = tf.function(lambda x: optimizer.apply([x], [weight]))

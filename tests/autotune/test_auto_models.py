@@ -25,8 +25,8 @@ def _check_planned(optimizer):
     assert all(forecast.knows_computation for forecast in optimizer.plan.forecasts)
 
 
-def test_bert_of_texts_of_any_length(wire):
-    """Gradients without static shapes, and an embedding whose rows may be sent by index."""
+def test_bert_trains_exactly_on_texts_of_any_length(wire):
+    """Its gradients have no static shapes, and rows of its embedding may be sent by index."""
     steps = 10
     data, start = hub.make_texts(steps * BATCH), hub.bert()
     reference = train_alone(models.copy(hub.bert, start), data, sgd())
@@ -43,7 +43,7 @@ def test_bert_of_texts_of_any_length(wire):
     assert optimizer.plan.forecasts
 
 
-def test_two_optimizers_in_a_custom_train_step(wire):
+def test_two_optimizers_of_a_custom_train_step_have_plans(wire):
     noise, real = several_optimizers.gan_data(80)
     mine = slice(wire.topology.rank, None, wire.topology.size)
     model = several_optimizers.make_gan(True, scheme="auto")
@@ -54,7 +54,7 @@ def test_two_optimizers_in_a_custom_train_step(wire):
         _check_planned(optimizer)
 
 
-def test_ranks_with_different_numbers_of_batches(wire):
+def test_ranks_with_different_numbers_of_batches_stay_equal(wire):
     model, optimizer = uneven.compiled_for_lengths("auto")
     data = uneven.of_unknown_length(10 + wire.topology.rank)
     with links("measure"), plans_are_changed():
@@ -63,8 +63,8 @@ def test_ranks_with_different_numbers_of_batches(wire):
     _check_planned(optimizer)
 
 
-def test_several_steps_per_execution_with_different_numbers_of_batches(wire):
-    """Residuals are sent before plans change, in the last execution of an epoch."""
+def test_ranks_with_different_numbers_of_executions_stay_equal(wire):
+    """In the last execution of an epoch, ranks send the residuals of the old plan."""
     model = large()
     optimizer = tp.DistributedOptimizer(
         sgd(), scheme=tp.policies.Auto(compression=("topk",), density=0.05)
@@ -79,7 +79,7 @@ def test_several_steps_per_execution_with_different_numbers_of_batches(wire):
     _check_planned(optimizer)
 
 
-def test_mixed_precision_and_a_pydataset(wire):
+def test_replicas_stay_equal_in_mixed_precision_on_a_pydataset(wire):
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(sgd())
@@ -92,8 +92,8 @@ def test_mixed_precision_and_a_pydataset(wire):
     _check_planned(optimizer)
 
 
-def test_an_optimizer_trains_parts_in_turn(wire):
-    """One optimizer with two lists of variables has a plan for each."""
+def test_each_list_of_variables_of_an_optimizer_has_a_plan(wire):
+    """The optimizer updates the two lists in turn."""
     kernels = [keras.Variable(np.ones((64, 64), "float32"), name=f"kernel_{i}") for i in range(2)]
     optimizer = tp.DistributedOptimizer(sgd())
     optimizer.build(kernels)

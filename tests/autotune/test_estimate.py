@@ -1,4 +1,4 @@
-"""Network profiles that are fitted to given times of probes."""
+"""Fits network profiles to computed times of probes."""
 
 import dataclasses
 import random
@@ -40,8 +40,8 @@ def _seconds(one, topology, flow=FLOW):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_of_probes(layout):
-    """Counted by hand: nodes send to all other ranks, and rings forward all but one part."""
+def test_bytes_of_probes_equal_those_computed_by_hand(layout):
+    """Nodes send their parts to all other ranks, and a ring forwards all parts but one."""
     topology = LAYOUTS[layout]
     largest = max(map(len, topology.nodes))
     others, nodes = topology.size - largest, len(topology.nodes)
@@ -61,7 +61,7 @@ def test_bytes_of_probes(layout):
 @pytest.mark.parametrize("load", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_fit_recovers_the_figures(layout, load):
-    """Rates to 10 % and latencies to 25 %, even if other work uses the CPU in some rounds."""
+    """Rates are within 10 % and latencies within 25 %, even if some rounds run under load."""
     topology, rng = LAYOUTS[layout], random.Random(1)
 
     def samples(seconds):
@@ -91,8 +91,7 @@ def test_the_fit_recovers_the_figures(layout, load):
     links.check_fits(topology)
 
 
-def test_the_fit_recovers_sums_behind_a_slow_link():
-    """Sums that the link hides matter little, and so does an error in them."""
+def test_the_fit_recovers_the_rate_of_sums_at_any_rate_of_the_link():
     topology = LAYOUTS["4x1"]
     (half,) = (one for one in _probes(topology) if one.name == "rate.half")
     sent_bytes, _ = half.bytes_on(topology)
@@ -132,7 +131,7 @@ def test_a_connection_as_fast_as_its_link_has_no_limit():
 
 @pytest.mark.parametrize("name", ["rate.across", "rate.flow"])
 def test_a_retransmitted_packet_does_not_increase_the_uncertainty(name):
-    """TCP waits 200 ms before it sends a lost packet again, in one round of many."""
+    """TCP retransmits a lost packet after 200 ms, which lengthens one round of many."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     (flow,) = (p for p in probes if p.name == "rate.flow")
@@ -145,7 +144,7 @@ def test_a_retransmitted_packet_does_not_increase_the_uncertainty(name):
 
 
 def test_uncertainty_refers_to_the_limiting_rate():
-    """If a connection has no limit, only one of two probes determines the rate."""
+    """If connections have no limit, one of the two probes determines the rate."""
     topology = LAYOUTS["2x2"]
     probes = _probes(topology)
     (flow,) = (p for p in probes if p.name == "rate.flow")
@@ -153,6 +152,6 @@ def test_uncertainty_refers_to_the_limiting_rate():
     times["rate.flow"] = [_seconds(flow, topology, flow=ACROSS)] * 2
     times["rate.across"] = [times["rate.across"][0], 5 * times["rate.across"][0]]
     assert measurement.estimate_links(probes, times, topology, CPU).uncertainty < 0.25
-    # If a connection has a limit, both probes determine the rate.
+    # If connections have a limit, both probes determine the rate.
     times["rate.flow"] = [_seconds(flow, topology) * 8] * 2
     assert measurement.estimate_links(probes, times, topology, CPU).uncertainty > 0.25

@@ -1,4 +1,4 @@
-"""Rounds of a measurement of the network."""
+"""Times the rounds of a network measurement."""
 
 import pytest
 

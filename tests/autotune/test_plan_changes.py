@@ -1,4 +1,4 @@
-"""Plans that change once while real ranks train: the time of the change, and exactness."""
+"""Plans change once during training on real ranks, and the result stays exact."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 
 def test_the_plan_is_updated_from_measured_times(wire):
-    """Smaller buckets overlap a part of the exchange with the backward pass."""
+    """The new plan has smaller buckets, which overlap more of the exchange."""
     per_layer_s = 0.01
     model, data = wide(steps=12, backward_s=per_layer_s)
     reference = train_alone(copied(model), data, sgd())
@@ -61,12 +61,12 @@ def test_a_gain_smaller_than_its_cost_changes_nothing(wire):
     with links(given(wire, "1gbit")), LogLines() as lines:
         train_together(model, data, optimizer, wire)
     assert not [line for line in lines if "updated from measured times" in line]
-    # The forecast includes the computation of steps nevertheless.
+    # The forecast still includes the computation of steps.
     assert optimizer.plan.forecasts[0].knows_computation
 
 
 def test_steps_are_not_timed_after_the_decision(wire):
-    """If steps take longer than predicted, it is logged once, and nothing is measured again."""
+    """Steps that are slower than predicted are logged once, and nothing is measured again."""
     model, data = wide(steps=30)
     optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
     rosy = ideal(wire, bytes_per_s=1e12)
@@ -86,7 +86,7 @@ def test_steps_are_not_timed_after_the_decision(wire):
 
 
 def test_the_exposed_time_of_untimed_steps_is_refused(wire):
-    """Reading their exposed time raises an error, with a fixed scheme and in a custom loop."""
+    """Reading `exposed_s` raises an error with a fixed scheme and in a custom loop."""
     weight = keras.Variable(np.zeros(4, "float32"), name="weight")
     for scheme in ("allreduce", "auto"):
         optimizer = tp.DistributedOptimizer(sgd(), scheme)
@@ -102,7 +102,7 @@ TURNING = []
 
 @dataclasses.dataclass(frozen=True)
 class Turning(Tunable):
-    """Policy whose candidates the test changes."""
+    """Policy with the candidates in `TURNING`, which the tests replace."""
 
     def choose(self, description, topology):
         return tp.policies.Choice(TURNING[0], "turning")
@@ -136,7 +136,7 @@ def _compiled(model, **options):
 
 @contextlib.contextmanager
 def _turning(wire):
-    """Changes from a sparse scheme to a faster dense scheme."""
+    """Makes plans change from a sparse scheme to a faster dense scheme."""
     TURNING[:] = [tp.schemes.TopK(density=0.9, min_elements=0)]
     known = ideal(wire, bytes_per_s=1e8)
     with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
@@ -169,7 +169,7 @@ def _check_turned(model, expected, wire):
 
 
 def test_a_change_of_plan_loses_no_residuals(wire):
-    """The residuals of a sparse scheme are sent before a dense scheme replaces it."""
+    """The sparse scheme sends its residuals before the dense scheme replaces it."""
     begin, end = _turning_data(2), _turning_data(12)
     model = _compiled(parallel_layers())
     expected = _trained_alone(model, begin, end)
@@ -190,7 +190,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def test_a_pending_change_of_plan_continues_in_the_next_fit(wire):
-    """In a later `fit` and in a resumed run, which first send the residuals."""
+    """A later `fit` and a resumed run first send the residuals."""
     begin = _turning_data(2)
     end = _turning_data(choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS)
     model = _compiled(parallel_layers())
@@ -222,7 +222,7 @@ class WatchingFlushes(Watching):
 
 
 def test_with_exhausted_input_checks_one_execution_sends_residuals(wire):
-    """Only the last execution of an epoch is dense because of the change of plans."""
+    """The change of plans makes only the last execution of an epoch dense."""
     executions, steps = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS, 2
     begin, end = _turning_data(2), _turning_data(steps * executions)
     model = _compiled(parallel_layers(), steps_per_execution=steps)
@@ -251,7 +251,7 @@ def test_a_plan_changes_with_epochs_of_unknown_length(wire):
 
 
 def test_a_resumed_run_follows_the_retained_plan(wire):
-    """Another plan is predicted to be faster."""
+    """The run keeps the saved plan, although another plan is predicted to be faster."""
     folder, steps = shared_folder(wire), choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
     known = ideal(wire, 4 * WIDTH**2 / 0.004)
     plans = []
@@ -271,4 +271,4 @@ def test_a_resumed_run_follows_the_retained_plan(wire):
         plans.append([(bucket.scheme, bucket.members) for bucket in optimizer.plan.buckets])
         assert optimizer.plan.forecasts
     assert plans[0] == plans[1]
-    assert len(plans[0]) <= 2, "smaller buckets would be faster, for the steps that are left"
+    assert len(plans[0]) <= 2, "smaller buckets would be faster in the remaining steps"

@@ -1,4 +1,4 @@
-"""Choices of `auto`, their explanations, and the data that they depend on."""
+"""Tests the plans that `auto` chooses, its explanations, and the data that it saves."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def _schemes(plan):
 def test_slow_connections_select_the_torus_and_latency_selects_the_ring():
     assert _schemes(choose()) == {"torus2d"}
     assert _schemes(choose(links=FAST)) == {"alltoall"}
-    # Horovod fuses all rings into one, and executes one all-to-all after another.
+    # Horovod fuses all rings into one, but executes the all-to-alls one after another.
     assert _schemes(choose(links=FAST, layers=SMALL)) == {"allreduce"}
 
 
@@ -58,7 +58,7 @@ def test_without_a_network_profile_the_plan_is_all_reduce_with_the_reason():
     assert not alone.forecasts
 
 
-def test_never_slower_than_uniform_plans():
+def test_the_plan_is_never_slower_than_uniform_plans():
     for links in (SLOW, FAST):
         for policy in (policies.Auto(margin=0.0), policies.Auto(compression=("fp16",), margin=0.0)):
             chosen = choose(policy, links).forecasts[0].chosen
@@ -69,7 +69,7 @@ def test_never_slower_than_uniform_plans():
 
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit", "25gbit", "400gbit"])
 @pytest.mark.parametrize("factors", [None, FactorShape(8, 1024, 1024, "float32")])
-def test_exact_by_default(rate, factors):
+def test_the_default_plan_is_exact(rate, factors):
     layers = [dataclasses.replace(layer, structure=factors) for layer in LAYERS]
     links = NetworkProfile.of(rate, ranks_per_node=8)
     plan = choose(links=links, layers=layers)
@@ -99,7 +99,7 @@ def test_few_rows_are_sent_as_factors_and_many_are_not():
 
     assert "factors" in chosen(1)
     assert "factors" not in chosen(4096)
-    # Before the first step the rows are unknown.
+    # The number of rows is unknown before the first step.
     assert "factors" not in chosen(None)
 
 
@@ -121,7 +121,7 @@ def _first(links):
 
 
 def test_large_variables_may_have_another_scheme():
-    """One kernel with factors of one row, and others without factors."""
+    """One large kernel has factors of one row, and the other has factors of 40,000 rows."""
     factors = FactorShape(1, 4096, 4096, "float32")
     layers = [
         *LAYERS,
@@ -135,7 +135,7 @@ def test_large_variables_may_have_another_scheme():
         links=NetworkProfile.of("1gbit", ranks_per_node=8), layers=layers, timeline=timeline
     )
     buckets = {d.path: bucket for bucket in plan.buckets for d in bucket.descriptions}
-    # Each step chooses by its rows.
+    # The bucket chooses its scheme in each step, from the number of rows.
     large, second = (
         buckets[layer.path].sized(8.0, policies.Auto(), CLUSTER) for layer in layers[-2:]
     )
@@ -166,8 +166,8 @@ def test_rules_leave_other_variables_to_auto():
     assert "torus2d(wire_dtype=float16)" in _schemes(choose(halves))
 
 
-def test_rules_by_rows_and_auto_in_one_policy():
-    """Variables share a bucket until steps know their rows."""
+def test_a_policy_may_combine_auto_with_rules_that_depend_on_rows():
+    """Variables whose rule depends on rows share a bucket until a step provides their rows."""
     factors = FactorShape(1, 32, 32, "float32")
     layers = [dataclasses.replace(layer, structure=factors) for layer in SMALL]
     plan = choose(policies.parse([("layer_[0-5]/", "hybcomm"), (".", "auto")]), layers=layers)
@@ -191,8 +191,7 @@ def test_factors_have_no_cost_before_rows_are_known():
     assert "factors" in str(_schemes(choose(rules, layers=layers)))
 
 
-def test_all_reduce_in_large_buckets_is_all_reduce():
-    """Another scheme must be faster than the best bucket size of all-reduce by the margin."""
+def test_the_margin_applies_to_the_best_bucket_size_of_all_reduce():
     plan = choose(links=FAST, layers=SMALL)
     steps = {
         size: predict(
@@ -222,7 +221,7 @@ def test_plans_explain_the_choice():
 
 
 def _trial(*slowdowns, links=SLOW):
-    """Returns a trial with these slowdowns of schemes, and the list of its calls."""
+    """Returns a trial in which schemes have these slowdowns, and the list of its calls."""
     known, calls = dict(slowdowns), []
 
     def trial(plans):
@@ -251,14 +250,14 @@ def test_close_plans_are_timed():
     plan = choose(links=NEAR, trial=trial)
     other = plan.forecasts[0]
     assert other.chosen.name == second
-    # All bucket sizes of the slower scheme are slower.
+    # The slowdown applies to all bucket sizes of the slower scheme.
     slower = [one for one in other.others if one.name == first]
     assert {round(one.slowdown, 6) for one in slower} == {1.5}
     assert f"1.50 ({first})" in str(plan)
 
 
 def test_candidates_without_a_trial_gain_no_advantage():
-    """If the best candidates are slowed down alike, one of them is still chosen."""
+    """If all timed candidates are slowed down alike, one of them is still chosen."""
     trial, calls = _trial(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
     forecast = choose(links=NEAR, trial=trial).forecasts[0]
     chosen = forecast.chosen
@@ -279,7 +278,7 @@ def test_a_plan_in_use_that_is_faster_than_the_default_is_not_called_slower():
 
 
 def test_an_uncertain_network_widens_the_trial():
-    """All candidates are close, and the best of them are timed together with all-reduce."""
+    """All predictions are close, so the best candidates are timed together with all-reduce."""
     wide = dataclasses.replace(SLOW, uncertainty=2.0, measured_at="2026-11-23T22:00:00+00:00")
     trial, calls = _trial(("hitopk", 99.0), ("topk", 99.0))
     plan = choose(policies.Auto(compression=("topk",), density=0.01), wide, trial=trial)
@@ -301,7 +300,7 @@ def test_no_trial_if_predictions_differ_or_trials_are_disabled():
     choose(policies.Auto(timed_trials=False), NEAR, trial=trial)
     choose(policies.parse("torus2d"), NEAR, trial=trial)
     assert not calls
-    # The exchanges take a second each.
+    # Each of these exchanges takes about a second, which is too long for a trial.
     trial, calls = _trial(links=NEAR)
     many = [dataclasses.replace(d, shape=(10240, 1024)) for d in LAYERS]
     choose(links=NEAR, layers=many, trial=trial)
@@ -320,7 +319,7 @@ def test_policies_are_saved_without_the_network_profile():
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
     assert set(policy.get_config()) == {"compression", "density", "margin", "timed_trials"}
-    # A saved policy of a release in which the class was in another module.
+    # A policy that another release has saved, in which the class was in another module.
     saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
     assert keras.saving.deserialize_keras_object(saved) == policy
 
@@ -336,13 +335,13 @@ def test_policies_are_saved_without_the_network_profile():
         ({"margin": 1.0}, r"`margin` must be a number in \[0, 1\)"),
     ],
 )
-def test_bad_input(arguments, message):
+def test_invalid_arguments_of_auto_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         policies.Auto(**arguments)
 
 
 def test_a_decision_is_restored():
-    """A snapshot restores schemes, bucket size and forecast, which give the same plan."""
+    """A snapshot restores schemes, bucket size and forecast, so the plan is the same."""
     plan = choose()
     saved = json.dumps(keras.saving.serialize_keras_object(Decision.of(plan, 1)))
     restored = keras.saving.deserialize_keras_object(json.loads(saved))
@@ -364,7 +363,7 @@ def described(plan):
 
 @pytest.mark.slow
 def test_a_plan_is_a_pure_function():
-    """It is the same on all ranks, in other processes and with another hash seed."""
+    """The plan is the same on all ranks, in other processes and with another hash seed."""
     variables = {"PYTHONHASHSEED": "2", "PYTHONPATH": f"{ROOT}/tests/without:{ROOT}"}
     command = [sys.executable, "-c", PLAN_OF_A_RANK, "31"]
     done = subprocess.run(

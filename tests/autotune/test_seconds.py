@@ -1,4 +1,4 @@
-"""Predicted seconds of exchanges: laws that hold for any network profile."""
+"""Predicted seconds of exchanges follow laws that hold for any network profile."""
 
 import dataclasses
 
@@ -66,8 +66,8 @@ def test_faster_links_never_predict_slower_steps(name, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_units_count_once(name, layout):
-    """With all rates ten times as high and all latencies a tenth, it takes a tenth of the time."""
+def test_predicted_seconds_scale_with_rates_and_latencies(name, layout):
+    """Ten times the rates and a tenth of the latencies give a tenth of the time."""
     tenth = NetworkProfile(
         rates=Rates(**{k: v / 10 for k, v in dataclasses.asdict(CPU).items()}),
         collective_s=LINKS.collective_s / 10,
@@ -101,7 +101,7 @@ def test_a_single_node_needs_no_link_between_nodes():
 
 
 def test_ranks_on_two_nodes_never_use_the_link_within_one():
-    """A ring of two nodes of one rank; a link within nodes would be much faster."""
+    """In a ring of two nodes of one rank, the much faster link within nodes has no effect."""
     fast = dataclasses.replace(LINKS, node=Link(latency_s=0, bytes_per_s=1e12), rates=NOTHING)
     seconds = _seconds(schemes.AllReduce(), LAYOUTS["2x1"], fast)
     across = LINKS.across
@@ -110,7 +110,7 @@ def test_ranks_on_two_nodes_never_use_the_link_within_one():
 
 
 def test_factors_without_rows_cross_nodes_by_their_link():
-    """Their bytes are unknown, and nodes of one rank have no link within the node."""
+    """The bytes of the factors are unknown, and nodes of one rank have no internal link."""
     unknown = dataclasses.replace(FACTORS, rows=None)
     links = dataclasses.replace(LINKS, node=None, ranks_per_node=1)
     (gather, _) = stage_times(schemes.Factors(), 2**17, 4, (unknown,), LAYOUTS["2x1"], links)
@@ -118,7 +118,7 @@ def test_factors_without_rows_cross_nodes_by_their_link():
 
 
 def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
-    """Rings use one connection between nodes; a torus uses one for each rank of a node."""
+    """A ring uses one connection between nodes; a torus uses one for each rank of a node."""
     topology = Topology.regular(0, 32, 8)
     free = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100")
     limited = NetworkProfile.of("25gbit", ranks_per_node=8, device="v100", flow="5gbit")
@@ -132,7 +132,7 @@ def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
 
 
 def test_the_server_of_a_matrix_is_the_busiest():
-    """It receives the factors of all other ranks."""
+    """The server receives the factors of all other ranks."""
     topology = Topology.regular(0, 4, 1)
     push = {
         rank: next(
@@ -169,14 +169,14 @@ def test_one_node_suffices_if_all_nodes_are_equal(name):
     whole = type("Whole", (type(scheme),), {"loads_evenly": False, "name": scheme.name})
     every = whole(**{f.name: getattr(scheme, f.name) for f in dataclasses.fields(scheme)})
     links = NetworkProfile.of("1gbit", ranks_per_node=4)
-    # Shards differ by one element, so nodes differ by a few bytes.
+    # Shards differ by one element, so the bytes of nodes differ slightly.
     assert exchange_seconds(every, 400_001, 4, (), topology, links) == pytest.approx(
         exchange_seconds(scheme, 400_001, 4, (), topology, links), rel=1e-4
     )
 
 
-def test_overlapped_work_counts_in_part():
-    """The CPU processes bytes within a node; across nodes the network hides most of it."""
+def test_processing_that_overlaps_a_transfer_counts_in_part():
+    """The CPU processes bytes within a node while the network transfers bytes between nodes."""
     topology = Topology.regular(0, 4, 2)
     links = dataclasses.replace(LINKS, rates=NOTHING)
     (ring,) = stage_times(schemes.AllReduce(), 2**20, 4, (), topology, links)

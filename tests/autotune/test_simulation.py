@@ -1,4 +1,4 @@
-"""Simulated steps: laws that hold for any times."""
+"""Simulated steps follow laws that hold for any times."""
 
 import itertools
 import random
@@ -49,8 +49,7 @@ def _random_chains(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_bounds(seed):
-    """A step is no shorter than each of its parts, and no longer than their sum."""
+def test_a_step_is_bounded_by_its_parts_and_their_sum(seed):
     chains = _random_chains(seed)
     ready = [0.05 * (i + 1) for i in range(len(chains))]
     compute = ready[-1]
@@ -72,8 +71,7 @@ def test_a_free_exchange_takes_only_the_computation(seed):
     assert (found.step_s, found.exposed_s, found.efficiency) == (5.0, 0.0, 1.0)
 
 
-def test_a_late_exchange_adds_to_the_computation():
-    """One chain starts when the computation ends."""
+def test_an_exchange_after_the_computation_adds_its_whole_time():
     chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
     found = simulate([chain], [1.0], 1.0, CYCLE_S)
     assert found.step_s == pytest.approx(1.0 + _seconds(chain) + 2 * CYCLE_S)
@@ -83,7 +81,7 @@ def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
     rings = simulate([[_ring(0.01)], [_ring(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
     assert rings.step_s == pytest.approx(CYCLE_S + 0.002 + 0.02)
     scatters = simulate([[_scatter(0.01)], [_scatter(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
-    # One negotiation for both, and the latency of each.
+    # Both scatters share one negotiation, but each has its own latency.
     assert scatters.step_s == pytest.approx(CYCLE_S + 2 * 0.002 + 0.02)
     large = [[_ring(0.01, size_bytes=0.6 * FUSION_BYTES)]] * 2
     assert simulate(large, [0.0, 0.0], 0.0, CYCLE_S).step_s == pytest.approx(scatters.step_s)
@@ -92,7 +90,7 @@ def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
     assert one_by_one.step_s == pytest.approx(scatters.step_s)
 
 
-def test_a_variable_of_horovod_limits_fusion():
+def test_horovods_environment_variable_limits_fusion():
     assert fusion_bytes_of({}) == FUSION_BYTES
     assert fusion_bytes_of({FUSION_THRESHOLD: "8388608"}) == 2**23
     with pytest.raises(ValueError, match=r"must be a number of bytes\. Received: '64MB'"):
@@ -100,7 +98,7 @@ def test_a_variable_of_horovod_limits_fusion():
 
 
 def test_small_all_to_alls_cost_more_than_one_ring():
-    """Horovod fuses small buckets of rings, so many of them are hardly slower than one."""
+    """Horovod fuses the rings of small buckets, so many rings take hardly longer than one."""
     many = [[_ring(0.0001)] for _ in range(50)]
     store = [[_scatter(0.00005), _scatter(0.00005)] for _ in range(50)]
     ready = [0.0] * 50
@@ -112,7 +110,7 @@ def test_local_work_overlaps_collectives_and_shares_the_processor():
     assert simulate(chains, [0.0] * 3, 0.0, 0.0).step_s == pytest.approx(0.2)
 
 
-def test_timelines():
+def test_an_even_timeline_has_the_last_variable_first():
     line = Timeline.even(variables=4, first_s=1.0, compute_s=2.5)
     assert line.ready_s == (2.5, 2.0, 1.5, 1.0)
     assert Timeline.even(variables=1, first_s=1.0, compute_s=2.0).ready_s == (1.0,)

@@ -1,4 +1,4 @@
-"""Shape tables against Keras's own models and the papers' totals."""
+"""Compares the shapes of the benchmarks' models with Keras's models and with published totals."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ in_keras = pytest.mark.parametrize("name", KERAS)
 
 @cache
 def keras_layers(name):
-    """What the tests compare, so that each model is built once and released."""
+    """Returns the kernels, with their FLOPs, and the number of parameters of a Keras model."""
     built = KERAS[name](weights=None)
     products = (keras.layers.Conv2D, keras.layers.Dense)
     found = [layer for layer in built.layers if isinstance(layer, products)]
@@ -38,7 +38,7 @@ def flops_of(layer):
 
 
 def biases_before_normalisation(found, built):
-    """Keras's ResNets have them, the paper's have not; they change nothing."""
+    """Counts biases that Keras's ResNets have before normalization and the paper's do not."""
     normalised = any(isinstance(layer, keras.layers.BatchNormalization) for layer in built.layers)
     return sum(
         layer.filters
@@ -70,14 +70,14 @@ def test_every_kernel_and_its_flops_equal_those_of_keras(name):
             "googlenet",
             13_378_280 - 2 * (2048 * 1024 + 1024 + 1024 * 1000 + 1000) - (512 + 1 + 528 + 1) * 128,
         ),
-        ("resnet50", 25_557_032),  # torchvision, which has no biases before normalisation either
+        ("resnet50", 25_557_032),  # torchvision, without biases before normalization
         ("resnet152", 60_192_808),
         ("vgg19_22k", 143_667_240 + 4097 * (21_841 - 1000)),
     ],
 )
 def test_parameters_are_exactly_the_published_ones(name, parameters):
-    # GoogLeNet: Theano-MPI counts two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then
-    # 2048 x 1024 and 1024 x 1000.
+    # Theano-MPI counts GoogLeNet's two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then 2048 x
+    # 1024 and 1024 x 1000.
     assert model(name).parameters == parameters
 
 
@@ -96,7 +96,7 @@ def test_parameters_are_near_the_published_ones(name, millions, tolerance):
     ("name", "multiply_adds"),
     [
         ("googlenet", 1.5e9),  # Szegedy et al. 2015, section 1
-        ("vgg19", 19.6e9),  # He et al. 2016, Figure 3 and Table 1, as are the ResNets
+        ("vgg19", 19.6e9),  # He et al. 2016, Figure 3 and Table 1, also for ResNets
         ("resnet50", 3.8e9),
         ("resnet152", 11.3e9),
     ],
@@ -141,7 +141,7 @@ def test_resnet152_computes_as_fast_as_inception():
 
 
 @everywhere
-def test_tables_are_well_formed(name):
+def test_layers_have_unique_names_valid_kernels_and_flops(name):
     found = model(name)
     assert found.name == name
     assert len({layer.name for layer in found.layers}) == len(found.layers)
@@ -152,7 +152,7 @@ def test_tables_are_well_formed(name):
 
 
 @everywhere
-def test_times_make_up_the_step(name):
+def test_times_of_layers_add_up_to_the_step(name):
     found = model(name)
     times = found.times()
     assert len(times) == len(found.layers)
@@ -167,7 +167,7 @@ def test_shrunk_preserves_times_and_the_ratio_of_factors_to_matrix(name):
     assert small.batch == round(full.batch / 4)
     assert small.step_s == pytest.approx(full.step_s)
     assert sum(small.times(), ()) == pytest.approx(sum(full.times(), ()))
-    # Vectors and image kernels shrink by 4 only, and are few.
+    # Vectors and image kernels shrink only by 4, but are a small share.
     assert small.parameters == pytest.approx(full.parameters / 16, rel=0.02)
     for before, after in zip(full.layers, small.layers, strict=True):
         if before.rows:
@@ -210,7 +210,7 @@ def test_unknown_names_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg19", "transformer_110m"])
-def test_pool_holds_the_largest_gradient(name):
+def test_the_pool_of_values_holds_the_largest_gradient(name):
     found = model(name).shrunk(16)
     emulated = emulated_model(found, dilation=0.01)
     with tf.GradientTape() as tape:

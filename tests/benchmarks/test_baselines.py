@@ -1,4 +1,4 @@
-"""The schemes of the benchmarks, beside what the tables of all schemes test of them."""
+"""Tests properties of the benchmarks' own schemes that the contract table does not cover."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_baseline_schemes_are_not_registered(name):
 
 
 def test_each_dense_kernel_has_a_factor_server():
-    """As the emulated models name them."""
+    """The patterns match the names of the emulated models' kernels."""
     model = emulated_model(VGG19.shrunk(16), dilation=1.0, seed=0)
     lengths = {v.path: v.value.shape.num_elements() for v in model.trainable_variables}
     *kernels, rest = one_server_each(lengths, ranks=2)
@@ -38,7 +38,7 @@ def test_each_dense_kernel_has_a_factor_server():
 
 @pytest.mark.parametrize("layout", ["1", "2x1", "1x3", "2+1", "2x2", "3+1+2"])
 @pytest.mark.parametrize("length", [1, 31, 9_001])
-def test_one_bit_loses_nothing(length, layout):
+def test_one_bit_sends_each_part_of_a_gradient_or_retains_it(length, layout):
     ends = Cluster(LAYOUTS[layout]).run(
         lambda wire: contract.check_conservation(
             baselines.OneBit(), length, wire, 5, "x", flush_at=4
@@ -48,7 +48,7 @@ def test_one_bit_loses_nothing(length, layout):
         np.testing.assert_array_equal(mean, ends[0], "ranks differ")
 
 
-def test_one_bit_is_a_bit():
+def test_one_bit_sends_one_bit_per_value_and_two_means_per_block():
     topology = tp.schemes.Topology.regular(0, 8, 1)
     bits = 8 * baselines.OneBit().cost(2**24, 4, topology).cross_bytes
     assert bits / 7 / 2**24 == pytest.approx(1 + 96 / 4096)
@@ -56,7 +56,7 @@ def test_one_bit_is_a_bit():
 
 @pytest.mark.parametrize("zeros", ["none", "some", "in a block", "all"])
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 4096, 4097, 10_000])
-def test_a_code_is_two_means_of_a_block(length, zeros):
+def test_a_code_decodes_to_the_two_means_of_each_block(length, zeros):
     draw = np.random.default_rng(length)
     values = draw.normal(size=length).astype("float32")
     places = {

@@ -1,4 +1,4 @@
-"""The arithmetic of single exchanges, and the grid."""
+"""Tests the figures of single exchanges, and the exchanges of the grid."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def test_fit_finds_latency_and_bandwidth():
     assert exchange.fit(rows) == pytest.approx((latency_s, bandwidth))
 
 
-def test_exchange_rows_show_the_distance_to_the_limit():
+def test_rows_show_the_measured_time_relative_to_the_limit():
     figures = {
         "step_s": [3.0, 1.1, 1.1],
         "busiest_bytes": 25_000_000,
@@ -35,7 +35,7 @@ def test_exchange_rows_show_the_distance_to_the_limit():
     (row,) = exchange.rows(
         cell | {"systems": {"alltoall 1024": figures | {"busiest_bytes": 2_000_000}}}
     )
-    assert row["distance"] is None, "the shaper's burst is more than 1 % of that"
+    assert row["distance"] is None, "the shaper's burst exceeds 1 % of these bytes"
     (row,) = exchange.rows(cell | {"rate": "unshaped"})
     assert row["limit_s"] is None
 
@@ -80,14 +80,14 @@ def test_exchanges_resume_with_missing_results(tmp_path):
     assert (again, job["cells"]) == (f"{key} part=2", ["alltoall 4096"])
 
 
-def test_the_grid_has_the_extremes_of_each_kind():
+def test_the_grid_has_the_largest_size_of_each_kind_within_limits():
     unshaped = list(exchange.grid("unshaped"))
     assert len(unshaped) == len(set(unshaped))
     for one in ("allreduce 67108864", "hitopk:0.001 16777216", "factors:512 4096x4096"):
         assert one in unshaped
     assert not exchange.is_within_limits("alltoall 67108864", "4x4", "unshaped")
     assert exchange.is_within_limits("alltoall 67108864", "4x2", "unshaped")
-    assert not exchange.is_within_limits("alltoall 67108864", "2x1", "100mbit"), "more than 5 s"
+    assert not exchange.is_within_limits("alltoall 67108864", "2x1", "100mbit"), "over 5 s"
 
 
 def test_schemes_are_named_with_their_options():

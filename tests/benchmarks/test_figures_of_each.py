@@ -1,4 +1,4 @@
-"""The arithmetic of the other benchmarks."""
+"""Tests the figures that the other benchmarks compute from their measurements."""
 
 import math
 
@@ -19,7 +19,7 @@ from benchmarks.workers import local_accuracy as local_worker
 
 
 @pytest.mark.parametrize("count", [6, 9, 10, 17, 99, 100, 101])
-def test_the_medians_interval_is_even_and_covers_95_percent(count):
+def test_the_median_interval_is_symmetric_and_covers_95_percent(count):
     low, high = wrapper.median_interval(range(count))
     assert low == count - 1 - high
     missed = [
@@ -48,7 +48,7 @@ def test_selection_measures_the_library():
     )
 
 
-def test_steps_add_up(capsys):
+def test_the_seconds_of_the_four_steps_add_up(capsys):
     systems = {"hitopk:0.01": {"steps_s": [0.1, 0.02, 0.03, 0.05]}}
     hitopk_steps.show({"one": {"layout": "2x2", "rate": "1gbit", "systems": systems}})
     assert "2x2 1gbit hitopk:0.01" in (line := capsys.readouterr().out.splitlines()[-1])
@@ -69,7 +69,7 @@ def test_accuracy_plots_runs_without_recorded_losses(tmp_path):
         accuracy.plot({"one": {"systems": {"onebit": run}}}, tmp_path / "accuracy.png")
 
 
-def test_one_bit_goes_over_nodes_of_one_rank(monkeypatch):
+def test_one_bit_is_measured_on_nodes_of_one_rank(monkeypatch):
     monkeypatch.setattr("sys.argv", ["accuracy", "--one-bit", "--seeds", "0"])
     options = accuracy.parse_arguments()
     ((_, job),) = accuracy.planned(options).items()
@@ -138,7 +138,7 @@ def test_ratios_of_the_wrapper_are_those_of_pairs(tmp_path, capsys):
 
 
 def local_cell(seeds, systems):
-    """A cell of `local_accuracy`; systems are bytes of a round, and the accuracy of each seed."""
+    """Returns an answer of `local_accuracy`, from the period and accuracies of each system."""
     figures = {
         name: {
             "accuracies": [[0.5, accuracy] for accuracy in accuracies],
@@ -153,7 +153,7 @@ def local_cell(seeds, systems):
 
 
 def test_local_updates_are_compared_seed_by_seed(tmp_path, capsys):
-    """Whichever jobs they come from, and with the seeds that both have."""
+    """The comparison uses the seeds that both systems have, whichever jobs measured them."""
     cells = {
         "later": local_cell([2], {"all-reduce": (1, [0.8])}),
         "others": local_cell([1, 0], {"local SGD, every 16": (16, [0.89, 0.98])}),
@@ -181,7 +181,7 @@ def test_local_updates_are_compared_seed_by_seed(tmp_path, capsys):
         ([-2.0, 0.5, -1.0], "not by its mean"),
     ],
 )
-def test_near_means_within_half_a_point_at_95_percent(differences, verdict):
+def test_a_system_is_near_if_its_interval_is_within_half_a_point(differences, verdict):
     assert local_accuracy.judged(np.array(differences)) == verdict
 
 

@@ -1,4 +1,4 @@
-"""Jobs, kept results and their exit status."""
+"""Tests jobs, stored results and exit statuses of the benchmarks."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def test_an_interrupted_benchmark_resumes(tmp_path):
         ({"a": 1}, "a 1"),
     ],
 )
-def test_summary(answer, text):
+def test_a_summary_is_the_error_or_the_figures(answer, text):
     assert summary(answer).strip() == text
 
 

@@ -1,4 +1,4 @@
-"""Results that are kept: shown, plotted, and named on their pages."""
+"""Stored results can be shown, plotted and continued, and their pages match them."""
 
 import importlib
 import json
@@ -65,7 +65,7 @@ ABRIDGED = ("selection",)
 
 @pytest.mark.parametrize("name", OF_RESULTS)
 def test_pages_show_the_tables_and_plots_of_stored_results(name, tmp_path, capsys):
-    """Those of an earlier version, which lack what is shown now, would end the benchmark late."""
+    """A stored result that lacks a figure would end its benchmark only after the measurements."""
     cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
     OF_RESULTS[name].show(cells)
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line]
@@ -95,7 +95,7 @@ def test_an_explicit_default_is_not_a_separate_system():
 
 
 def test_the_demo_has_the_colors_of_the_results():
-    """It is installed without the benchmarks, so that it keeps a table of its own."""
+    """The demo is installed without the benchmarks, so it has its own table of colors."""
     colors = {
         scheme: figures.STYLES["hitopk:0.01" if scheme == "hitopk" else scheme].color
         for scheme in demo.LABELS
@@ -127,14 +127,15 @@ def test_stored_commands_plan_the_stored_results(name, arguments, monkeypatch):
     options = module.parse_arguments()
     kept = json.loads((harness.ROOT / options.results).read_text())
     if name == "exchange":
-        # Whose jobs are planned by what is missing.
+        # Jobs of `exchange` depend on the missing exchanges, so their keys differ from the stored
+        # keys.
         asked = {cell for job in module.planned(options).values() for cell in job["cells"]}
         assert asked & {measured for cell in kept.values() for measured in cell["systems"]}
-    # Keys of accuracy did not name the layout yet.
+    # Stored keys of `accuracy` do not contain the layout yet.
     elif name != "accuracy":
         planned = getattr(module, "planned", scaling.planned)(options)
         missing = planned.keys() - kept.keys()
-        # Parts of the paper's schedule have one seed yet; variants were not measured.
+        # Most omitted parts were measured with one seed only, and variants were not measured.
         later = {"dawnbench": r" part=(?!None).* seed=[12] ", "local_accuracy": "kind=variants"}
         assert all(name in later and re.search(later[name], cell) for cell in missing), missing
 
@@ -149,7 +150,7 @@ def test_every_plot_can_be_drawn_again():
 
 
 def test_stored_results_use_the_current_method():
-    """They lie under the keys of what is measured now, so that it would be left out."""
+    """Results of an earlier method have the same keys, so a benchmark would not repeat them."""
     cells = {
         name: json.loads((harness.RESULTS / f"{name}.json").read_text()).values()
         for name in ("scaling", "norms")

@@ -1,4 +1,4 @@
-"""The arithmetic of Poseidon's figures."""
+"""Tests the figures of `benchmarks.poseidon`."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import architectures, best_scheme, poseidon
 
 
 def test_best_scheme_agrees_with_poseidon():
-    """GoogLeNet's classifier goes to the store on 16 nodes (section 5.2), VGG19-22K by factors."""
+    """VGG19-22K uses factors, and GoogLeNet's classifier the parameter server (section 5.2)."""
     (googlenet,) = best_scheme.rows_of(architectures.model("googlenet"), 128, [2, 16])
     assert googlenet[:4] == ("googlenet", "128", "dense1", "1024 x 1000")
     assert [text.split()[0] for text in googlenet[4:]] == ["factors", "ps"]
@@ -36,7 +36,7 @@ def _poseidon_cell(model, layout, gbit, systems):
     }
 
 
-def test_poseidons_figures(capsys, tmp_path):
+def test_speedups_stalls_and_traffic_follow_from_step_times(capsys, tmp_path):
     cells = {
         "a": _poseidon_cell(
             "vgg19_22k", "16x1", 10.0, {"ps-late": 0.25, "ps": 0.5, "hybcomm": 0.97}

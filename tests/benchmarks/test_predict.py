@@ -1,4 +1,4 @@
-"""The comparison of predictions with measured exchanges and steps, on figures that are made up."""
+"""Compares predictions with synthetic measurements of exchanges and steps."""
 
 import dataclasses
 import itertools
@@ -44,7 +44,7 @@ def _row(seconds):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Exchanges that took what is predicted for links that are known."""
+    """Returns exchanges with the times that are predicted for a known network profile."""
     topology, found = grid.topology_of(LAYOUT), {}
     for rate in ("200mbit", "1gbit", "unshaped"):
         links = _links(rate)
@@ -78,8 +78,8 @@ def rows():
     return found
 
 
-def test_exchanges_of_the_model_are_predicted(rows):
-    """Links are found again from the single collectives, to what their own bytes blur."""
+def test_exchanges_are_predicted_from_single_collectives(rows):
+    """The fit recovers the network profile to within 3 %."""
     found = list(predict.compared(rows))
     assert len(found) == 3 * 2 * len(SYSTEMS)
     assert max(abs(predict.error(row)) for row in found) < 0.03
@@ -105,7 +105,7 @@ def test_a_missing_grid_is_named(monkeypatch, capsys, tmp_path):
 
 
 def _options(**times):
-    """Rows of one exchange: predicted and measured seconds by system."""
+    """Returns rows of one exchange, from predicted and measured seconds by system."""
     return {
         system: {"predicted_s": predicted_s, "measured_s": measured_s}
         for system, (predicted_s, measured_s) in times.items()
@@ -116,7 +116,7 @@ def test_the_choice_is_timed_as_auto_does():
     close = _options(allreduce=(1.0, 1.0), alltoall=(1.05, 0.9), ps=(2.0, 0.5))
     assert predict.chosen(close, timed_trials=False) == "allreduce"
     assert predict.chosen(close, timed_trials=True) == "alltoall"
-    # A system that is one of the best after a trial is timed, too.
+    # A trial also times a system that is among the best after the previous trial.
     third = _options(allreduce=(1.0, 1.3), alltoall=(1.05, 1.2), ps=(1.15, 0.9))
     assert predict.chosen(third, timed_trials=True) == "ps"
     far = _options(allreduce=(1.0, 1.0), alltoall=(0.8, 1.2))

@@ -1,4 +1,4 @@
-"""The arithmetic of steps of emulated models, and of peers."""
+"""Tests the figures of emulated models' steps, and the settings of other frameworks."""
 
 import argparse
 import importlib
@@ -35,7 +35,7 @@ def test_scaling_rows_separate_exposed_and_hidden_communication():
 
 
 def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
-    """So that factor and matrix bytes keep their ratio to the link."""
+    """The bytes of factors and of matrices then keep their ratio to the rate of the link."""
     seen = {}
     monkeypatch.setattr(
         harness,
@@ -57,7 +57,7 @@ def test_other_frameworks_run_in_separate_programs():
 
 
 def test_packs_of_mirrored_strategy_shrink_with_the_model():
-    """With the square of the factor, as links do: one of full size would hold all gradients."""
+    """Packs shrink with the square of the factor; one full-size pack would hold all gradients."""
     task = argparse.Namespace(shrink=4)
     assert mirrored.pack_bytes(task, "mirrored-packs") == 25 * 2**20 // 16
     assert mirrored.pack_bytes(task, "mirrored") == 0
@@ -70,7 +70,7 @@ def test_buckets_of_ddp_shrink_with_the_model():
 
 
 def cell_of(**systems):
-    """An answer of `scaling.run`, with such seconds of a step on the dilated cluster."""
+    """Returns an answer of `scaling.run` with these seconds of a step on the dilated cluster."""
     figures = {
         name: {"step_s": [step_s], "ranks_s": [[step_s]], "sent_bytes": 0}
         for name, step_s in systems.items()

@@ -1,4 +1,4 @@
-"""Callbacks on two ranks."""
+"""Tests callbacks on two ranks."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from tests.helpers.training import sgd
 pytestmark = pytest.mark.ranks("2", core=True)
 
 
-def test_broadcast_variables(wire):
+def test_broadcast_equalizes_all_variables_except_seeds(wire):
     keras.utils.set_random_seed(wire.topology.rank)
     model = compiled(noisy)
     x, y = models.mlp.data(8)
@@ -38,14 +38,14 @@ def test_broadcast_variables(wire):
     )
     everything = [v.numpy() for v in [*model.trainable_variables, *model.optimizer.variables]]
     same_on_all_ranks(everything, wire)
-    # Ranks draw other noise.
+    # Seeds differ, so that ranks draw different noise.
     seeds = [v.numpy().tolist() for v in model.variables if "seed" in v.path]
     assert seeds
     assert len({str(one) for one in exchange_objects(seeds, wire, "seeds")}) == 2
 
 
 class Unbuilt(keras.Model):
-    """Knows its shapes only when it sees data."""
+    """Model whose shapes are unknown until it receives data."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def test_broadcast_names_the_first_difference(wire):
         model.fit(*models.mlp.data(8), verbose=0, callbacks=[keras_callbacks.BroadcastVariables()])
 
 
-def test_metric_average(wire):
+def test_metrics_are_averaged_over_the_samples_of_all_ranks(wire):
     keras.utils.set_random_seed(0)
     model = compiled(metrics=["accuracy"])
     sizes = (12, 4)
@@ -115,7 +115,7 @@ def test_metric_average(wire):
 
 
 class _Worse(keras.callbacks.Callback):
-    """Metrics that get better on rank 0 and worse on rank 1, and worse on average."""
+    """Replaces the loss: it improves on rank 0 and worsens on rank 1 and on average."""
 
     def on_epoch_end(self, epoch, logs=None):
         logs["loss"] = -float(epoch) if tp.rank() == 0 else 3.0 * epoch
@@ -139,7 +139,10 @@ def test_keras_callbacks_decide_identically_on_all_ranks(wire):
 
 
 def _rates_with_warmup(schedule_from, together=1):
-    """Rates of each execution in four epochs: two of warm-up, and a tenth from an epoch on."""
+    """Returns the rate of each execution in four epochs, with two epochs of warm-up.
+
+    The schedule divides the rate by ten from epoch `schedule_from` on.
+    """
     rates = []
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: rates.append(float(model.optimizer.learning_rate))
@@ -154,24 +157,24 @@ def _rates_with_warmup(schedule_from, together=1):
     return rates
 
 
-def test_warmup_and_momentum_correction(wire):
+def test_warmup_raises_the_rate_in_each_step(wire):
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.8] * 4, *[0.08] * 4]
     np.testing.assert_allclose(_rates_with_warmup(3), expected, rtol=1e-5)
 
 
-def test_warmup_with_a_partial_last_execution(wire):
-    """Four steps, three together: the rate reaches its full value all the same."""
+def test_warmup_reaches_the_full_rate_in_a_partial_execution(wire):
+    """An epoch has an execution of three steps and one of a single step."""
     expected = [0.4, 0.55, 0.6, 0.75, *[0.8] * 2, *[0.08] * 2]
     np.testing.assert_allclose(_rates_with_warmup(3, together=3), expected, rtol=1e-5)
 
 
-def test_a_schedule_directly_after_warmup(wire):
+def test_a_schedule_applies_directly_after_warmup(wire):
     expected = [*np.linspace(0.4, 0.8, 9)[:8], *[0.08] * 8]
     np.testing.assert_allclose(_rates_with_warmup(2), expected, rtol=1e-5)
 
 
 def test_a_resumed_run_reaches_the_full_rate(wire):
-    """Its snapshot has the rate of the last execution of the warm-up."""
+    """Its snapshot contains the rate of the last execution of the warm-up."""
     for together, warmup_epochs, epoch, batch, last in (
         (1, 2, 2, 0, 1.75),
         (2, 2, 2, 0, 1.5),
@@ -201,7 +204,7 @@ def test_momentum_correction_scales_the_velocity(wire):
         np.testing.assert_allclose(now.numpy(), 0.25 * then, rtol=1e-6)
 
 
-def test_average_batch_norm(wire):
+def test_moving_statistics_are_averaged_over_ranks(wire):
     model = noisy()
     optimizer = tp.DistributedOptimizer(sgd(), synchronize_model=False)
     model.compile(optimizer, models.LOSS)
@@ -218,7 +221,7 @@ def test_average_batch_norm(wire):
 
 
 class _Part(keras.callbacks.Callback):
-    """Makes rank 1 differ after the third step."""
+    """Changes a weight of rank 1 after the third step."""
 
     def on_train_batch_end(self, batch, logs=None):
         if tp.rank() == 1 and batch == 2:
@@ -234,24 +237,24 @@ def _checked_fit(action):
 
 
 def _of_ranks(lines):
-    """Lines other than those with which `fit` starts."""
+    """Returns the lines that report ranks, without those that `fit` logs at its start."""
     return [line for line in lines if "rank(s)" in line]
 
 
-def test_replica_check_stops(wire):
+def test_replica_check_stops_training_if_replicas_differ(wire):
     with Raises(RuntimeError, r"After 4 steps: .*dense_1/kernel.* on rank\(s\) \[1\] from rank 0"):
         _checked_fit("stop")
 
 
-def test_replica_check_repairs(wire):
+def test_replica_check_repairs_different_replicas(wire):
     with LogLines() as lines:
         model = _checked_fit("repair")
     same_on_all_ranks(model.get_weights(), wire)
     assert len(_of_ranks(lines)) == (1 if wire.topology.rank == 0 else 0)
 
 
-def test_replica_check_reports(wire):
-    """One line from rank 0 at each of the two checks and of `fit`, and nothing is changed."""
+def test_replica_check_reports_without_changing_weights(wire):
+    """Rank 0 logs one line at each of the two checks, and one at the end of `fit`."""
     with LogLines() as lines:
         model = _checked_fit("report")
     lines = _of_ranks(lines)
@@ -264,8 +267,8 @@ def test_replica_check_reports(wire):
     assert digests[0] != digests[1]
 
 
-def test_throughput(wire, monkeypatch):
-    """By a clock that advances by a second in each batch on rank 0, and by two on rank 1."""
+def test_throughput_is_that_of_the_slowest_rank(wire, monkeypatch):
+    """A simulated clock advances by a second per batch on rank 0, and by two on rank 1."""
     clock = SimpleNamespace(now_s=0.0)
 
     def advance(batch, logs):

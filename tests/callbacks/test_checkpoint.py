@@ -1,4 +1,4 @@
-"""Checkpoints on two ranks: runs that are resumed equal those that were not interrupted."""
+"""Resumed runs on two ranks equal uninterrupted runs."""
 
 import json
 import os
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.ranks("2")
 SPARSE = tp.schemes.TopK(density=0.05, min_elements=0)
 
 
-def test_resume_at_every_step(wire):
+def test_runs_resume_at_every_step(wire):
     check_resumes(wire, noisy, sgd, stops=EVERY_STEP)
 
 
-def test_resume_in_every_phase(wire):
-    """Images, batches and schemes change; ranks have moving statistics and seeds of their own."""
+def test_runs_resume_in_every_phase(wire):
+    """Images, batches and schemes change, and ranks have moving statistics and their own seeds."""
     phases = [
         keras_callbacks.Phase(epochs=1, size=6, batch=4, scheme=SPARSE),
         keras_callbacks.Phase(epochs=1, size=8, batch=2, scheme="torus2d"),
@@ -54,7 +54,7 @@ def test_resume_in_every_phase(wire):
     whole = job(os.path.join(folder, "whole"), every_n_steps=1)
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == 2 * BATCHES + 2
-    # In each phase, between both, and behind the last batch.
+    # In each phase, between both, and after the last batch.
     for name in (names[1], names[BATCHES], names[-2]):
         target = os.path.join(folder, f"from-{name}")
         if wire.topology.rank == 0:
@@ -66,8 +66,8 @@ def test_resume_in_every_phase(wire):
         shutil.rmtree(folder)
 
 
-def test_resume_after_the_last_batch_of_an_epoch(wire):
-    """Where a callback may stop training, an epoch with nothing left to train on ends, too."""
+def test_runs_resume_after_the_last_batch_of_an_epoch(wire):
+    """The callback makes ranks check for exhausted input, also in an epoch without steps."""
     watching = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
     folder = shared_folder(wire)
     whole, _ = checkpoint_job(
@@ -85,7 +85,7 @@ def test_resume_after_the_last_batch_of_an_epoch(wire):
         shutil.rmtree(folder)
 
 
-def test_resume_with_a_schedule_that_starts_at_zero(wire):
+def test_runs_resume_with_a_schedule_that_starts_at_zero(wire):
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: epoch / 2, staircase=False)
     check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
 
@@ -102,7 +102,7 @@ def test_a_fit_after_a_resumed_one_starts_at_epoch_0(wire):
 
 
 def _drop_newest(folder, wire):
-    """Removes the snapshot of an epoch's end, so that the one before it is resumed."""
+    """Removes the snapshot of an epoch's end, so that a run resumes from the previous one."""
     exchange_objects(None, wire, "saved")
     if wire.topology.rank == 0:
         shutil.rmtree(sorted(Path(folder).iterdir())[-1])
@@ -110,7 +110,7 @@ def _drop_newest(folder, wire):
 
 
 class ByParts(keras.Sequential):
-    """Updates its layers one after the other."""
+    """Updates its layers separately, one after the other."""
 
     def train_step(self, data):
         x, y = data
@@ -126,12 +126,12 @@ class ByParts(keras.Sequential):
         return self.compute_metrics(x, y, predicted)
 
 
-def test_resume_where_a_step_updates_layers_separately(wire):
-    """Each residual is restored to its exchange."""
+def test_runs_resume_if_a_step_updates_layers_separately(wire):
+    """The residual of each layer is restored to the exchange of this layer."""
     check_resumes(wire, lambda: ByParts(models.mlp().layers), sgd, scheme=SPARSE)
 
 
-def test_resume_after_a_partial_last_execution(wire):
+def test_runs_resume_after_a_partial_last_execution(wire):
     def make():
         keras.utils.set_random_seed(5)
         return compiled(models.mlp, sgd(), steps_per_execution=2)
@@ -146,8 +146,8 @@ def test_resume_after_a_partial_last_execution(wire):
         shutil.rmtree(folder)
 
 
-def test_resume_of_eager_steps(wire):
-    """`fit` builds metrics before the first step, so that they receive their saved values."""
+def test_eager_runs_resume_with_their_metrics(wire):
+    """`fit` builds metrics before the first step, so that it can restore their values."""
     folder = shared_folder(wire)
 
     def job(**options):
@@ -164,14 +164,14 @@ def test_resume_of_eager_steps(wire):
         shutil.rmtree(folder)
 
 
-def test_resume_with_accumulation(wire):
+def test_runs_resume_with_accumulation(wire):
     def accumulating():
         return SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
 
     check_resumes(wire, models.mlp, accumulating, batches=3, stops=BETWEEN_AND_WITHIN)
 
 
-def test_full_disk_leaves_the_last_snapshot(wire):
+def test_a_full_disk_preserves_the_last_snapshot(wire):
     folder = shared_folder(wire)
     original = snapshots.save_arrays
     calls = []
@@ -200,7 +200,7 @@ def test_full_disk_leaves_the_last_snapshot(wire):
 
 
 def _spoil(folder, wire, cut):
-    """Damages rank 1's file of the newest snapshot."""
+    """Damages the file of rank 1 in the newest snapshot."""
     newest = sorted(os.listdir(folder))[-1]
     exchange_objects(None, wire, "listed")
     if wire.topology.rank == 1:
@@ -227,7 +227,7 @@ def test_damaged_snapshots_are_skipped(wire):
         exchange_objects(None, wire, "copied")
         _spoil(folder, wire, cut)
         resumed, rest = checkpoint_job(noisy, folder, sgd, epochs=3, model=resumed)
-        assert len(rest["loss"]) == 2, "it should have gone on from the first epoch's end"
+        assert len(rest["loss"]) == 2, "the run must resume at the end of the first epoch"
         assert int(resumed.optimizer.iterations) == 3 * BATCHES
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
@@ -247,8 +247,11 @@ def test_checkpoint_of_another_model_is_refused(wire):
         shutil.rmtree(folder)
 
 
-def test_other_samples_are_not_skipped_within_an_epoch(wire):
-    """On other ranks, or with other steps per epoch; an epoch that is begun anew goes on."""
+def test_a_snapshot_within_an_epoch_of_other_samples_is_refused(wire):
+    """Its number of ranks or of steps per epoch differs.
+
+    With resume="epoch", the epoch restarts.
+    """
     folder = shared_folder(wire)
     model, _ = checkpoint_job(noisy, folder, sgd, every_n_steps=1)
     for saved in sorted(Path(folder).iterdir()) if wire.topology.rank == 0 else ():
@@ -279,7 +282,7 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
     checkpoint_job(noisy, folder, sgd, model=model, callbacks=[record], resume="epoch")
     assert [step for step in begun if not isinstance(step, tuple)] == [0, 1, 2]
     assert begun[0] == (1, 5)
-    # The snapshot of its end is of these ranks.
+    # The snapshot of the end of this epoch has the present number of ranks.
     checkpoint_job(noisy, folder, sgd, model=model, epochs=3)
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:
@@ -287,7 +290,7 @@ def test_other_samples_are_not_skipped_within_an_epoch(wire):
 
 
 def test_shuffling_by_fit_is_logged(wire):
-    """Arrays and `PyDataset`s are shuffled unless `fit` is told not to."""
+    """`fit` shuffles arrays and `PyDataset`s unless it receives shuffle=False."""
     x, y = models.mlp.data(16)
     arrays, batches = (x, y), (models.Batches(x, y, 4),)
     ordered = (tf.data.Dataset.from_tensor_slices((x, y)).batch(4),)
@@ -313,6 +316,6 @@ def test_shuffling_by_fit_is_logged(wire):
 
 
 class _Positioned(keras.callbacks.Callback):
-    """As `CachePosition`, of which batches have one order over all ranks."""
+    """Declares, like `CachePosition`, that all ranks share one order of batches."""
 
     knows_position = True

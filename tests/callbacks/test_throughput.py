@@ -12,7 +12,7 @@ from tests.helpers.callbacks import compiled
         (2, {"megabytes_sent", "samples_per_second", "exposed_communication"}),
     ],
 )
-def test_an_epoch_of_one_step_has_no_time_to_report(steps, reported):
+def test_an_epoch_with_a_single_step_reports_no_time(steps, reported):
     history = compiled().fit(
         *models.mlp.data(4 * steps),
         batch_size=4,
@@ -26,7 +26,7 @@ def test_an_epoch_of_one_step_has_no_time_to_report(steps, reported):
     )
 
 
-def test_an_epoch_without_a_step_has_nothing_to_report():
+def test_an_epoch_without_steps_reports_nothing():
     callback, logs = keras_callbacks.Throughput(), {}
     callback.set_model(compiled())
     callback.on_epoch_begin(0)

@@ -1,9 +1,9 @@
-"""Checks the jobs of Kubernetes in `examples/cluster` against the schemas of PyPI's packages.
+"""Checks the Kubernetes jobs in `examples/cluster` against schemas from two PyPI packages.
 
 pip install kubernetes-validate kubeflow-trainer-api
 python tests/clusters/schemas.py
 
-For MPIJob v2beta1 no package has a schema; of an MPIJob the templates of its pods are checked.
+No package has a schema of MPIJob v2beta1, so only the pod templates of an MPIJob are checked.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Toolkits, NCCL and drivers that are found, and the remedies where they are missing."""
+"""Tests the search for CUDA toolkits, NCCL and drivers, and the remedies if they are missing."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ NCCL_H = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n"
 
 
 def toolkit_in(home, release="12.8"):
-    """Makes a folder that looks like a toolkit; its nvcc only tells its release."""
+    """Creates a folder that looks like a CUDA toolkit, with an `nvcc` that prints its release."""
     (home / "bin").mkdir(parents=True)
     (home / "lib64").mkdir()
     (home / "lib64" / "libcudart_static.a").touch()
@@ -37,7 +37,7 @@ def nccl_in(home, library="lib/libnccl.so.2"):
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch, tmp_path):
-    """A machine without a driver, and an environment without wheels of CUDA."""
+    """Simulates a machine without a driver, and an environment without CUDA wheels."""
     monkeypatch.setattr(cuda, "driver_version", lambda: None)
     monkeypatch.setattr(cuda, "sys", SimpleNamespace(path=[str(tmp_path / "site-packages")]))
     monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(tmp_path / "purelib"))
@@ -128,7 +128,7 @@ def test_nccl_of_a_wheel_is_found_relative_to_horovod(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
     found = cuda.require_nccl(toolkit)
     assert (found.version, found.rpath) == ("2.27.7", "$ORIGIN/../../nvidia/nccl/lib")
-    # A place that is named comes first, and stays where it is.
+    # An explicit location takes precedence, and its path is absolute.
     named = nccl_in(tmp_path / "named", "lib/x86_64-linux-gnu/libnccl.so")
     monkeypatch.setenv("HOROVOD_NCCL_HOME", str(named))
     assert cuda.require_nccl(toolkit).rpath == str(named / "lib" / "x86_64-linux-gnu")
@@ -154,7 +154,7 @@ def report(monkeypatch, gpus, driver=None, tensorflow=None, horovod=None):
     return dict(check.gpu_rows(gpus))
 
 
-def test_a_machine_without_gpus_has_one_line(monkeypatch):
+def test_the_report_of_a_machine_without_gpus_has_one_line(monkeypatch):
     assert report(monkeypatch, 0) == {"GPUs": "none, and no NVIDIA driver"}
 
 

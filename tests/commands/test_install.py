@@ -1,4 +1,4 @@
-"""The installer: versions, corrections, cache, failed builds, and what is missing."""
+"""Tests the installer: versions, patches of Horovod, its cache, and failed builds."""
 
 import argparse
 import sys
@@ -61,8 +61,8 @@ def test_an_installed_tensorflow_is_not_replaced(monkeypatch):
         install.install_tensorflow(False, "2.20")
 
 
-def test_the_tensorflow_of_the_native_library_is_installed(monkeypatch, tmp_path):
-    """Of a wheel that was built elsewhere; it is the newest where there is no library."""
+def test_the_tensorflow_that_the_native_library_requires_is_installed(monkeypatch, tmp_path):
+    """Without a native library, the newest supported TensorFlow is installed."""
     monkeypatch.setattr(versions, "running_python", lambda: "3.12")
     monkeypatch.setattr(install, "built_for", lambda: "2.20.0")
     assert install.tensorflow_requirement(False) == "tensorflow-cpu==2.20.*"
@@ -119,7 +119,7 @@ def test_the_cache_key_covers_the_inputs_of_the_wheel(monkeypatch, name, value):
 
 @pytest.fixture
 def gpu_parts(monkeypatch):
-    """A toolkit and an NCCL that are there."""
+    """Simulates an installed CUDA toolkit and NCCL."""
     toolkit = cuda.Toolkit(home=Path("/cuda"), version=(12, 5))
     nccl = cuda.Nccl(include=Path("/nccl"), library=Path("/nccl/libnccl.so"), version="2.27.7")
     monkeypatch.setattr(cuda, "require_toolkit", lambda: toolkit)
@@ -169,7 +169,7 @@ def test_missing_nvcc_is_named_before_anything_is_downloaded(monkeypatch, capsys
     assert f"GPU code requires nvcc, which was not found in {tmp_path}" in capsys.readouterr().err
 
 
-def test_mpi_passes_through(monkeypatch):
+def test_mpi_options_are_passed_to_the_build(monkeypatch):
     assert install.horovod_flags(False)["HOROVOD_WITHOUT_MPI"] == "1"
     monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
     assert install.horovod_flags(False)["HOROVOD_WITH_MPI"] == "1"

@@ -1,4 +1,4 @@
-"""`tp.all_reduce` and its like, called eagerly, in functions, with constants and in loops."""
+"""Public collectives agree in eager code, functions, loops and branches, and with constants."""
 
 import keras
 import numpy as np
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.ranks("2")
 
 
 def _both(function):
-    """Eagerly, twice, and traced, twice."""
+    """Returns the results of two eager calls and of two traced functions."""
     return [function(), function(), *(tf.function(function)() for _ in range(2))]
 
 
-def test_all_reduce(wire):
+def test_all_reduce_sums_and_averages_every_dtype(wire):
     rank, size = wire.topology.rank, wire.topology.size
     for dtype in ("float32", "float16", "bfloat16", "float64", "int32", "int64", "uint8"):
         for shape in ((), (3,), (2, 0), (2, 3)):
@@ -30,11 +30,11 @@ def test_all_reduce(wire):
     for mean in _both(lambda: tp.all_reduce([1.0, float(rank)])):
         np.testing.assert_allclose(mean.numpy(), [1.0, (size - 1) / 2])
     assert int(tp.all_reduce(rank == 0, "sum")) == 1
-    # Its sum has no float16.
+    # The sum, 80000, exceeds the largest float16.
     assert float(tp.all_reduce(tf.constant(40000.0, tf.float16))) == 40000.0
 
 
-def test_a_tensor_of_unknown_rank(wire):
+def test_all_gather_accepts_tensors_of_unknown_rank(wire):
     unknown = tf.function(
         lambda x: tp.all_gather(tf.py_function(lambda value: value, [x], tf.float32))
     )
@@ -42,7 +42,7 @@ def test_a_tensor_of_unknown_rank(wire):
     assert found.tolist() == [float(r) for r in range(wire.topology.size) for _ in range(2)]
 
 
-def test_several_in_one_graph(wire):
+def test_several_collectives_share_one_graph(wire):
     @tf.function
     def inner(x):
         return tp.all_reduce(x, "sum", name="inner")
@@ -61,8 +61,8 @@ def test_several_in_one_graph(wire):
         )
 
 
-def test_in_loops_and_branches(wire):
-    """Which TensorFlow names by a number of the process."""
+def test_collectives_in_loops_and_branches_agree(wire):
+    """TensorFlow numbers loops and branches within each process, so their names differ."""
     if wire.topology.rank == 0:
         tf.function(lambda x: [tf.cond(x > i, lambda: x, lambda: -x) for i in range(10)])(
             tf.constant(1.0)
@@ -119,7 +119,7 @@ def test_every_dtype_is_sent(wire, dtype):
         assert _real(total) == [[1, size]]
 
 
-def test_text(wire):
+def test_text_is_gathered_and_broadcast_but_not_reduced(wire):
     rank, size = wire.topology.rank, wire.topology.size
     mine = [[f"rank {rank}", "é"], ["", "\0"]][: 1 + rank]
     for joined in _both(lambda: tp.all_gather(mine)):
@@ -135,7 +135,7 @@ def test_text(wire):
         tp.all_reduce("text", "sum")
 
 
-def test_structures(wire):
+def test_collectives_accept_nested_structures(wire):
     rank = wire.topology.rank
     given = {"loss": 1.0 + rank, "more": [tf.constant([rank, 2.0]), (np.float32(rank), [1.0, 2.0])]}
     for means in _both(lambda: tp.all_reduce(given)):
@@ -168,7 +168,7 @@ def test_different_values_on_ranks_are_refused(wire):
         RuntimeError, r"Received:  \['float32', \[3\]\] on rank 0, \['float32', \[4\]\] on rank 1"
     ):
         tp.all_gather(tf.zeros([2, 3 + rank]))
-    # On one rank only: the other raises, too, and does not wait.
+    # If one rank passes an invalid value, the other rank raises an error and does not wait.
     other = f"{'rank 1: ' if rank == 0 else ''}A collective requires tensors, numbers"
     with Raises(ValueError, other):
         tp.all_reduce([1.0, tf.ragged.constant([[1], [2, 3]])][rank])
@@ -176,7 +176,7 @@ def test_different_values_on_ranks_are_refused(wire):
         tp.broadcast_variables([1.0])
 
 
-def test_barrier(wire):
+def test_barrier_runs_eagerly_and_traced(wire):
     tp.barrier()
 
     @tf.function

@@ -1,4 +1,4 @@
-"""Reports of who failed first, over a real store."""
+"""Tests reports of the first failed rank, over a real key-value store."""
 
 import pytest
 import tensorflow as tf
@@ -42,7 +42,7 @@ def test_the_first_cause_is_not_overwritten(store, monkeypatch, capsys):
     assert "rank 1 failed first: ValueError: first" in capsys.readouterr().err
 
 
-def test_silent_and_ended_ranks_are_named(store, capsys):
+def test_ranks_without_a_status_and_finished_ranks_are_named(store, capsys):
     Reporter(1, 4, store).leave()
     Reporter(3, 4, store).report(BROKEN)
     capsys.readouterr()
@@ -165,7 +165,7 @@ def test_a_missing_node_is_named(store):
         ),
     ],
 )
-def test_places_by_launcher(monkeypatch, variables, expected):
+def test_the_launchers_variables_determine_rank_and_size(monkeypatch, variables, expected):
     for name in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
         for suffix in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
             monkeypatch.delenv(f"{name}_{suffix}", raising=False)

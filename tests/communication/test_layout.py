@@ -1,4 +1,4 @@
-"""Nodes and groups on real ranks."""
+"""Tests nodes and groups on real ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Links of a cluster: files and presets, and what is refused."""
+"""Tests network profiles: files, rates and presets, and invalid values."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_init_accepts_profiles_rates_and_paths(tmp_path):
     )
 
 
-def test_rates_are_of_payload():
+def test_rates_exclude_packet_headers():
     assert GIVEN.across.bytes_per_s == pytest.approx(1e9 / 8 / HEADERS)
     assert GIVEN.across.seconds(GIVEN.across.bytes_per_s) == pytest.approx(1.0)
     assert str(GIVEN) == "1 Gb/s across nodes (200 Mb/s per connection), cpu, specified"
@@ -54,8 +54,7 @@ def test_the_connection_limit_applies_to_the_bytes_of_one_connection():
     assert LINK.seconds(1e8, flow_bytes=1e8) == 1.0
 
 
-def test_units_count_once():
-    """Ten times the rates are a tenth of the time."""
+def test_seconds_are_inversely_proportional_to_the_rate():
     fast = Link(latency_s=0, bytes_per_s=10 * LINK.bytes_per_s)
     assert fast.seconds(12345.0) == pytest.approx(LINK.seconds(12345.0) / 10)
 

@@ -3,7 +3,7 @@ import pytest
 from tfposeidon.communication.topology import Group, Topology
 
 
-def test_groups_of_a_regular_layout():
+def test_a_regular_layout_has_groups_within_and_across_nodes():
     topology = Topology.regular(5, 6, 2)
     assert topology.node == Group((4, 5))
     assert topology.across == Group((1, 3, 5))
@@ -23,12 +23,12 @@ def test_groups_of_all_ranks_create_no_process_set(nodes):
 
 
 @pytest.mark.parametrize("nodes", [(), ((0, 1), (1,)), ((0,), (2,)), ((0,), ())])
-def test_every_rank_is_on_one_node(nodes):
+def test_a_rank_on_no_node_or_two_nodes_is_refused(nodes):
     with pytest.raises(ValueError, match="each rank from 0 exactly once"):
         Topology(0, nodes)
 
 
-def test_ranks_per_node_is_checked():
+def test_invalid_ranks_per_node_are_refused():
     with pytest.raises(
         ValueError,
         match=r"`ranks_per_node` must be an integer >= 1\. Received: ranks_per_node=0",
@@ -36,6 +36,6 @@ def test_ranks_per_node_is_checked():
         Topology.regular(0, 4, 0)
 
 
-def test_layout_is_readable():
+def test_a_topology_prints_its_ranks_and_nodes():
     assert str(Topology.regular(0, 8, 4)) == "8 rank(s) on 2 node(s) (2 x 4)"
     assert str(Topology.regular(0, 3, 2)) == "3 rank(s) on 2 node(s) (2 + 1)"

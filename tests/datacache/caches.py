@@ -1,4 +1,4 @@
-"""Sizes of the caches that tests open, and the samples that their batches hold."""
+"""Sizes of the caches in tests, and the numbers of the samples in their batches."""
 
 from tests import drawn
 

@@ -1,4 +1,4 @@
-"""Fixtures: a folder of images, and caches of it."""
+"""Fixtures: a folder of images, and caches of these images."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens caches below the test's folder, and closes them after it."""
+    """Opens caches in the test's temporary folder, and closes them afterwards."""
     caches = []
 
     def open_cache(source, preprocess=drawn.decode, **changed):

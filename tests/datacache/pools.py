@@ -1,4 +1,4 @@
-"""Pools that tests make, and samples that can be drawn again from their number."""
+"""Makes stores for tests, with samples that are reproducible from their index."""
 
 import json
 
@@ -16,7 +16,7 @@ LAYOUT = Layout.of(
 
 
 def drawn_sample(index):
-    """Returns the sample with a number."""
+    """Returns the sample with this index."""
     draw = np.random.default_rng(index)
     pixels = draw.integers(0, 256, (5, 3)).astype("uint8")
     return [pixels, np.float32(draw.normal()), np.array([index, -index]), np.array(index % 2 == 0)]
@@ -79,14 +79,14 @@ def check_varying(pool, samples):
 
 
 def section(folder, name):
-    """Returns where a section of a store begins in its file."""
+    """Returns the offset of a section in the file of a store."""
     path = folder / "datacache.store"
     line = path.read_bytes().partition(b"\n")[0] + b"\n"
     return len(line) + PoolSpec.from_dict(json.loads(line)["store"]).sections[name][0]
 
 
 def change_header(folder, **changed):
-    """Changes values in the header of a store, and leaves its digest and its sections."""
+    """Changes values in the header of a store, but neither its digest nor its sections."""
     path = folder / "datacache.store"
     line, _, rest = path.read_bytes().partition(b"\n")
     content = json.dumps(json.loads(line) | changed).ljust(len(line)).encode()

@@ -1,4 +1,4 @@
-"""Pools and other users of the node: nothing of theirs is used, and nothing of ours is given."""
+"""Stores neither use files of other users nor give other users access."""
 
 import json
 import os
@@ -34,7 +34,7 @@ os.setuid({user})
 os.umask(0)
 shared = Path({shared!r})
 """
-another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
+another_user = pytest.mark.skipif(os.geteuid() != 0, reason="requires root, to change the user")
 
 
 def pool(path):
@@ -51,9 +51,9 @@ def sample(number):
 
 
 def nobody(shared, script):
-    """Runs a script as another user, who makes files that are open to all.
+    """Runs a script as another user, with files that are accessible to everyone.
 
-    Returns the JSON that it prints, if any.
+    Returns the JSON that the script prints, if any.
     """
     whole = AS_NOBODY.format(user=NOBODY, shared=str(shared)) + script
     done = subprocess.run(
@@ -65,7 +65,7 @@ def nobody(shared, script):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """A folder as /dev/shm is: everybody makes what they like there, and removes their own."""
+    """Makes a folder like /dev/shm, in which all users create files and remove their own."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o1777)
     monkeypatch.setattr(folders, "SHARED_MEMORY", str(path))
@@ -115,8 +115,8 @@ def test_other_users_can_neither_read_nor_lock(shared):
 
 
 @another_user
-def test_stores_of_another_user_are_refused(shared, capsys):
-    """Folders under our name, pools in the place of ours, and folders that they let us write to."""
+def test_folders_and_stores_of_another_user_are_refused(shared, capsys):
+    """A writable folder of another user is refused, too."""
     ours, theirs = own_memory().name, "shared / 'theirs'"
     shutil.rmtree(shared / ours)
     nobody(shared, f"filled({theirs}); (shared / {ours!r}).mkdir(); (shared / 'free').mkdir()")
@@ -162,7 +162,7 @@ def test_links_are_not_followed(shared):
             with pytest.raises(CacheError, match=r"a link to .*victim"):
                 pool(folder)
         else:
-            # The remains of a store are removed, including links, before any file is written.
+            # Before it writes, a store removes leftovers of an earlier store, including links.
             check_all(filled(folder))
         assert victim.read_text() == "mine"
 

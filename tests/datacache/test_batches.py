@@ -1,4 +1,4 @@
-"""Memory of batches is used again."""
+"""Tests the reuse of the memory of batches."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The cache as scripts use it, on one rank: every sample is what its number says."""
+"""Tests the cache as scripts use it, on one rank."""
 
 import itertools
 import pickle
@@ -43,12 +43,12 @@ def test_a_restart_reads_nothing(images, opened):
 
 
 def test_batches_are_not_reused_while_referenced(images, opened):
-    """Memory of batches is used again only once nobody holds one, or an array of one."""
+    """The memory is reused after all batches, and all arrays that view them, are released."""
     data = opened(images).dataset(4, shuffle=False)
     held = [batch for _ in range(8) for batch in data]
     views = [memoryview(pixels) for pixels, _ in held]
     addresses = {np.asarray(view).ctypes.data for view in views}
-    assert len(addresses) == len(views), "each batch that is held has memory of its own"
+    assert len(addresses) == len(views), "each referenced batch must have its own memory"
     del held
     for _ in range(4):
         for _ in data:
@@ -57,12 +57,10 @@ def test_batches_are_not_reused_while_referenced(images, opened):
         np.testing.assert_array_equal(view, [drawn.image(place % 6 * 4 + i) for i in range(4)])
     del views, view
     again = {np.asarray(memoryview(pixels)).ctypes.data for pixels, _ in data}
-    assert addresses & again, (
-        "memory that nobody holds any more is used again, and TensorFlow makes no copy"
-    )
+    assert addresses & again, "released memory must be reused, without copies by TensorFlow"
 
 
-def test_nested_samples_of_many_sizes(images, opened):
+def test_nested_samples_of_many_sizes_are_cached(images, opened):
     def preprocess(contents, label):
         pixels = tf.io.decode_png(contents, 3)[: label + 1]
         return {
@@ -116,7 +114,7 @@ def test_the_cache_replaces_the_cache_of_tf_data(tmp_path, opened, disk):
     batches = cache.dataset(BATCH)
     for _ in range(2):
         assert sorted(sample_numbers(batches)) == list(range(SAMPLES))
-    assert len(calls) == 2, "once for the shapes, once for all samples"
+    assert len(calls) == 2, "one pass for the shapes, and one for all samples"
     few = opened(datacache.from_dataset(data, key="few"), None, budget=1000)
     with pytest.raises(
         Exception, match=r"must fit on a disk. Received: no space for element \d+ of the dataset"
@@ -140,7 +138,7 @@ def test_texts_keep_trailing_null_bytes(tmp_path, opened):
     assert [text for batch in cache.dataset(2, shuffle=False) for text in batch.numpy()] == texts
 
 
-def test_many_iterators_over_one_dataset(images, opened):
+def test_iterators_over_one_dataset_read_complete_epochs(images, opened):
     data = opened(images).dataset(BATCH, seed=5)
     iterators = [iter(data) for _ in range(4)]
     order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=5)
@@ -151,7 +149,7 @@ def test_many_iterators_over_one_dataset(images, opened):
         assert len(sample_numbers(iterator)) == SAMPLES - BATCH
 
 
-def test_a_keras_pydataset(images, opened):
+def test_a_keras_pydataset_has_the_order_of_the_cache(images, opened):
     cache = opened(images)
     data = cache.pydataset(BATCH, seed=5)
     order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=5)
@@ -163,7 +161,7 @@ def test_a_keras_pydataset(images, opened):
         data.on_epoch_end()
 
 
-def test_samples_by_number(images, opened):
+def test_random_access_returns_the_sample_with_a_number(images, opened):
     samples = opened(images).random_access()
     assert len(samples) == SAMPLES
     pixels, label = samples[11]
@@ -172,7 +170,7 @@ def test_samples_by_number(images, opened):
 
 
 class _InProcesses(keras.utils.PyDataset):
-    """Dataset that users write to augment in Python: Keras forks workers, which read samples."""
+    """Reads samples in worker processes that Keras forks, as augmentation in Python does."""
 
     def __init__(self, samples):
         super().__init__(workers=2, use_multiprocessing=True)
@@ -215,7 +213,7 @@ def test_forked_processes_read_memory_and_produce_no_samples(images, opened):
         pickle.dumps(cache.random_access())
 
 
-def test_cleared(images, opened):
+def test_a_cleared_cache_reads_the_source_again(images, opened):
     cache = opened(images)
     cache.warm(progress=False)
     cache.clear()
@@ -255,7 +253,7 @@ def test_sample_indices_follow_list_semantics(tmp_path, memory):
             batches[len(batches)]
         assert samples[3:-2:4] == expected[3:-2:4]
         assert list(samples) == expected
-        # No sample has taken the place of another.
+        # Reads with invalid indices must not have replaced any sample.
         assert [int(value) for value in cache.dataset(1, shuffle=False).unbatch()] == expected
 
 

@@ -1,4 +1,4 @@
-"""Samples that are corrupt, or cannot be read or decoded; caches that cannot be opened."""
+"""Tests samples that are corrupt, unreadable or undecodable, and caches that cannot be opened."""
 
 import pytest
 import tensorflow as tf
@@ -25,7 +25,7 @@ def test_corrupt_samples_are_repaired(images, opened, verify, caplog):
 
 
 class Flaky:
-    """A source that fails so many times for each sample."""
+    """Source in which the first reads of each sample fail."""
 
     def __init__(self, source, failures):
         self._source, self.left = source, dict.fromkeys(range(len(source)), failures)

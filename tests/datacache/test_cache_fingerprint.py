@@ -1,4 +1,4 @@
-"""Another source or function is another cache, and the same one is the same in any process."""
+"""A fingerprint depends on source and function, but not on the process."""
 
 import logging
 
@@ -54,7 +54,7 @@ def _with_condition(factor):
 @pytest.mark.parametrize(
     "kind", [_scaled, _with_loop, _with_variable, _with_cases, _with_condition]
 )
-def test_another_function_is_another_cache(images, opened, kind):
+def test_another_function_has_another_fingerprint(images, opened, kind):
     one, same, other = (opened(images, kind(value)) for value in (2, 2, 3))
     assert one.fingerprint == same.fingerprint != other.fingerprint
     one.warm(progress=False)
@@ -71,7 +71,7 @@ def test_another_function_is_another_cache(images, opened, kind):
 
 
 def test_fingerprints_are_equal_in_other_processes(images, opened):
-    """Names of functions in graphs are numbered within a process."""
+    """The graphs contain names of functions, which TensorFlow numbers within each process."""
     for kind in (_with_loop, _with_cases, _with_condition):
         before = opened(images, kind(4)).fingerprint
         for _ in range(3):
@@ -80,7 +80,7 @@ def test_fingerprints_are_equal_in_other_processes(images, opened):
         assert opened(images, kind(4)).fingerprint == before
 
 
-def test_another_source_or_version_is_another_cache(tmp_path, opened):
+def test_another_source_or_version_has_another_fingerprint(tmp_path, opened):
     folder = drawn.folder(tmp_path / "images", 6)
     fingerprints = [opened(folder).fingerprint, opened(folder, version=2).fingerprint]
     file = folder / "class0" / "00000.png"

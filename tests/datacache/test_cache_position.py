@@ -1,4 +1,4 @@
-"""Position of training in an epoch: with loops, in `fit`, and beside validation."""
+"""Tests the position of training in an epoch: in loops, in `fit`, and with validation."""
 
 import json
 
@@ -31,9 +31,7 @@ def test_iteration_resumes_at_the_position_of_training(images, opened):
         rest = again.dataset(BATCH, seed=2, state=json.loads(text))
         assert sorted(seen + sample_numbers(again.counted(rest))) == list(range(SAMPLES))
         assert sorted(sample_numbers(again.counted(rest))) == list(range(SAMPLES))
-    assert cache.state_dict(data) == json.loads(text), (
-        "the position of another dataset is another one"
-    )
+    assert cache.state_dict(data) == json.loads(text), "each dataset must have its own position"
     with pytest.raises(Exception, match="training must report the start of each epoch"):
         next(iter(again.dataset(BATCH, seed=2, state=json.loads(text))))
     with pytest.raises(
@@ -43,7 +41,7 @@ def test_iteration_resumes_at_the_position_of_training(images, opened):
         again.dataset(BATCH, seed=3, state=json.loads(text))
 
 
-def test_positions_must_be_counted(images, opened):
+def test_a_position_requires_counted_batches(images, opened):
     cache = opened(images)
     with pytest.raises(RuntimeError, match="A position belongs to a dataset"):
         cache.state_dict()
@@ -91,7 +89,7 @@ def _as_float(pixels, label):
 
 
 def _model_that_notes(seen, steps_per_execution):
-    """A model that notes all images that it trains on."""
+    """Returns a model that records all images that it trains on."""
 
     def look(x, training=None):
         note = (
@@ -111,7 +109,7 @@ def _model_that_notes(seen, steps_per_execution):
 
 
 def _fitted(cache, kind="dataset", steps_per_execution=1, data=None, **arguments):
-    """Trains a model, and returns the numbers of the images in the order in which it saw them."""
+    """Trains a model; returns the numbers of its images in order, and the logs."""
     seen = []
     if data is None:
         data = getattr(cache, kind)(8, seed=1)
@@ -126,7 +124,7 @@ def _fitted(cache, kind="dataset", steps_per_execution=1, data=None, **arguments
     ], history.history
 
 
-def test_fit_and_its_callbacks(images, opened):
+def test_callbacks_track_position_and_statistics_in_fit(images, opened):
     cache = opened(images)
     callbacks = [keras_callbacks.CachePosition(cache), keras_callbacks.CacheStatistics(cache)]
     seen, history = _fitted(cache, epochs=3, callbacks=callbacks)
@@ -162,7 +160,7 @@ def test_fit_and_its_callbacks(images, opened):
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_fit_reads_the_epoch_that_it_reports(images, opened, kind, steps_per_execution):
-    """An execution may have more steps than are left of the epoch."""
+    """An execution may have more steps than the rest of the epoch."""
     cache = opened(images)
     order = datacache.Order(samples=SAMPLES, global_batch=8, seed=1)
     states = []
@@ -179,7 +177,7 @@ def test_fit_reads_the_epoch_that_it_reports(images, opened, kind, steps_per_exe
 @pytest.mark.parametrize("training_first", [True, False])
 @pytest.mark.parametrize("kind", ["dataset", "pydataset"])
 def test_validation_does_not_change_the_position_of_training(images, opened, kind, training_first):
-    """Validation has batches of another size, and an order of its own that goes on over epochs."""
+    """Validation has another batch size, and its order continues from epoch to epoch."""
     cache = opened(images)
     make = {
         "training": lambda: getattr(cache, kind)(8, seed=1),

@@ -1,4 +1,4 @@
-"""Levels of a cache with too little room, and with none."""
+"""Tests the tiers of a cache with little or no free space."""
 
 import errno
 import logging
@@ -44,7 +44,7 @@ def test_samples_beyond_the_budget_are_read_through(images, tmp_path, opened, me
         assert sorted(sample_numbers(data)) == list(range(SAMPLES))
     kept = 5 if memory else 0
     assert cache.stats().memory_hits in (2 * kept, 2 * kept + 1)
-    # The first one is read once more if there is no room for it.
+    # If there is no space for sample 0, it is read once more, to determine its size.
     first = cache._tiers.pool is None or not cache._tiers.pool.has_room(np.array([0]))[0]
     assert cache.stats().source_reads == 3 * SAMPLES - 2 * kept + first
     assert cache.stats().unkept == 3 * (SAMPLES - kept)
@@ -61,8 +61,8 @@ def test_without_free_space_one_tier_is_skipped(images, opened, caplog):
     assert "no store in memory" in str(cache)
 
 
-def test_repeated_clearing_with_many_sizes(images, opened):
-    """Memory has room for all samples, and little more."""
+def test_a_cleared_store_holds_all_samples_again(images, opened):
+    """The samples have many sizes, and memory has only as much space as they need."""
 
     def preprocess(contents, label):
         return tf.io.decode_png(contents, 3)[: label + 1], contents
@@ -95,7 +95,7 @@ def test_a_full_store_is_logged_once(images, opened, caplog):
 
 @pytest.mark.parametrize("sizes", ["equal", "many"])
 def test_a_store_remains_usable_after_its_files_are_deleted(images, tmp_path, opened, sizes):
-    """Cleaners of temporary files remove it; others make another one."""
+    """A cleaner of temporary files may delete them; other processes then create another store."""
 
     def preprocess(contents, label):
         pixels, label = drawn.decode(contents, label)

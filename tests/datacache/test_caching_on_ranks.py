@@ -1,4 +1,4 @@
-"""A cache on ranks: one copy per node, each sample once per epoch, and the source read once."""
+"""On ranks, nodes hold one copy, epochs have each sample once, and the source is read once."""
 
 import gc
 import itertools
@@ -54,8 +54,8 @@ def test_epochs_are_exact_and_the_source_is_read_once(wire):
         cache = _open(wire, folder)
         _check_epochs(wire, cache)
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
-        # On each node at most one rank reads the first sample to see its size, and one to make the
-        # pool.
+        # On each node, at most one rank reads the first sample for its size, and one to create the
+        # store.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
         assert cache._tiers.pool.slots == SAMPLES
@@ -99,7 +99,8 @@ def test_each_node_caches_its_part(wire):
         stats = _over_ranks(wire, cache.stats().to_dict())
         assert sum(s["source_reads"] for s in stats) < SAMPLES + wire.topology.size
         assert sum(s["sent"] for s in stats) == sum(s["received"] for s in stats)
-        # Of three epochs, each rank got from elsewhere what is not at home here.
+        # In three epochs, each rank received those samples of its shares that its node does not
+        # hold.
         home = memory.has_room(np.arange(SAMPLES))
         order = datacache.Order(samples=SAMPLES, global_batch=BATCH, seed=3)
         positions = [datacache.Position(epoch=epoch) for epoch in range(3)]
@@ -119,7 +120,7 @@ def test_each_node_caches_decoded_samples_on_disk_only(wire):
         exchange_objects(None, wire, "warm")
         received = cache.stats().received
         _check_epochs(wire, cache)
-        assert cache.stats().received == received, "all samples are on this node"
+        assert cache.stats().received == received, "this node must hold all samples"
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
         assert reads <= SAMPLES + 2 * len(wire.topology.nodes)
         cache.close()
@@ -162,7 +163,7 @@ def test_texts_and_samples_of_many_sizes_are_sent(wire):
         cache.close()
 
 
-def test_training_with_it(wire):
+def test_training_reports_equal_cache_statistics_on_all_ranks(wire):
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
         data = cache.dataset(BATCH).map(
@@ -184,7 +185,7 @@ def test_training_with_it(wire):
 
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
-    """By default `fit` shuffles its batches, on each rank by itself."""
+    """By default, `fit` would shuffle its batches on each rank separately."""
     numbers = tf.data.Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], "float32"), [0.0]))
     seen = []
 
@@ -208,8 +209,8 @@ def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
             assert seen == [share.tolist() for share, _ in itertools.islice(batches, count)]
 
 
-def test_ranks_that_stop_within_an_epoch(wire):
-    """A rank that leaves an epoch early neither waits for the others nor lets them wait."""
+def test_ranks_may_leave_an_epoch_at_different_steps(wire):
+    """The ranks that leave early and the remaining ranks do not wait for each other."""
     with make_folder(wire) as folder:
         cache = _open(wire, folder, partition="split")
         data = cache.counted(cache.dataset(BATCH))
@@ -250,7 +251,7 @@ def test_each_pass_over_shuffled_data_must_be_reported(wire):
 
 
 class _Counting:
-    """A wire that counts what a rank sends to others."""
+    """Communicator that counts the bytes that a rank sends to others."""
 
     def __init__(self, wire):
         self.topology, self._wire, self.sent = wire.topology, wire, {}
@@ -271,8 +272,7 @@ class _Counting:
 
 
 @on_equal_nodes_too
-def test_bytes_of_each_exchange(wire):
-    """A rank sends samples with their lengths, and the numbers of those that it wants."""
+def test_exchanges_send_samples_lengths_and_requested_numbers(wire):
     counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
     samples = [
         drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64))
@@ -314,7 +314,7 @@ def test_samples_beyond_the_sizes_of_one_collective_are_sent_in_parts(wire, monk
         lambda n: [[np.full(40, float(one))] for one in n],
         lambda: False,
     )
-    # Ranks ask for different numbers of samples, of which some take several parts.
+    # Ranks request different numbers of samples, and some requests need several collectives.
     asked = list(range(3 * rank))
     futures = exchange.ask(asked, [(rank + 1 + number % (size - 1)) % size for number in asked])
     for number, future in zip(asked, futures, strict=True):
@@ -328,7 +328,7 @@ def test_failed_requests_are_reported_to_the_requesting_ranks(wire):
     layout = Layout.of([np.int64(0)])
 
     def answer(numbers):
-        assert 7 not in numbers, "number 7 is lost"
+        assert 7 not in numbers, "sample 7 is missing"
         return [[np.array(number)] for number in numbers]
 
     exchange = SampleExchange(wire, "test.failing", layout, answer, lambda: False)

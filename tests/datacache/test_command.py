@@ -1,4 +1,4 @@
-"""`python -m datacache` lists, inspects and removes pools, and disturbs no job."""
+"""`python -m datacache` lists, inspects and removes stores without disturbing jobs."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ VARYING = Layout.of([np.array(b"", object), np.float32(0)])
 
 
 def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
-    """A pool that nobody has open, with its first samples."""
+    """Creates an idle store that holds its first samples."""
     part = SampleShard(**{"samples": SAMPLES, "slots": SAMPLES} | of_part)
     pool = Pool(
         folder,
@@ -45,7 +45,7 @@ def _filled(folder, ready=SAMPLES, layout=SIMPLE, **of_part):
 
 @pytest.fixture
 def pools(tmp_path):
-    """A folder of pools: one whole, one of texts that has room for a few, one in part."""
+    """Returns a folder with a full store, a small store of texts, and a partly filled store."""
     root = tmp_path / "pools"
     _filled(root / "a")
     _filled(root / "b", layout=VARYING, slots=5)
@@ -54,14 +54,14 @@ def pools(tmp_path):
 
 
 def _state(root):
-    """Returns time and size of all that is in a folder, which change if somebody writes."""
+    """Returns time and size of all files in a folder, to detect writes."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [root, *root.rglob("*")]
     }
 
 
 def _listed(capsys, *folders):
-    """Returns the rows of `ls` by the name of the store, and the reasons for the others."""
+    """Returns the rows of `ls` by store, and the reasons why other stores cannot be used."""
     assert main(["ls", *map(str, folders)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [re.split("  +", line) for line in lines if " cannot be used. " not in line]
@@ -69,7 +69,7 @@ def _listed(capsys, *folders):
     return {Path(row[0]).name: row for row in rows[1:]}, {Path(f).name: why for f, why in reasons}
 
 
-def test_ls(pools, capsys):
+def test_ls_lists_stores_with_samples_and_use(pools, capsys):
     (pools / "notes.txt").write_text("no pool")
     (pools / "thesis").mkdir()
     user = Pool(pools / "b")
@@ -97,7 +97,7 @@ def test_ls_shows_when_a_store_was_opened(pools, capsys):
     assert _listed(capsys, pools)[0]["a"][6].startswith(time.strftime("%Y"))
 
 
-def test_ls_of_this_user(tmp_path, capsys, monkeypatch):
+def test_ls_lists_the_stores_of_this_user_by_default(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("datacache.__main__.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
     assert capsys.readouterr().out == f"No stores in {tmp_path}/shm.\n"
@@ -211,7 +211,7 @@ def test_unknown_commands_are_refused():
 
 
 def test_ls_blocks_no_process(pools, capsys):
-    """Other processes may hold the locks that `ls` reads: it does not wait, and takes none."""
+    """`ls` neither waits for the locks of other processes nor takes locks."""
     handle = os.open(pools / "a" / "datacache.store", os.O_RDWR)
     assert lock_byte(Descriptor(handle), IN_USE, shared=True)
     lock = os.open(pools / "a", os.O_RDONLY)

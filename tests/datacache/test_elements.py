@@ -1,4 +1,4 @@
-"""Elements of any type and structure: carried as `tf.data` carries them, or refused."""
+"""Elements of any type and structure are cached as `tf.data` represents them, or refused."""
 
 import collections
 
@@ -17,7 +17,7 @@ Pair = collections.namedtuple("Pair", ["one", "other"])
 
 
 class Own(RandomSource):
-    """Source of values that a user reads."""
+    """Source with a custom read function and signature."""
 
     def __init__(self, read, signature):
         self._read, self.signature, self.identity = read, signature, "own"
@@ -96,7 +96,7 @@ def _unknown_rank():
     )
 
 
-def test_an_unknown_rank(opened, tmp_path):
+def test_elements_of_unknown_rank_are_cached_in_memory_only(opened, tmp_path):
     source = datacache.from_dataset(_unknown_rank(), key="unknown")
     cache = opened(source, None, variable_shapes=True)
     batches = [batch.numpy().tolist() for batch in cache.dataset(2, shuffle=False)]
@@ -128,7 +128,7 @@ def test_an_unknown_rank(opened, tmp_path):
         ),
     ],
 )
-def test_values_of_custom_sources(opened, tmp_path, disk, read, spec, expected):
+def test_custom_values_follow_their_signature(opened, tmp_path, disk, read, spec, expected):
     source = Own(read, [spec])
     cache = opened(source, None, disk=tmp_path / "disk" if disk else None)
     (batch,) = cache.dataset(SAMPLES, shuffle=False)
@@ -158,8 +158,8 @@ def test_values_that_contradict_the_signature_are_refused(opened, read, spec, re
         opened(Own(read, [tf.TensorSpec(None, spec)]), None)
 
 
-def test_the_debug_mode_of_tf_data(opened):
-    """Functions of datasets then run eagerly, where one array is no list."""
+def test_caching_works_in_the_debug_mode_of_tf_data(opened):
+    """In this mode, functions of datasets run eagerly and receive arrays instead of lists."""
     debug_mode.toggle_debug_mode(True)
     try:
         data = RANGE.map(lambda n: n + 1)

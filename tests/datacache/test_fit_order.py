@@ -1,4 +1,4 @@
-"""What `fit` trains on: the order of the cache, however its epochs and data are cut."""
+"""`fit` trains in the order of the cache, however it divides epochs and data."""
 
 import itertools
 import math
@@ -20,13 +20,13 @@ ORDER = datacache.Order(samples=SAMPLES, global_batch=BATCH)
 
 @pytest.fixture
 def numbers(opened):
-    """Opens a cache of numbers."""
+    """Returns a function that opens a cache of numbers."""
     data = tf.data.Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], "float32"), [0.0]))
     return lambda: opened(datacache.from_dataset(data, key="numbers"), None)
 
 
 def _in_order(position=None):
-    """Yields the batches from a position on, without end."""
+    """Yields the batches of all epochs from a position on, without end."""
     for share, _ in ORDER.batches(position or datacache.Position(), 0, 1):
         yield share.tolist()
 
@@ -48,7 +48,7 @@ def _trained(cache, data, callbacks=(), **arguments):
     model.compile("sgd", "mse", steps_per_execution=arguments.pop("steps_per_execution", 1))
     if arguments.pop("is_told", True):
         callbacks = [keras_callbacks.CachePosition(cache, data), *callbacks]
-    # A dataset of tf.data warns of shuffling.
+    # `fit` warns if it should shuffle a dataset of tf.data.
     arguments.setdefault("shuffle", isinstance(data, keras.utils.PyDataset))
     model.fit(data, verbose=0, callbacks=[*callbacks], **arguments)
     return seen
@@ -102,11 +102,11 @@ def test_a_job_killed_within_an_epoch_resumes(numbers, tmp_path, cut):
     with pytest.raises(KeyboardInterrupt):
         trained(Kill())
     expected = list(itertools.islice(_in_order(), 2 * (steps or STEPS)))
-    # The step that was not saved any more is trained again.
+    # The killed job trained this step but did not save it, so it is repeated.
     assert trained() == expected[2:]
 
 
-def test_a_part_of_each_epoch(numbers):
+def test_fit_may_train_on_a_part_of_each_epoch(numbers):
     cache = numbers()
     seen = _trained(cache, cache.dataset(BATCH).take(2), epochs=2)
     assert seen == [
@@ -116,8 +116,8 @@ def test_a_part_of_each_epoch(numbers):
     ]
 
 
-def test_executions_beyond_an_epoch_of_fit(numbers):
-    """Keras trains on whole executions: six steps where four are asked for."""
+def test_an_execution_may_continue_beyond_the_epoch_of_fit(numbers):
+    """Keras trains on whole executions: six steps in place of the requested four."""
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     arguments = {"steps_per_epoch": 4, "steps_per_execution": 3}
@@ -140,7 +140,7 @@ def test_prefetched_data_do_not_advance_the_position(numbers, ahead):
 
 
 def test_a_job_resumes_on_another_number_of_ranks():
-    """On two ranks the two last samples are a step of their own, on four they join another."""
+    """Two ranks train the last two samples in a separate step, four ranks in another step."""
     order = datacache.Order(samples=10, global_batch=4, shuffle=False)
     epochs = EpochIterator(order, rank=0, ranks=4)
     begin = order.after(datacache.Position(), 3, ranks=2)
@@ -162,7 +162,7 @@ def test_inconsistent_positions_are_refused(numbers):
         (plain, plain.take(3), None, r"another iteration over the data after 3 of 6 steps"),
     ):
         position = keras_callbacks.CachePosition(cache, named)
-        # So that data that are read ahead begin before the next epoch of fit.
+        # Wait until the prefetching pipeline has started, before the next epoch of `fit`.
         pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.2))
         with pytest.raises(
             Exception,
@@ -193,7 +193,7 @@ def test_inconsistent_positions_are_refused(numbers):
             count()
 
 
-def test_batches_are_those_of_a_list(numbers):
+def test_batches_of_a_pydataset_are_indexed_like_a_list(numbers):
     cache = numbers()
     data = cache.pydataset(BATCH, workers=2)
     batches = [np.ravel(data[step][0]).tolist() for step in range(-STEPS, STEPS)]
@@ -216,7 +216,7 @@ def test_a_loop_over_repeated_data_tracks_its_position(numbers):
     assert seen == list(itertools.islice(_in_order(), 15))
 
 
-def test_repeated_data_allow_no_other_iteration(numbers):
+def test_a_second_iteration_over_repeated_data_is_refused(numbers):
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     peek = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: next(iter(data)))
@@ -226,8 +226,8 @@ def test_repeated_data_allow_no_other_iteration(numbers):
         _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
 
 
-def test_a_custom_pydataset_around_the_cache(numbers):
-    """Its batches may come in any order: those of each epoch of fit are an epoch's."""
+def test_a_custom_pydataset_may_wrap_that_of_the_cache(numbers):
+    """If `fit` shuffles its batches, each epoch still has exactly the batches of one epoch."""
 
     class Augmented(keras.utils.PyDataset):
         def __init__(self, data):
@@ -262,8 +262,8 @@ def test_epochs_without_a_callback_follow_one_another(numbers, kind):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("left", [1, 2, 3, 4, 5])
-def test_an_end_of_an_epoch_that_is_too_short_for_all_ranks(ranks, left):
-    """A job on other ranks has left it; it joins the first step of the next epoch."""
+def test_a_rest_with_fewer_samples_than_ranks_joins_the_next_epoch(ranks, left):
+    """Such a rest remains if a job on fewer ranks stopped shortly before the end of an epoch."""
     order = datacache.Order(samples=23, global_batch=7)
     begin = datacache.Position(epoch=2, samples=23 - left)
     rest = order.permutation(2)[-left:].tolist()

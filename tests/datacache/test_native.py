@@ -1,4 +1,4 @@
-"""Compiled copies and checksums are NumPy's and zlib's, at any address."""
+"""Native copies and checksums equal those of NumPy and zlib at any address."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_records_are_gathered_at_any_address(shape, dtype):
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 31, 33, 63, 64, 65, 127, 129, 255, 256, 300, 4099])
 def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch):
     if at_a_time > native.checksum_lanes():
-        pytest.skip("This processor does not multiply so many parts.")
+        pytest.skip("This processor supports fewer lanes.")
     monkeypatch.setattr(native, "checksum_lanes", lambda: at_a_time)
     records = np.random.default_rng(size).integers(0, 256, (17, size)).astype("uint8")
     places, before = np.array([3, 16, 0, 3]), np.array([0, 1, 2**32 - 1, 77], np.uint32)
@@ -53,8 +53,8 @@ def test_checksums_are_those_of_zlib_at_any_address(size, at_a_time, monkeypatch
         assert checksums.tolist() == expected
 
 
-def test_checksums_of_records():
-    """Values of RFC 3720, B.4."""
+def test_checksums_of_records_equal_those_of_rfc_3720():
+    """The values are those of appendix B.4."""
     for content, expected in (
         (b"", 0),
         (bytes(32), 0x8A9136AA),

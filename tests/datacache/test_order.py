@@ -1,4 +1,4 @@
-"""Every sample once per epoch, over any number of ranks, from any position."""
+"""An epoch has every sample once, on any number of ranks and from any position."""
 
 import json
 
@@ -59,14 +59,14 @@ def test_orders_differ_between_epochs_and_seeds_and_are_reproducible():
     np.testing.assert_array_equal(
         permutations[3], Order(samples=50, global_batch=5, seed=1).permutation(1)
     )
-    # On every machine, and with every version of NumPy.
+    # The order is the same on every machine, and with every version of NumPy.
     assert Order(samples=8, global_batch=2).permutation(0).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
 
 
 def test_each_position_is_equally_likely():
-    """Chi-square test of the index of sample 0 in 8000 epochs of 8 samples.
+    """Applies a chi-square test to the index of sample 0 in 8000 epochs of 8 samples.
 
-    7 degrees of freedom, 99.99 %.
+    The limit is that of 7 degrees of freedom at 99.99 %.
     """
     order = Order(samples=8, global_batch=8)
     places = np.bincount(
@@ -82,7 +82,7 @@ def test_the_order_resumes_at_every_step_on_other_ranks(before, after):
     steps = [list(order.shares(Position(), rank, before)) for rank in range(before)]
     for step in range(len(steps[0]) - 1):
         positions = {rank[step][1] for rank in steps}
-        assert len(positions) == 1, "ranks must agree on where they are"
+        assert len(positions) == 1, "all ranks must have the same position"
         text = json.dumps(order.state_dict(positions.pop()))
         assert len(text) < 100
         position = order.load_state_dict(json.loads(text))
@@ -109,7 +109,7 @@ def test_invalid_orders_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_positions_after_steps(ranks):
+def test_positions_after_steps_equal_those_of_an_iteration(ranks):
     order = Order(samples=41, global_batch=6, seed=2)
     steps = [
         after for epoch in range(3) for _, after in order.shares(Position(epoch=epoch), 0, ranks)

@@ -1,4 +1,4 @@
-"""Parallel loading: batches are what `load` returns, in order, whatever is killed."""
+"""Parallel loading returns the batches of `load` in order, even after a process was killed."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ MODES = {"train": 1, "validate": -1}
 
 
 def load(mode, item):
-    """Returns a batch of other shapes and types for each item, in each of the structures."""
+    """Returns a batch with another shape, dtype and structure for each item."""
     draw = np.random.default_rng(item)
     images = MODES[mode] * draw.normal(size=(1 + item % 5, 3, 1 + 7 * item))
     labels = np.full(item % 3, item, ("uint8", ">i4", "float16", "bool", "complex64")[item % 5])
@@ -32,7 +32,7 @@ def load(mode, item):
 
 
 def in_columns(mode, item):
-    """Images and labels, all of them the item."""
+    """Returns images and labels in which each value is the item."""
     return np.full([3, 1], item, "float32"), np.full([3, 1], item, "float32")
 
 
@@ -49,7 +49,7 @@ def fails(mode, item):
 
 
 def about_itself(mode, item):
-    """Returns its process, whether TensorFlow is imported there, and its open files."""
+    """Returns its process number, whether it has imported TensorFlow, and its open files."""
     links = [
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")
@@ -63,7 +63,7 @@ def _is_gone(name):
 
 
 def leaves_traces(folder, mode, item):
-    """Says when it begins an item and when it is through."""
+    """Creates files when it begins and when it finishes an item."""
     (folder / f"begun {mode} {item}").touch()
     if item == "forever":
         (folder / "pid").write_text(str(os.getpid()))
@@ -75,7 +75,7 @@ def leaves_traces(folder, mode, item):
 def _until(condition):
     end = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "the condition was never met"
         time.sleep(0.005)
 
 
@@ -118,7 +118,7 @@ def test_no_stale_batches_after_a_switch(loader, leave_after):
         training.close()
 
 
-def test_the_first_of_two_passes_is_over(loader):
+def test_a_second_pass_ends_the_first(loader):
     training, validation = (loader.batches(mode, range(9)) for mode in MODES)
     next(training)
     next(validation)
@@ -137,25 +137,25 @@ def test_the_loader_reads_ahead_while_the_last_batch_stays_valid(tmp_path, buffe
         for item, batch in zip(range(5), loader.batches("train", items), strict=False):
             ahead = item + buffers - 1
             _until((tmp_path / f"done train {ahead}").exists)
-            assert taken == list(range(ahead + 1)), "and no further"
+            assert taken == list(range(ahead + 1)), "the loader must not read further ahead"
             assert not (tmp_path / f"begun train {ahead + 1}").exists()
             assert batch.tolist() == [item] * 9
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
-def test_views_take_turns_in_memory(buffers):
+def test_views_share_the_buffers_in_turn(buffers):
     with ParallelLoader(same_size, buffers, views=True) as loader:
         batches = list(loader.batches("train", range(7)))
     for (place, one), (other_place, other) in itertools.combinations(enumerate(batches), 2):
         assert np.shares_memory(one, other) == ((place - other_place) % buffers == 0)
     assert [batch[0] for batch in batches[-buffers:]] == list(range(7 - buffers, 7)), (
-        "they stay after `stop`"
+        "views must remain valid after `stop`"
     )
 
 
 @pytest.mark.parametrize("buffers", [2, 3])
 def test_batches_can_be_retained_prefetched_and_trained_on(buffers):
-    # Loaders import this module, and are to begin at once.
+    # Import here, because loader processes import this module and must start fast.
     import keras
     import tensorflow as tf
 
@@ -248,7 +248,7 @@ def test_a_killed_loader_raises_an_error_and_restarts():
     loader = ParallelLoader(about_itself)
     loader.start()
     loader.stop()
-    # What earlier tests left for the collector would count.
+    # Close files that earlier tests left to the garbage collector, which would count.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     pids = set()
@@ -256,7 +256,7 @@ def test_a_killed_loader_raises_an_error_and_restarts():
         batches = loader.batches("train", itertools.count())
         pids.add(pid := int(next(batches)[0]))
         os.kill(pid, signal.SIGINT)
-        assert next(batches)[0] == pid, "Ctrl-C is for the training process"
+        assert next(batches)[0] == pid, "the loader process must ignore SIGINT"
         assert loader._child._connection.poll(LIMIT_S)
         os.kill(pid, signal.SIGKILL)
         _until(lambda: not loader._child.alive)
@@ -285,7 +285,7 @@ def test_the_loader_uses_no_named_shared_memory_and_no_tensorflow():
         assert not [link for link in links if link.startswith("/dev/shm")]
 
 
-def test_stop_while_busy(tmp_path):
+def test_stop_ends_a_busy_loader_process(tmp_path):
     with ParallelLoader(functools.partial(leaves_traces, tmp_path)) as loader:
         batches = loader.batches("train", [1, "forever", 2])
         batch = next(batches)
@@ -330,7 +330,7 @@ def test_loaders_end_with_a_killed_training_process(tmp_path):
         process.kill()
     try:
         _until(lambda: _ended(idle) and _ended(busy))
-        assert not _ended(fork), "and its descriptors did not keep them"
+        assert not _ended(fork), "loaders must end although a forked child has their pipes"
     finally:
         os.kill(fork, signal.SIGKILL)
 
@@ -353,7 +353,7 @@ def test_a_script_without_a_main_guard_is_named(tmp_path):
 
 
 def _ended(pid):
-    """Returns whether a process has ended; a zombie has, which nobody has taken note of."""
+    """Returns whether a process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -384,13 +384,13 @@ def test_crops_are_parts_of_the_images_minus_the_mean(mean, size):
             }
             assert found
             seen |= found
-    assert len(seen) > tops * lefts, "most places, and mirrored ones"
+    assert len(seen) > tops * lefts, "crops must cover most positions, and be mirrored"
     top, left = (9 - size) // 2, (7 - size) // 2
     expected = whole[:, top : top + size, left : left + size]
     np.testing.assert_array_equal(prepare(IMAGES, "validate", 0), expected)
 
 
-def test_other_numbers_and_seeds_give_other_crops():
+def test_crops_depend_on_the_number_of_the_batch_and_the_seed():
     prepare = CropAndMirror([0.0] * 3, 4)
     batches = [prepare(IMAGES, "train", number) for number in (0, 1)] + [
         CropAndMirror([0] * 3, 4, 1)(IMAGES, "train", 0)

@@ -1,4 +1,4 @@
-"""Samples in shared memory: what one process writes, all read; and what a pool keeps."""
+"""Tests samples in shared-memory stores, which one process writes and all processes read."""
 
 import json
 from dataclasses import asdict
@@ -123,7 +123,7 @@ def test_each_sample_belongs_to_one_node(samples, nodes):
         ({1: np.float64(0)}, r".* and float64\[\] and .* for sample 3, .* and float32\[\] and"),
     ],
 )
-def test_samples_of_another_layout(tmp_path, changed, text):
+def test_samples_of_another_layout_are_refused(tmp_path, changed, text):
     arrays = [changed.get(place, array) for place, array in enumerate(drawn_sample(3))]
     with pytest.raises(
         ValueError, match=rf"All samples must have the same shapes and types. Received: {text}"

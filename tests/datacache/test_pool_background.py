@@ -1,4 +1,4 @@
-"""Page tables of a warm pool are created on a thread before anybody reads."""
+"""A thread creates the page tables of a full store before the first read."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.datacache.pools import SAMPLES
 
 
 def _resident_kb(address):
-    """Returns the resident kB of the mapping that holds an address."""
+    """Returns the resident kB of the mapping that contains an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         begin, is_range, end = line.partition(" ")[0].partition("-")
@@ -23,7 +23,7 @@ def _resident_kb(address):
 
 @pytest.mark.parametrize("filled", [SAMPLES - 1, SAMPLES])
 def test_a_warm_store_in_memory_is_mapped_in_advance(filled):
-    """The kernel says that all of the mapping is there before anybody reads."""
+    """Before the first read, the kernel reports the whole mapping of a full store as resident."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         layout = Layout.of([np.zeros(100_000, "uint8")])
         spec = PoolSpec(layout=layout, shard=SampleShard(samples=SAMPLES, slots=SAMPLES))

@@ -1,4 +1,4 @@
-"""Corrupt samples are found, once by each process, and are never taken for whole ones."""
+"""Each process detects corrupt samples once, and never returns them."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_corrupt_samples_are_detected_once_and_repaired(tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", ["content", "offset", "length"])
-def test_corrupt_samples_of_many_sizes(tmp_path, damage):
+def test_corrupt_samples_of_many_sizes_are_detected_and_repaired(tmp_path, damage):
     pool = varying_pool(tmp_path)
     for index in range(SAMPLES):
         pool.put(index, varying_sample(index))
@@ -62,7 +62,7 @@ def test_corrupt_samples_of_many_sizes(tmp_path, damage):
 
 
 def test_a_sample_at_the_position_of_another_is_corrupt(tmp_path):
-    """The sample is whole, but lies in the slot of another."""
+    """Its checksum is valid, but it lies in the slot of another sample."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     pool.put(4, drawn_sample(4))
@@ -81,7 +81,7 @@ def test_readers_verify_checksums_once_and_writers_do_not(tmp_path, monkeypatch,
     )
 
     def looks(pool, **again):
-        """Returns whether a pool looks at checksums, none of which is wrong."""
+        """Returns whether a call verifies checksums, which are all correct."""
         looked_at.clear()
         found = getattr(pool, look)(everything, **again)
         assert not (found[1] if look == "gather_verified" else found).size
@@ -121,7 +121,7 @@ def test_corrupt_samples_are_detected_during_the_copy(tmp_path):
 @pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
 @pytest.mark.parametrize("act", ["clear", "rewrite"])
 def test_a_sample_that_changes_during_verification_is_not_corrupt(tmp_path, monkeypatch, look, act):
-    """It is as its writer left it, and a batch with it is not taken."""
+    """The sample is as its writer left it, but the batch with it is discarded."""
     writer, everything = new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         writer.put(index, drawn_sample(index))
@@ -144,7 +144,7 @@ def test_a_sample_that_changes_during_verification_is_not_corrupt(tmp_path, monk
     assert not reader.find_corrupt(everything[reader.ready(everything)], recheck=True).size
 
 
-def test_verified_samples_cleared_during_the_copy(tmp_path, monkeypatch):
+def test_samples_that_are_cleared_during_the_copy_are_not_returned(tmp_path, monkeypatch):
     pool, other, everything = new_pool(tmp_path), new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         pool.put(index, drawn_sample(index))
@@ -157,7 +157,7 @@ def test_verified_samples_cleared_during_the_copy(tmp_path, monkeypatch):
 
 
 def test_samples_written_after_verification_are_retained(tmp_path):
-    """The sample is written between the look at it and the word that would say it is corrupt."""
+    """A writer may replace the sample before the reader marks it as corrupt."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     old = pool._words[[3]]
@@ -170,7 +170,7 @@ def test_samples_written_after_verification_are_retained(tmp_path):
 
 
 def test_a_mark_refers_to_the_verified_metadata(tmp_path):
-    """Another process rewrites the sample between its verification and the mark."""
+    """Another process rewrites the sample before the reader marks it as verified."""
     pool, other = new_pool(tmp_path), new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     old = pool._words[[3]]

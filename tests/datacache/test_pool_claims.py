@@ -1,4 +1,4 @@
-"""Claims and locks are held by one, and end with the process, however it ends."""
+"""Claims and locks have one owner, and end with its process even if it is killed."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ from tests.datacache.pools import (
 
 
 def _fill(folder, die_at):
-    """Writes samples, and is killed at that one of all its steps."""
+    """Writes samples until the step `die_at`, at which the process kills itself."""
     steps = iter(range(10**6))
 
     class Mortal(np.ndarray):
@@ -58,7 +58,7 @@ def test_a_kill_at_every_step_leaves_only_complete_samples(tmp_path):
         assert pool.find_corrupt(ready).size == 0
         check_samples(pool, ready)
         with pool.claim(np.array([len(ready)])) as mine:
-            assert mine.size, "the kernel has released what the killed process had claimed"
+            assert mine.size, "the kernel must release the claims of the killed process"
 
 
 def test_a_claim_has_one_owner(tmp_path):
@@ -133,7 +133,7 @@ HOLDS = [
 
 
 def _hold_and_fork(folder, hold, forked):
-    """Holds something and forks a child that says its number and lives on; waits to be killed."""
+    """Acquires a claim or lock, forks a child that stays alive, and waits to be killed."""
 
     def fork():
         if not os.fork():
@@ -156,7 +156,7 @@ def test_claims_end_with_the_owner_despite_a_forked_child(tmp_path, hold):
         filler.join()
         with pool.claim(np.array([3])) as mine, pool.claim_all() as everything:
             assert (mine.tolist(), everything) == ([3], True)
-            # These would not end if the child held what its parent did.
+            # If the child inherited claims or locks, these calls would fail or wait forever.
             assert pool.put(3, varying_sample(3))
         assert varying_pool(tmp_path / "another").filled == 0
         os.kill(child, 0)
@@ -164,7 +164,7 @@ def test_claims_end_with_the_owner_despite_a_forked_child(tmp_path, hold):
         os.kill(child, signal.SIGKILL)
 
 
-# JAX, which tests against optax import, warns of any fork; this child calls nothing of it.
+# JAX, which the tests of optax import, warns of any fork; this child does not use JAX.
 @pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_claim_survives_the_end_of_a_forked_child(tmp_path):
     pool, other = new_pool(tmp_path), new_pool(tmp_path)

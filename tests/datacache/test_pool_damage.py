@@ -1,4 +1,4 @@
-"""Folders and headers that are damaged are refused by name, or made anew."""
+"""Damaged stores and folders are named in an error, or rebuilt."""
 
 import contextlib
 import logging
@@ -68,7 +68,7 @@ def test_folders_without_a_store_are_refused(tmp_path):
         new_pool(tmp_path)
     folder = tmp_path / "pool"
     new_pool(folder)
-    assert new_pool(folder, slots=7).slots == SAMPLES, "a pool is taken as it was made"
+    assert new_pool(folder, slots=7).slots == SAMPLES, "an existing store must keep its size"
     with pytest.raises(
         CacheError, match=r"A store must have a file datacache.store. Received: .*without one"
     ):
@@ -107,7 +107,7 @@ def test_damage_is_named_and_unused_stores_are_rebuilt(tmp_path, damage, caplog)
 
 
 def test_a_rebuilt_store_remains_valid_for_open_processes(tmp_path):
-    """A damaged file is replaced and not changed, because others have it mapped."""
+    """The damaged file is replaced instead of changed, because other processes have mapped it."""
     with new_pool(tmp_path) as one:
         one.put(3, drawn_sample(3))
         change_header(tmp_path, store={})

@@ -1,4 +1,4 @@
-"""Descriptors of stores have one owner: none stays open after an error or a `close`."""
+"""Descriptors of stores have one owner, and none stays open after an error or `close`."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ from tests.datacache.pools import fill_all, varying_pool
 
 
 def _open_files(folder):
-    """Returns the paths below a folder that this process has open."""
+    """Returns the paths in a folder that this process has open."""
     paths = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def test_a_failed_open_leaves_no_descriptors(tmp_path, monkeypatch, step):
 
 
 def test_a_store_does_not_lock_its_whole_file(tmp_path):
-    """Network file systems emulate `flock` by locks of bytes, which would exclude one another."""
+    """Network file systems emulate `flock` by byte-range locks, which stores need themselves."""
     with varying_pool(tmp_path), open(tmp_path / "datacache.store", "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -96,7 +96,7 @@ def test_a_failed_cache_closes_its_stores(tmp_path, monkeypatch, images, step):
 
 
 def test_a_second_close_has_no_effect(tmp_path):
-    """Another file may have the number by then."""
+    """By then, another file may have the same number."""
     handle = Descriptor(os.open(tmp_path, os.O_RDONLY))
     number = handle.fileno()
     handle.close()

@@ -1,4 +1,4 @@
-"""Samples that differ in size: what is cleared, corrupt or refused leaves room for others."""
+"""Clearing, damage and refused samples leave no gaps in the heap of samples of many sizes."""
 
 import contextlib
 import json
@@ -23,13 +23,13 @@ from tests.datacache.pools import (
 
 
 def fitting_pool(folder, spare=0):
-    """A pool whose heap holds all samples, and not a byte more than that and `spare`."""
+    """Returns a store whose heap has exactly the size of all samples and `spare` bytes."""
     layout = Layout.of(VARYING, [[0], [], [], [0]])
     contents = sum(len(layout.pack(varying_sample(index))) for index in range(SAMPLES))
     return varying_pool(folder, heap_bytes=contents + spare)
 
 
-def test_samples_of_many_sizes(tmp_path):
+def test_samples_of_many_sizes_are_stored_and_stacked(tmp_path):
     pool, other = varying_pool(tmp_path), varying_pool(tmp_path)
     order = np.random.default_rng(0).permutation(SAMPLES)
     for index in order:
@@ -75,7 +75,7 @@ def test_a_full_heap_accepts_no_samples(tmp_path):
 
 
 def test_clearing_frees_space(tmp_path):
-    """Samples may come back in any order, and from another who has the pool open."""
+    """Samples may return in any order, and from another process that has the store open."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     everything = np.arange(SAMPLES)
     for seed in range(4):
@@ -87,7 +87,7 @@ def test_clearing_frees_space(tmp_path):
 
 
 def test_repaired_samples_are_appended(tmp_path):
-    """It takes new room, even if it is not known any more where its bytes were."""
+    """The repaired sample takes new space, because its offset or length may be corrupt."""
     pool, other = fitting_pool(tmp_path, spare=2000), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
     for step in range(8):
@@ -98,8 +98,8 @@ def test_repaired_samples_are_appended(tmp_path):
         check_varying(pool, np.arange(SAMPLES))
 
 
-def test_readers_of_cleared_and_regenerated_samples(tmp_path):
-    """They find a sample as it was written, or none: never bytes of others that took its place."""
+def test_readers_never_see_parts_of_other_samples(tmp_path):
+    """While a sample is cleared and regenerated, readers find the whole sample or none."""
     pool, other = fitting_pool(tmp_path), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
     ends, wrong, found = threading.Event(), [], [0]
@@ -127,8 +127,8 @@ def test_readers_of_cleared_and_regenerated_samples(tmp_path):
 
 
 @pytest.mark.parametrize("end", [0, 16, 10**9, -5])
-def test_a_heap_after_a_loss_of_power(tmp_path, end):
-    """Each process ignores where the heap ended, which may be older than samples."""
+def test_the_saved_end_of_the_heap_is_ignored(tmp_path, end):
+    """After a power failure, the saved end may be older than the samples."""
     with contextlib.closing(fitting_pool(tmp_path, spare=60)) as pool:
         assert fill_all(pool, range(SAMPLES - 1))
         pool._heap._state[0] = end

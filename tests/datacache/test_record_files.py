@@ -1,4 +1,4 @@
-"""Examples in TFRecord files: samples by number, and what is refused."""
+"""Tests access by number to examples in TFRecord files, and files that are refused."""
 
 import os
 
@@ -33,7 +33,7 @@ def _example(number):
 
 @pytest.fixture
 def files(tmp_path):
-    """A pattern of files with several records each, one of them without any."""
+    """Returns a pattern that matches files with several records and a file without records."""
     first = 0
     for shard, count in enumerate(COUNTS):
         path = tmp_path / f"train-{shard:05}-of-{len(COUNTS):05}"
@@ -70,7 +70,7 @@ def test_records_are_raw_without_features(files):
         assert content.item() == _example(number)
 
 
-def test_other_files_or_features_are_another_cache(files):
+def test_other_files_or_features_have_another_fingerprint(files):
     before = datacache.from_tfrecords(files, FEATURES).identity
     assert datacache.from_tfrecords(files, FEATURES).identity == before
     assert datacache.from_tfrecords(files).identity != before
@@ -94,14 +94,14 @@ def test_an_existing_file_is_not_a_pattern(tmp_path, monkeypatch):
         assert found.item() == value, files
 
 
-def test_no_files(tmp_path):
+def test_a_pattern_without_files_is_refused(tmp_path):
     with pytest.raises(
         SourceError, match=r"at least one file. Received: files=.*which matches none"
     ):
         datacache.from_tfrecords(tmp_path / "train-*")
 
 
-def test_files_without_records(files):
+def test_files_without_records_are_refused(files):
     with pytest.raises(SourceError, match=r"must have samples. Received: 1 TFRecord file"):
         datacache.from_tfrecords([files.parent / "train-00001-of-00003"])
 
@@ -118,7 +118,7 @@ def test_truncated_files_are_refused(files, cut):
 
 @pytest.mark.parametrize("at", [-1, 0, 50, "end"])
 def test_a_damaged_record_is_named(files, tmp_path, monkeypatch, at):
-    """In its content, or in the checksum of its length or of its content."""
+    """The content is damaged, or the checksum of the length or of the content."""
     monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     path = tmp_path / "train-00002-of-00003"
     *_, record = tf.data.TFRecordDataset([str(path)])
@@ -143,7 +143,7 @@ def test_files_that_end_in_zeros_are_refused(files):
         datacache.from_tfrecords(files)
 
 
-def test_files_of_another_form(files, tmp_path):
+def test_compressed_files_and_text_files_are_refused(files, tmp_path):
     path = str(tmp_path / "compressed")
     with tf.io.TFRecordWriter(path, "GZIP") as writer:
         writer.write(_example(0))

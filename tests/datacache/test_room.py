@@ -1,4 +1,4 @@
-"""Room is the least of disk, memory and container, and running out of it ends nobody."""
+"""Free space is the minimum of disk, memory and container; exhausting it kills no process."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np  # noqa: F401 - for scripts that import all from here
+import numpy as np  # noqa: F401 - scripts import all names from here
 import pytest
 
 from datacache.errors import NoRoomError
@@ -27,7 +27,7 @@ MACHINE = {
 
 
 def cgroup(folder, used, limit, files=0, version=2):
-    """Returns the files of a cgroup."""
+    """Returns names and contents of the files of a cgroup."""
     names = (
         ("memory.max", "memory.current")
         if version == 2
@@ -107,7 +107,7 @@ def test_available_memory_is_the_minimum_over_machine_and_containers(tmp_path, c
 
 def test_available_memory_limits_folders_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("datacache.system.room.available_memory", lambda: 12345)
-    # Others write to the disk in the meantime.
+    # The tolerance is for other processes that write to the disk meanwhile.
     free = pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     assert free_bytes(tmp_path / "not" / "there") == free
     monkeypatch.setattr("datacache.system.room.is_memory", lambda device: True)
@@ -136,7 +136,7 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 
 def _idle_pool(folder, samples):
-    """Returns a pool of this size in MiB that no process has open."""
+    """Creates a store of this size in MiB that no process has open, and returns its folder."""
     Pool(
         folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()
@@ -152,7 +152,7 @@ def test_a_rebuilt_store_reuses_the_space_of_the_old_one(tmp_path, damage):
         os.truncate(pool / "datacache.store", 9 * 2**20)
 
     def plan():
-        assert not list(pool.iterdir()), "the old one has gone"
+        assert not list(pool.iterdir()), "the old store must be removed"
         return PoolSpec(layout=IMAGES, shard=SampleShard(samples=8, slots=8))
 
     Pool(pool, plan).close()
@@ -161,7 +161,7 @@ def test_a_rebuilt_store_reuses_the_space_of_the_old_one(tmp_path, damage):
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
 def test_an_interrupted_creation_leaves_no_files(tmp_path, monkeypatch, step):
-    """Its making may be interrupted at either step."""
+    """The interruption comes while the store is planned, or while its file is reserved."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def test_an_interrupted_creation_leaves_no_files(tmp_path, monkeypatch, step):
 
 @contextlib.contextmanager
 def _limited(bytes_):
-    """A cgroup below that of this process, which limits memory; skips where none can be made."""
+    """Creates a cgroup that limits memory, or skips the test if that is impossible."""
     own = dict(
         line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
     )
@@ -200,7 +200,7 @@ def _limited(bytes_):
             problems.append(str(error))
         finally:
             folder.rmdir()
-    pytest.skip(f"no cgroup can be made here: {problems}")
+    pytest.skip(f"requires the right to create a cgroup: {problems}")
 
 
 IN_CGROUP = """
@@ -245,7 +245,7 @@ print(check(Pool(folder / "texts", lambda: varying), texts))
 
 @pytest.mark.slow
 def test_a_container_out_of_memory_kills_no_process():
-    """It would if 200 MB were reserved in it, or 80 % of the file system, or if filling went on."""
+    """Neither a reservation nor the filling of a store exceeds the limit of 128 MB."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with _limited(128 * 2**20) as group:

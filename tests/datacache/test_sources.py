@@ -1,4 +1,4 @@
-"""Folders of images and sources by hand: samples, and what is refused."""
+"""Tests image folders and custom sources: their samples, and those that are refused."""
 
 import os
 
@@ -25,7 +25,7 @@ def _names(source):
     return [os.path.relpath(source.name(number), source.path) for number in range(len(source))]
 
 
-def test_folders_of_any_names(tmp_path):
+def test_folders_and_files_may_have_any_names(tmp_path):
     names = [
         "Kätzchen/näher dran/1 of 2.JPG",
         "Kätzchen/a.png",
@@ -61,7 +61,7 @@ def test_folders_of_any_names(tmp_path):
 
 
 def _packed(root, first, count=3, size=200_000):
-    """Writes files as an archive has them: of equal names, sizes and times."""
+    """Writes files with equal names, sizes and times, as an archive would contain them."""
     for number in range(count):
         path = root / "a" / f"{number}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,8 @@ def _record_file(root, first):
     [
         lambda root, first: datacache.from_folder(_packed(root, first)),
         lambda root, first: datacache.from_folder(_packed(root, first, count=200, size=8)),
-        # Of which only some blocks are read: the first half is the same.
+        # A fingerprint reads only some blocks of a large file; the first half of this file is the
+        # same.
         lambda root, first: datacache.from_folder(_packed(root, first, count=1, size=2**23)),
         lambda root, first: datacache.from_tfrecords(_record_file(root, first)),
     ],
@@ -105,7 +106,7 @@ def test_sources_are_distinguished_by_their_contents(tmp_path, make):
 
 def test_files_changed_since_listing_are_refused(tmp_path):
     root = _written(tmp_path / "images", *(f"a/{number}.png" for number in range(1, 7)))
-    # A copy that keeps size and time is another file all the same.
+    # A copy with the same size and time is still another file.
     for folder in (root, tmp_path / "new"):
         _written(folder, "a/5.png")
         os.utime(folder / "a/5.png", ns=(10**18, 10**18))
@@ -123,10 +124,10 @@ def test_files_changed_since_listing_are_refused(tmp_path):
             source.read(number - 1)
     with pytest.raises(OSError, match="No such file"):
         source.read(2)
-    assert source.read(3)[0].item() == b"a/4.png", "moved away and back"
+    assert source.read(3)[0].item() == b"a/4.png", "must be unchanged"
 
 
-def test_folders_without_labels(tmp_path):
+def test_folders_may_have_no_labels(tmp_path):
     root = _written(tmp_path / "images", "b.png", "a/c.png", "a/d/e.PNG", "a/f.txt")
     source = datacache.from_folder(root, labels=False)
     assert _names(source) == ["a/c.png", "a/d/e.PNG", "b.png"]
@@ -201,7 +202,7 @@ def test_ambiguous_folders_are_refused(tmp_path):
         datacache.from_folder(root)
 
 
-def test_folders_of_the_file_system_and_of_others(tmp_path, monkeypatch):
+def test_system_folders_are_skipped_and_unreadable_folders_are_refused(tmp_path, monkeypatch):
     root = _written(
         tmp_path / "images", "dog/1.png", "lost+found/2.png", ".hidden/3.png", "ox/4.png"
     )
@@ -227,7 +228,7 @@ def test_folders_of_the_file_system_and_of_others(tmp_path, monkeypatch):
 
 
 class Squares:
-    """Source as a user may write it, without a base class."""
+    """Custom source without a base class."""
 
     def __init__(self, count, power=2):
         self._count, self._power, self.reads = count, power, []
@@ -249,7 +250,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_sources_by_hand(tmp_path, disk):
+def test_custom_sources_are_cached(tmp_path, disk):
     places = {"memory": tmp_path / "memory"} | ({"disk": tmp_path / "disk"} if disk else {})
     source = Squares(20)
     assert isinstance(source, RandomSource)

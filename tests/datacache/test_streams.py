@@ -1,4 +1,4 @@
-"""Datasets as sources: one reading of theirs is as the other, or they are refused."""
+"""A dataset as a source must have the same samples in each pass; others are refused."""
 
 import logging
 import os
@@ -86,15 +86,16 @@ def test_an_order_drawn_in_python_is_refused(opened):
     assert cache._tiers.pool.filled <= 4
 
 
-def test_an_order_drawn_in_python_after_an_interruption(opened):
-    """Each sample comes once all the same, as those of the first reading are read again."""
+def test_an_interruption_causes_no_repeated_samples(opened):
+    """Each pass has another order, so all samples of the interrupted pass are read again."""
     reads = []
 
     def drawn():
         reads.append(None)
         yield from range(4)
         for count, number in enumerate(random.sample(range(4, SAMPLES), SAMPLES - 4)):
-            # The first reading looks at the first elements, the second one is cut off.
+            # The first pass reads the first elements for the fingerprint; the second pass is
+            # interrupted.
             assert len(reads) != 2 or count < 6, "the job ends"
             yield number
 
@@ -153,7 +154,7 @@ def test_a_parse_error_does_not_count_as_damage(tmp_path, opened):
 
 
 @pytest.mark.parametrize(("count", "received"), [(3, "3 samples from"), (7, "more samples from")])
-def test_a_stream_of_another_length(opened, count, received):
+def test_a_stream_of_another_length_is_refused(opened, count, received):
     class Stream(StreamSource):
         identity, signature = f"stream {count}", [tf.TensorSpec([], tf.int64)]
 
@@ -206,7 +207,7 @@ def test_random_ops_of_a_dataset_are_logged_and_their_results_cached(opened, cap
         for first in (0, 0, 9)
     ]
     one, same, other = (datacache.from_dataset(data, key="drawn").identity for data in others)
-    assert one == same != other, "what is not drawn tells them apart"
+    assert one == same != other, "only the deterministic parts must determine the identity"
 
 
 def test_a_damaged_record_of_a_stream_is_an_error(tmp_path, opened):

@@ -1,4 +1,4 @@
-"""Samples of tensorflow-datasets: those of the library; errors name what cannot be read."""
+"""Samples equal those of tensorflow-datasets, and errors name files that cannot be read."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ SPLITS = {
 
 
 class Drawn(OwnBuilder):
-    """Images with labels and texts."""
+    """Data set of images with labels and texts."""
 
     def features(self):
         return {
@@ -65,12 +65,12 @@ def builder(request, tmp_path_factory):
 
 @pytest.fixture(params=FORMATS)
 def own(request, tmp_path):
-    """A builder whose files the test may change."""
+    """Returns a builder with its own files, which the test may change."""
     return _prepared(tmp_path / "own", request.param)
 
 
 def _expected(builder, split, **decoders):
-    """Returns what tensorflow-datasets reads, in the order of its files."""
+    """Returns the samples that tensorflow-datasets reads, in the order of its files."""
     if builder.info.file_format.value == "array_record":
         return list(builder.as_data_source(split, **decoders))
     in_order = tfds.ReadConfig(interleave_cycle_length=1)
@@ -133,7 +133,7 @@ def test_epochs_are_exact(builder, tmp_path, split):
     cache.close()
 
 
-def test_images_decoded_by_the_script(builder, tmp_path):
+def test_scripts_may_decode_images_themselves(builder, tmp_path):
     skip = {"image": tfds.decode.SkipDecoding()}
     source = datacache.from_tfds(builder, "test", decoders=skip)
     for number, expected in enumerate(_expected(builder, "test", decoders=skip)):
@@ -160,10 +160,10 @@ def test_images_decoded_by_the_script(builder, tmp_path):
     )
     whole.warm(progress=False)
     assert whole.fingerprint != cache.fingerprint
-    assert whole.stats().source_reads == 0, "the disk keeps records, however they are decoded"
+    assert whole.stats().source_reads == 0, "records on disk must not depend on their decoding"
 
 
-def test_some_of_the_features(builder):
+def test_partial_decoding_selects_features(builder):
     some = tfds.decode.PartialDecoding({"label": True, "text": True})
     sample = _sample(datacache.from_tfds(builder, "test", decoders=some), 2)
     assert set(sample) == {"label", "text"}
@@ -177,7 +177,7 @@ def _fingerprint(builder, tmp_path, split="train", **decoders):
     return cache.fingerprint
 
 
-def test_other_samples_are_another_cache(own, tmp_path):
+def test_other_samples_have_another_fingerprint(own, tmp_path):
     def fingerprints(*splits):
         return [_fingerprint(own, tmp_path, split) for split in splits]
 
@@ -208,7 +208,7 @@ def _shard(builder, number=1):
 
 @pytest.mark.parametrize("left", ["half", "a little", "nothing", "all but the last bytes"])
 @pytest.mark.parametrize("listed", ["before", "after"])
-def test_truncated_shards(own, tmp_path, monkeypatch, left, listed):
+def test_samples_missing_from_truncated_shards_are_named(own, tmp_path, monkeypatch, left, listed):
     monkeypatch.setattr("datacache.tiers.tier.FIRST_PAUSE_S", 0.001)
     source, path = datacache.from_tfds(own, "train"), _shard(own)
     expected = _expected(own, "train")
@@ -235,7 +235,7 @@ def test_truncated_shards(own, tmp_path, monkeypatch, left, listed):
             wrong.append(number)
     in_shard = own.info.splits["train"].file_instructions[1].take
     assert wrong
-    assert wrong == list(range(wrong[0], first + in_shard)), "all after the first that is missing"
+    assert wrong == list(range(wrong[0], first + in_shard)), "not all later samples"
     with pytest.raises(Exception, match=rf"Received: .*{path.name}, (4 times|changed or replaced)"):
         list(cache.dataset(5))
     cache.close()
@@ -251,7 +251,7 @@ def test_a_restored_shard_is_read_again(own, tmp_path):
 
 
 def _scans(monkeypatch):
-    """Returns a list to which shards are added when they are searched."""
+    """Returns a list to which each search of a shard appends the shard's name."""
     scanned, find_records = [], record_files.find_records
     monkeypatch.setattr(
         record_files,
@@ -277,10 +277,10 @@ def test_each_shard_is_searched_once(tmp_path, monkeypatch, split):
         scanned.clear()
     with datacache.Cache(datacache.from_tfds(builder, split), memory=tmp_path / "memory") as cache:
         cache.warm(progress=False)
-    assert scanned == [], "a full store needs none"
+    assert scanned == [], "a full store must search no shard"
 
 
-def test_many_threads_read(builder):
+def test_threads_may_read_concurrently(builder):
     source = datacache.from_tfds(builder, "train")
     wanted = [source.read(number)[0].item() for number in range(TRAIN)]
     source, wrong = datacache.from_tfds(builder, "train"), []
@@ -340,7 +340,7 @@ def test_missing_splits_are_refused(own, tmp_path, monkeypatch):
         datacache.from_tfds("mnist", "train")
 
 
-def test_builders_by_name(builder, tmp_path):
+def test_builders_may_be_given_by_name(builder, tmp_path):
     form = builder.info.file_format.value
     source = datacache.from_tfds(
         "drawn", "test", data_dir=Path(builder.data_dir).parents[1], file_format=form

@@ -1,4 +1,4 @@
-"""Tiers under faults: every sample is f(its index), and no process cleans up."""
+"""Under faults, each sample with index i equals f(i), and no process has to clean up."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def f(index):
 
 
 class Source:
-    """Source of texts, each read of which leaves a record in a log that all processes share."""
+    """Source of texts that appends each read to a log that all processes share."""
 
     identity, signature = "test", [tf.TensorSpec([], tf.string)]
 
@@ -56,7 +56,7 @@ class Source:
         return f"number {sample}"
 
     def decode(self, *stored):
-        raise NotImplementedError("These tiers have a function in NumPy.")
+        raise NotImplementedError("The preprocessing of these tiers is a NumPy function.")
 
     def read(self, sample):
         os.write(self._log, np.array((os.getpid(), sample), READ).tobytes())
@@ -64,13 +64,13 @@ class Source:
 
 
 def make(stored, samples):
-    """Makes cached samples of stored ones."""
+    """Preprocesses stored samples."""
     assert len(samples) == len(stored)
     return [f(int(components[0][()])) for components in stored]
 
 
 def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True):
-    """Opens a reader of memory, and below it decoded and stored samples on a disk."""
+    """Opens a reader of memory; `lower` adds decoded and stored samples on disk."""
     shard = SampleShard(samples=SAMPLES, slots=slots)
     layout = Layout.of(f(0))
     text = Layout.of([np.array(b"", object)])
@@ -93,7 +93,7 @@ def open_reader(folder, source=None, slots=SAMPLES, heap_bytes=10**6, lower=True
 
 
 def check_epoch(reader, seed):
-    """Reads every sample once, in batches, and checks each."""
+    """Reads every sample once, in batches, and checks its value."""
     for numbers in np.array_split(np.random.default_rng(seed).permutation(SAMPLES), BATCHES):
         pixels, index, texts = reader.batch(numbers)
         for place, number in enumerate(numbers):
@@ -113,7 +113,7 @@ def _epochs(folder, seed, epochs, make_source=Source):
 
 
 class Paced(Source):
-    """Source whose reads wait for a permit each."""
+    """Source in which each read waits for a permit."""
 
     def __init__(self, log, permits):
         super().__init__(log)
@@ -125,7 +125,7 @@ class Paced(Source):
 
 
 class Deadly(Source):
-    """Source that kills its process some seconds after a certain read."""
+    """Source that kills its process after a number of reads and a pause."""
 
     def __init__(self, log, reads, pause_s, began):
         super().__init__(log)
@@ -144,13 +144,13 @@ def _kill():
 
 
 @pytest.mark.slow
-def test_kills_at_any_time(tmp_path):
-    """Jobs die beside a steady one that fills the same pools, while they read and soon after.
+def test_kills_repeat_only_reads_in_flight(tmp_path):
+    """Jobs are killed during or after a read, while a steady job fills the same stores.
 
-    Samples of the batch that a job had in flight are read again, no others.
+    Only the samples of a batch in flight are read again.
     """
     draw, kills, most_reads = np.random.default_rng(0), 5, 8
-    assert kills * (most_reads + BATCH) < SAMPLES // 2, "every job must have something left to read"
+    assert kills * (most_reads + BATCH) < SAMPLES // 2, "samples must remain for every job"
     permits = JOBS.Semaphore(0)
     paced = functools.partial(Paced, permits=permits)
     steady = JOBS.Process(target=_epochs, args=(tmp_path, 0, EVERY_EPOCH, paced), daemon=True)
@@ -163,7 +163,7 @@ def test_kills_at_any_time(tmp_path):
             pause_s=kill % 2 * draw.uniform(0, 0.005),
             began=began,
         )
-        # In an order of its own: behind the steady job it would find nothing to read.
+        # The order differs, because behind the steady job it would find nothing to read.
         job = JOBS.Process(
             target=_epochs,
             args=(tmp_path, 1000 * (kill + 1), EVERY_EPOCH, deadly),
@@ -178,13 +178,13 @@ def test_kills_at_any_time(tmp_path):
     reader = open_reader(tmp_path)
     check_epoch(reader, 99)
     assert reader.tiers.counts.now().healed == 0
-    assert _reads(tmp_path) > SAMPLES, "no kill came while a sample was in flight"
+    assert _reads(tmp_path) > SAMPLES, "at least one kill must interrupt a read"
     _check_what_was_read_again(tmp_path)
     reader.close()
 
 
 def _permit_until_dead(permits, job):
-    """Lets the steady job go on: slowly, as the other may wait for it, and then a batch more."""
+    """Lets the steady job read slowly until the other job is dead, and then one more batch."""
     for _ in range(6000):
         permits.release()
         job.join(0.01)
@@ -200,9 +200,9 @@ def _check_what_was_read_again(folder):
     last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
     for sample in range(SAMPLES):
         *lost, _ = jobs = log["job"][log["sample"] == sample]
-        assert len(set(jobs)) == len(jobs), f"a job has read sample {sample} twice"
+        assert len(set(jobs)) == len(jobs), f"a job read sample {sample} twice"
         assert all(sample in last[job] for job in lost), (
-            f"sample {sample} was read by {jobs}, and was not in flight"
+            f"jobs {jobs} read sample {sample}, which was not in flight"
         )
 
 
@@ -260,7 +260,7 @@ def test_a_small_tier_is_filled_and_other_samples_are_read_through(tmp_path, slo
 
 
 def test_clearing_does_not_disturb_other_processes(tmp_path):
-    """Others read each sample whole and make again what has gone; all has room afterwards."""
+    """They read whole samples and regenerate cleared ones, and in the end the store holds all."""
     reader, other = (
         open_reader(tmp_path, heap_bytes=24_000),
         open_reader(tmp_path, heap_bytes=24_000),
@@ -299,7 +299,7 @@ print(reader.tiers.counts.now().unkept, reader.tiers.pool.filled)
 
 @pytest.mark.slow
 def test_a_full_disk_skips_one_tier(tmp_path):
-    """A tmpfs with room for the columns, and not for all that differs in size."""
+    """The file system has space for the columns, but not for all samples of many sizes."""
     root, disk = os.getcwd(), tmp_path / "disk"
     disk.mkdir()
     script = FULL.format(root=root, folder=str(disk), log=str(tmp_path / "log"))

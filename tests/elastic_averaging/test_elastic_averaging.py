@@ -1,4 +1,4 @@
-"""Workers that exchange with a server, each at its own pace; any number of them around any rank."""
+"""Workers exchange weights with a server on any rank, each at its own pace."""
 
 import collections
 import os
@@ -47,7 +47,7 @@ def _first_worker():
 
 
 class _Recorded:
-    """Records what both sides of each exchange know, while it is entered."""
+    """Records the values and differences of each exchange on both sides, within a `with` block."""
 
     def __init__(self):
         self.at_worker, self.at_server = [], []
@@ -92,9 +92,9 @@ def _gradient_steps(optimizer, variable, count):
         step(tf.constant(generator.normal(size=variable.shape), tf.float32))
 
 
-def test_memory_of_an_exchange(wire):
-    """The first case, before the allocator has kept anything of others."""
-    length = 16 * 2**20  # 64 MB, in two variables
+def test_an_exchange_needs_two_copies_on_workers_and_one_on_the_server(wire):
+    """This test is first, because the allocator retains the memory of earlier tests."""
+    length = 16 * 2**20  # 64 MB in two variables
     weights = [keras.Variable(np.zeros(length // 2, "float32"), name=name) for name in "ab"]
     optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), sync_every=1, alpha=ALPHA)
     optimizer.build(weights)
@@ -122,10 +122,10 @@ def test_memory_of_an_exchange(wire):
             server.Served.swap = own
     else:
         optimizer.run(train)
-    # The largest is that of the first exchange: later ones take what the allocator has kept.
+    # The first exchange has the highest peak; later ones reuse memory that the allocator retained.
     copies = max(peaks) / (4 * length)
     expected = 1 if is_server() else 2
-    # Half a copy is for the allocator and Gloo.
+    # The tolerance of half a copy is for the allocator and Gloo.
     assert expected - 0.5 < copies < expected + 0.5, f"{copies:.2f} copies of the weights"
 
 
@@ -151,14 +151,14 @@ def test_global_weights_gain_the_sum_of_the_worker_updates(wire):
         gained = variable.numpy() - start
         share = 1.0 if server_alpha is None else SERVER_ALPHA / ALPHA
         np.testing.assert_allclose(gained, share * everybody, rtol=1e-4, atol=1e-5)
-        # The last one is of steps that were left over: 4, and 5 and 1.
+        # Left-over steps cause a final exchange: 4 exchanges on one worker, and 5 on the other.
         assert len(recorded.at_worker) == (0 if is_server() else (7 + 2 * tp.rank() + 1) // 2)
         exchanges = exchange_objects(len(recorded.at_worker), wire, "exchanges")
         assert not is_server() or len(recorded.at_server) == sum(exchanges)
 
 
 def test_each_worker_receives_the_newest_global_weights(wire):
-    """Both sides know the same bits of a difference from the center as it is at that moment."""
+    """Both sides compute the same bits of the difference from the current global weights."""
     variable = keras.Variable(np.zeros(20, "float32"))
     optimizer = tp.ElasticAveraging(sgd(), sync_every=1, alpha=ALPHA)
     optimizer.build([variable])
@@ -179,7 +179,7 @@ def test_each_worker_receives_the_newest_global_weights(wire):
 
 
 class _Slow(keras.callbacks.Callback):
-    """Makes the last rank's steps take longer than those of the others."""
+    """Delays the steps of the last rank."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -205,7 +205,7 @@ def test_fit_ends_with_the_global_weights_on_all_ranks(wire):
     assert "sends per exchange" in text
     assert "alpha 0.3, server alpha 0.3" in text
     if is_server():
-        # Epochs that end while it evaluates are skipped.
+        # Epochs that end during an evaluation are skipped.
         assert 1 <= len(history["val_loss"]) <= 3
         assert model.history.epoch[-1] == 2
         workers = tp.workers().size
@@ -219,7 +219,7 @@ def test_fit_ends_with_the_global_weights_on_all_ranks(wire):
 @rank_1_serves
 def test_early_stopping_on_the_server_stops_all_ranks(wire):
     data = models.mlp.data(48)
-    # Four batches of six, half of the samples.
+    # The server evaluates four batches of six, which are half of the samples.
     weights, part = np.arange(48) % 3.0, slice(0, 24)
     validation = {"validation_data": (*data, weights), "validation_batch_size": 6}
     stop = keras.callbacks.EarlyStopping(
@@ -230,7 +230,7 @@ def test_early_stopping_on_the_server_stops_all_ranks(wire):
     )
     same_on_all_ranks(model.get_weights(), wire)
     assert len(history["val_loss" if is_server() else "loss"]) < 200
-    # Those of the best epoch, which the server's callback has restored.
+    # The server's callback has restored the weights of the best epoch.
     if is_server():
         x, y = (array[part] for array in data)
         found = model.evaluate(x, y, sample_weight=weights[part], verbose=0, return_dict=True)
@@ -252,11 +252,11 @@ def test_only_the_server_writes_files(wire):
 
 @rank_1_serves
 def test_a_resumed_run_starts_at_the_epoch_of_the_server(wire):
-    """With the server's rate, which a callback has changed."""
+    """A callback has changed the learning rate of the server, which the run resumes, too."""
     folder, data = shared_folder(wire), models.mlp.data(48)
 
     def trained(*arguments, **options):
-        # After all steps some are left, which the last snapshot has.
+        # Some steps are left over at the end, and the last snapshot includes them.
         made = tp.ElasticAveraging(sgd(), sync_every=5, alpha=ALPHA)
         rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 * 0.5**epoch)
         options["callbacks"] = [rate, *options["callbacks"]]
@@ -283,25 +283,26 @@ def test_non_finite_weights_do_not_reach_the_global_weights(wire):
     optimizer, variable, velocity = _of_one_variable()
     recovered = os.path.join(shared_folder(wire), "recovered")
     if is_server():
-        # As in a run that is resumed.
+        # The server starts with the state of a resumed run.
         velocity.assign([0.25] * 4)
         optimizer.iterations.assign(40)
 
     def train():
-        # As callbacks do in the course of training.
+        # Callbacks change the rate during training.
         optimizer.learning_rate = 0.01
         _gradient_steps(optimizer, variable, 3)
         if _first_worker():
             variable.assign([np.nan] * 4)
         _gradient_steps(optimizer, variable, 1)
         assert np.isfinite(variable.numpy()).all()
-        # Optimizer state and steps belong together: those of the server.
+        # Optimizer state and step count belong together, so the worker takes both from the server.
         assert (velocity.numpy() == 0.25).all() == _first_worker()
         assert int(optimizer.iterations) == (40 if _first_worker() else 44)
         assert float(optimizer.learning_rate) == np.float32(0.01)
         if _first_worker():
             os.mkdir(recovered)
-        # Until then no other worker may end: it would send the server its state.
+        # Until then no other worker may end, because it would send its optimizer state to the
+        # server.
         while not os.path.exists(recovered):
             time.sleep(0.01)
         _gradient_steps(optimizer, variable, 2)
@@ -319,7 +320,7 @@ def test_non_finite_weights_do_not_reach_the_global_weights(wire):
 
 
 def test_non_finite_optimizer_state_does_not_reach_the_server(wire):
-    """A gradient that is not finite in the last step of an epoch, after which slots travel."""
+    """The non-finite gradient occurs in the last step before workers send their state."""
     optimizer, variable, velocity = _of_one_variable()
 
     def train():
@@ -333,7 +334,7 @@ def test_non_finite_optimizer_state_does_not_reach_the_server(wire):
 
 
 class _Counted:
-    """Counts the float32 elements that this rank gives pairs' collectives, while it is entered."""
+    """Counts the float32 elements that this rank passes to collectives of pairs."""
 
     def __enter__(self):
         self.elements = collections.defaultdict(list)
@@ -369,16 +370,16 @@ def test_sent_bytes_equal_the_plan(wire):
         pairs = tp.workers().size if is_server() else 1
         assert elements["tp.swap"] == [per_exchange] * exchanges * pairs
         assert made.bytes_per_step == 4 * per_exchange / 3
-        # Of Adam two for each weight, its rate and its step counter.
+        # Adam has two values per weight, its learning rate and its step count.
         slots = 2 + 2 * sum(v.numpy().size for v in model.trainable_variables)
-        # A worker gives them at the end of two epochs, and takes the last.
+        # A worker sends this state at the end of both epochs, and receives the final state.
         given = [0, 0, slots] * pairs if is_server() else [0, slots, slots]
         assert sorted(elements["tp.slots"]) == sorted(given)
         assert f"a worker sends {readable_size(4 * slots)} of optimizer state" in str(made.plan)
 
 
 class _UpdateSizes(keras.callbacks.Callback):
-    """Keeps how much weights change in each step, as a mean over them."""
+    """Records the mean change of the weights in each step."""
 
     def __init__(self):
         super().__init__()
@@ -398,12 +399,12 @@ class _UpdateSizes(keras.callbacks.Callback):
 
 
 def test_adam_resumes_with_its_state_and_step_count(wire):
-    """Corrected for steps that its slots have not seen, the first would be ten times as large."""
+    """With a step count of 0 for its moments, the first update would be ten times as large."""
     folder, data = shared_folder(wire), models.mlp.data(96)
 
     def fitted(epochs, sizes):
         adam = keras.optimizers.Adam(1e-3, beta_1=0.1, beta_2=0.99)
-        # All exchanges are at the end: steps are Adam's alone.
+        # Workers exchange only at the end, so that all updates are Adam's.
         made = tp.ElasticAveraging(adam, sync_every=1000, alpha=ALPHA)
         callbacks = [keras_callbacks.Checkpoint(folder), sizes]
         model, _ = elastic_fitted(data, made, epochs=epochs, callbacks=callbacks)
@@ -420,7 +421,7 @@ def test_adam_resumes_with_its_state_and_step_count(wire):
     assert len(after.sizes) == step_count(96)
     usual = np.mean(before.sizes[-step_count(96) :])
     assert 0.5 * usual < after.sizes[0] < 2 * usual, (after.sizes, usual)
-    # All workers begin with what the server had in the end.
+    # All workers begin with the final state of the server.
     for found, expected in zip(after.begin, ended[-len(after.begin) :], strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -438,13 +439,13 @@ def test_optimizer_state_is_the_mean_over_workers(wire):
     everybody = [one for given in exchange_objects(own, wire, "velocities") for one in given]
     assert len(everybody) == tp.workers().size
     np.testing.assert_allclose(velocity.numpy(), np.mean(everybody, axis=0), rtol=1e-5, atol=1e-6)
-    # 5, and 7 of the second worker.
+    # The first worker takes 5 steps, and the second 7.
     assert int(optimizer.iterations) == 5 + (tp.workers().size - 1)
     same_on_all_ranks([velocity.numpy()], wire)
 
 
 def test_a_second_concurrent_training_is_refused(wire):
-    """A second fit goes on; one within a run, or another run, is refused on workers, who go on."""
+    """A later `fit` continues training. A `fit` or `run` within a run is refused."""
     data = models.mlp.data(48)
     model, _ = elastic_fitted(data, epochs=1)
     model.fit(*elastic_share(data), batch_size=BATCH, epochs=1, verbose=0)

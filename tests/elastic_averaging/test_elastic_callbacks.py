@@ -1,4 +1,4 @@
-"""Callbacks and hand-written loops around a server, which is rank 0."""
+"""Tests callbacks and custom loops with a server on rank 0."""
 
 import contextlib
 import csv
@@ -31,7 +31,7 @@ FEW, MANY = 48, 96
 
 @contextlib.contextmanager
 def _folder(wire):
-    """A folder that all ranks see, until all of them are done with it."""
+    """Yields a folder that all ranks share, and removes it after all ranks have used it."""
     folder = shared_folder(wire)
     try:
         yield folder
@@ -42,7 +42,7 @@ def _folder(wire):
 
 
 class _OtherCollectives:
-    """Records collectives between more than two ranks, while it is entered."""
+    """Records collectives of more than two ranks within a `with` block."""
 
     NAMES = ("all_reduce", "all_gather", "all_to_all", "broadcast")
 
@@ -86,7 +86,7 @@ def test_callbacks_for_synchronous_ranks_exchange_nothing_within_an_epoch(wire):
 
 
 class _EvaluatesSlowly(keras.callbacks.Callback):
-    """Holds the server's first evaluation until all workers have ended some epochs more."""
+    """Delays the server's first evaluation until all workers have finished further epochs."""
 
     def __init__(self, folder, epochs):
         super().__init__()
@@ -123,7 +123,8 @@ def test_epochs_that_end_during_an_evaluation_are_merged(wire):
             assert len(ended) < epochs
             assert set(ended) <= set(begun)
             assert slow.evaluations == len(ended)
-            # Of 2 workers in each of their epochs: what is evaluated is no older than the epoch.
+            # Each of 2 workers exchanges twice per epoch, and an evaluation is no older than its
+            # epoch.
             least = [2 * 2 * (epoch + 1) for epoch in ended]
             assert (np.greater_equal(logs["exchanges"], least)).all()
             assert any("ended during an evaluation" in line for line in lines)
@@ -149,14 +150,14 @@ def test_a_worker_without_batches_does_not_end_an_epoch(wire):
     if is_server():
         assert model.history.epoch[-1] == 2
         exchanges = model.history.history["exchanges"]
-        # 6 steps of the other worker in each epoch.
+        # The other worker takes 6 steps in each epoch.
         assert all(
             done >= 2 * (epoch + 1)
             for done, epoch in zip(exchanges, model.history.epoch, strict=True)
         )
 
 
-def test_ranks_agree(wire):
+def test_ranks_with_different_optimizers_or_epochs_are_refused(wire):
     made = [tp.ElasticAveraging(sgd()) for _ in range(2)]
     for optimizer in made:
         optimizer.build([keras.Variable([1.0])])
@@ -238,7 +239,7 @@ def test_a_failure_saves_the_epoch_to_resume_at(wire):
             return json.loads((newest / "meta.json").read_text())["epoch"]
 
         class Fails(keras.callbacks.Callback):
-            """Fails as a job does before the first epoch, and as one does after the last."""
+            """Simulates a failure before the first epoch, and one after the last epoch."""
 
             acts_at_server = True
 
@@ -267,7 +268,7 @@ def test_throughput_and_learning_rates_come_from_workers(wire):
 
 
 class _Normalized(Gan):
-    """A GAN whose generator has statistics of its own."""
+    """GAN whose generator has moving statistics."""
 
     def __init__(self):
         super().__init__()
@@ -281,7 +282,7 @@ class _Normalized(Gan):
         )
 
 
-def test_a_loop_of_two_optimizers_with_statistics(wire):
+def test_a_custom_loop_trains_two_optimizers_and_statistics(wire):
     gan, made = _Normalized(), [tp.ElasticAveraging(sgd(), sync_every=2) for _ in range(2)]
     gan.compile(*made)
     parts = gan.discriminator, gan.generator

@@ -1,4 +1,4 @@
-"""Workers around a server, which is rank 0, with models and data as users have them."""
+"""Tests workers and a server on rank 0 with the models and data of users."""
 
 import csv
 import os
@@ -35,8 +35,8 @@ from tests.training.test_unbuilt_models import UNBUILT, sequential
 pytestmark = pytest.mark.ranks("3", server_rank=0)
 
 
-def test_keras_hub_on_tf_data(wire):
-    """BERT in half precision, with texts of any length; its loss scale goes around."""
+def test_bert_in_half_precision_trains_on_tf_data(wire):
+    """The texts have any length, and a loss scale wraps the optimizer."""
     keras.utils.set_random_seed(5)
     keras.config.set_dtype_policy("mixed_float16")
     model = hub.bert()
@@ -68,8 +68,8 @@ def test_the_first_batch_builds_the_model(wire, make):
     assert len(model.get_weights()) == 4
 
 
-def test_a_pydataset_in_half_precision(wire):
-    """On threads of each worker, with inner accumulation."""
+def test_a_pydataset_trains_in_half_precision_with_accumulation(wire):
+    """Each worker reads the data with threads, and its inner optimizer accumulates gradients."""
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -78,11 +78,11 @@ def test_a_pydataset_in_half_precision(wire):
     history = model.fit(data, epochs=2, verbose=0).history
     same_on_all_ranks(elastic_state(model), wire)
     if is_server():
-        # 20 batches, of which 2 are left over.
+        # Each worker has 20 batches; the final exchange covers the last 2.
         assert history["exchanges"][-1] == 7 * tp.workers().size
 
 
-def test_two_optimizers_in_one_train_step(wire):
+def test_two_optimizers_of_one_train_step_train_together(wire):
     gan, made = Gan(2), [tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA) for _ in range(2)]
     gan.compile(*made)
     with Raises(ValueError, "optimizer.build"):
@@ -99,13 +99,13 @@ def test_an_overflow_does_not_delay_workers(wire):
         keras.config.set_dtype_policy("mixed_float16")
         return models.mlp()
 
-    # Loss scales above what float16 can hold.
+    # The first loss scales exceed the largest float16.
     inside = tp.ElasticAveraging(sgd(), sync_every=3, alpha=ALPHA)
     made = keras.optimizers.LossScaleOptimizer(inside, initial_scale=2.0**24)
     model, history = elastic_fitted(models.mlp.data(48), made, build, epochs=3)
     same_on_all_ranks(model.get_weights(), wire)
     assert np.isfinite(model.get_weights()[0]).all()
-    # Steps were skipped, and counted as calls all the same.
+    # Skipped steps do not count as updates, but as calls between exchanges.
     assert 0 < int(made.iterations) < step_count(48, 3)
     if is_server():
         assert history["exchanges"][-1] == tp.workers().size * step_count(48, 3) / 3
@@ -113,8 +113,8 @@ def test_an_overflow_does_not_delay_workers(wire):
         assert float(made.dynamic_scale) < 2.0**24
 
 
-def test_eager_steps_in_half_precision(wire):
-    """The first evaluation builds the metrics, in the first epoch."""
+def test_eager_steps_train_in_half_precision(wire):
+    """An evaluation in the first epoch builds the metrics, so that the log has their columns."""
     keras.config.set_dtype_policy("mixed_float16")
     folder, data = shared_folder(wire), models.mlp.data(32)
     path = os.path.join(folder, "log.csv")
@@ -147,8 +147,8 @@ def test_epochs_of_different_and_unknown_length(wire):
     assert model.optimizer.alpha == 0.9 / tp.workers().size
 
 
-def test_workers_send_state_of_layers(wire):
-    # Frozen weights differ in the beginning, and callbacks set the rate on workers.
+def test_workers_exchange_statistics_but_no_seeds_or_frozen_weights(wire):
+    # Frozen weights differ at the start, and callbacks set the learning rate on workers.
     keras.utils.set_random_seed(tp.rank())
     warmup = keras_callbacks.LearningRateWarmup(0.25, warmup_epochs=1)
     model, _ = elastic_fitted(models.mlp.data(96), build=with_state, epochs=3, callbacks=[warmup])
@@ -159,16 +159,15 @@ def test_workers_send_state_of_layers(wire):
     served = [peak.peak, normalization.moving_mean, normalization.moving_variance]
     assert all((v.numpy() != start).all() for v, start in zip(served, (0, 0, 1), strict=True))
     same_on_all_ranks([v.numpy() for v in served], wire)
-    # Though the layer was made with the same seed on all ranks.
+    # Seeds differ, although the layer was created with the same seed on all ranks.
     seeds = exchange_objects(str(model.layers[3].seed_generator.state.numpy()), wire, "seeds")
     assert len(set(seeds)) == wire.topology.size
-    # Neither frozen weights nor seeds.
     trained = [normalization.gamma, normalization.beta, *last.trainable_variables]
     exchanged = model.optimizer.exchanged_variables
     assert {v.path for v in exchanged} == {v.path for v in [*trained, *served]}
     if is_server():
         return
-    # As a step does that was traced with other statistics.
+    # Attach other statistics than those of the traced step.
     model.optimizer.attach(types.SimpleNamespace(), 0)
     with Raises(RuntimeError, "compile them again"):
         model.optimizer._swap_values(tf.zeros([3]))
@@ -200,7 +199,7 @@ def test_a_loop_without_models_does_not_change_moving_statistics(wire):
     assert fitted() == tp.size()
 
 
-def test_several_steps_in_one_execution(wire):
+def test_an_execution_may_have_several_exchanges(wire):
     keras.utils.clear_session(free_memory=False)
     data, model = models.mlp.data(96), models.mlp()
     optimizer = tp.ElasticAveraging(sgd(), sync_every=2, alpha=ALPHA)
@@ -214,8 +213,8 @@ def test_several_steps_in_one_execution(wire):
         assert history["exchanges"][-1] == tp.workers().size * step_count(96, 2) // 2
 
 
-def test_moving_statistics_and_augmentation_with_adam(wire):
-    """MobileNetV2, whose trace takes a minute, was tried by hand."""
+def test_moving_statistics_are_exchanged_with_augmentation_and_adam(wire):
+    """MobileNetV2, whose trace takes a minute, was tested by hand."""
     x, y = models.normalized.data(4 * tp.workers().size)
     model = models.normalized()
     optimizer = tp.ElasticAveraging(keras.optimizers.Adam(1e-3), sync_every=1)
@@ -226,6 +225,6 @@ def test_moving_statistics_and_augmentation_with_adam(wire):
     assert int(optimizer.iterations) == 2
     exchanged = {id(v) for v in optimizer.exchanged_variables}
     assert {id(v) for v in model.variables if "seed" not in v.path} == exchanged
-    # The server, too, has what only workers have trained.
+    # The server receives the weights and statistics that only workers train.
     moved = [np.abs(a - b).max() > 0 for a, b in zip(model.get_weights(), start, strict=True)]
     assert np.mean(moved) > 0.9

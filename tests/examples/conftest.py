@@ -1,4 +1,4 @@
-"""The examples as modules, and images that one of them draws."""
+"""Fixtures: the modules and the script of the DAWNBench example, and synthetic images."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ TRAIN, TEST, SIZE = 30, 20, 16
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules, which lie beside its script."""
+    """Yields the modules of the example, which lie next to its script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         from data import draw_shapes
@@ -25,7 +25,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def script(example):
-    """The script itself."""
+    """Yields the module of the script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         import dawnbench_resnet50

@@ -1,4 +1,4 @@
-"""Jobs in `examples/cluster`, as far as they can be checked without a platform."""
+"""Checks the jobs in `examples/cluster`, as far as possible without their platforms."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def documents(name):
 
 
 def variables(container):
-    """What a container sets itself; secrets count as their name."""
+    """Returns the variables that a container sets; a secret has the value "secret"."""
     return {one["name"]: one.get("value", "secret") for one in container["env"]}
 
 
@@ -80,7 +80,7 @@ def azureml():
     ],
 )
 def test_two_nodes_find_each_other(platform, source, host, port):
-    """With what the file sets, and what its platform adds by its documentation."""
+    """The variables are those of the file and those that the platform's documentation lists."""
     given = platform()
     known = {sources.NODES, sources.PORT, sources.TOKEN}
     assert {name for name in given if name.startswith("TFPOSEIDON_")} <= known
@@ -90,7 +90,7 @@ def test_two_nodes_find_each_other(platform, source, host, port):
 
 
 def mappings(tree):
-    """All mappings within a document."""
+    """Yields all mappings in a document."""
     if isinstance(tree, dict):
         yield tree
     if isinstance(tree, dict | list):
@@ -100,7 +100,7 @@ def mappings(tree):
 
 @pytest.mark.parametrize("name", ["indexed-job.yaml", "trainjob.yaml", "mpijob.yaml"])
 def test_pods_have_shared_memory(name):
-    """A pod's own has 64 MB."""
+    """By default, the shared memory of a pod is limited to 64 MB."""
     found = [one for document in documents(name) for one in mappings(document)]
     mounts = [one["name"] for one in found if one.get("mountPath") == "/dev/shm"]
     assert mounts == [one["name"] for one in found if "emptyDir" in one] == ["memory"]
@@ -114,12 +114,12 @@ def test_mpi_starts_a_rank_on_each_slot():
     (launcher,) = replicas["Launcher"]["template"]["spec"]["containers"]
     ranks = int(launcher["command"][launcher["command"].index("-np") + 1])
     assert ranks == job["spec"]["slotsPerWorker"] * replicas["Worker"]["replicas"]
-    # Names of workers resolve only once they are ready, and a failed launcher is not tried again.
+    # Names of workers resolve only when they are ready, and a failed launcher is not restarted.
     assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
 
 
 def test_ray_does_not_upload_the_sources_of_the_package():
-    """Workers would import them, and they are not compiled."""
+    """Workers would import these sources, in which the native ops are not compiled."""
     for path in (FOLDER / "ray_train.py", ROOT / "docs" / "clusters.md"):
         folder = re.search(r"--working-dir (\S+) -- python ray_train.py", path.read_text())[1]
         assert (ROOT / folder / "ray_train.py").exists()

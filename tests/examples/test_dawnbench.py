@@ -1,4 +1,4 @@
-"""Recipes, model, caches and the dry run of the DAWNBench example."""
+"""Tests recipes, model, caches and dry run of the DAWNBench example."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ def test_rates_follow_batches_and_epochs(example):
 
 
 def test_phases_are_those_of_the_paper(example):
-    """Section 5.6 and table 4 of CommLib."""
+    """The values are those of section 5.6 and Table 4 of CommLib."""
     recipe = example.recipes.recipe("paper", "paper")
     assert [(phase.epochs, phase.size, phase.batch) for phase in recipe.phases] == [
         (13, 96, 256),
@@ -43,7 +43,7 @@ def test_phases_are_those_of_the_paper(example):
 
 @pytest.mark.slow
 def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
-    """Its number of values; strides in the 3 x 3 convolutions; blocks that begin as identities."""
+    """Its strides are in the 3 x 3 convolutions, and each block begins as the identity."""
     recipe = example.recipes.recipe("paper", "paper")
     model = example.resnet.resnet(classes=1000, **recipe.model)
     values = [
@@ -53,7 +53,7 @@ def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
     assert values == [25_557_032, 25_610_152]
     kinds = {kind: [one for one in model.layers if isinstance(one, kind)] for kind in (CONV, NORM)}
     strided = Counter(one.kernel_size for one in kinds[CONV] if one.strides == (2, 2))
-    # The stem, the first block of three stages, and the projections beside these blocks.
+    # These are the stem, the first block of three stages, and the projections of these blocks.
     assert strided == {(7, 7): 1, (3, 3): 3, (1, 1): 3}
     gammas = [one.gamma.numpy() for one in kinds[NORM]]
     assert Counter(len(gamma) for gamma in gammas if not gamma.any()) == {
@@ -75,7 +75,7 @@ def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
     ],
 )
 def test_each_part_can_be_omitted(script, tmp_path, without, differs):
-    """Each changes one thing."""
+    """Omitting a part changes one setting and no other."""
 
     def seen(*arguments):
         options = script.parse_arguments(["--out", str(tmp_path), *arguments])
@@ -91,7 +91,7 @@ def test_each_part_can_be_omitted(script, tmp_path, without, differs):
 
 
 @pytest.mark.parametrize("without", [[], ["lars"]])
-def test_without_lars_sgd_trains(script, tmp_path, without):
+def test_without_lars_the_optimizer_is_sgd(script, tmp_path, without):
     tp.init()
     options = _options(script, tmp_path, *(["--without", *without] if without else []))
     optimizer = script.compiled(script.recipe_of(options), 10, options).optimizer.inner_optimizer
@@ -100,8 +100,8 @@ def test_without_lars_sgd_trains(script, tmp_path, without):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [[], ["--variables"]])
-def test_dry_run(script, monkeypatch, capsys, variables):
-    """It tells time, plan and memory, and leaves nothing behind."""
+def test_a_dry_run_prints_phases_memory_and_plans(script, monkeypatch, capsys, variables):
+    """It creates no files. `--variables` adds the plan of each scheme."""
     monkeypatch.setattr("sys.argv", ["dawnbench_resnet50.py", "--dry-run", *variables])
     assert script.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -115,9 +115,9 @@ def test_dry_run(script, monkeypatch, capsys, variables):
     schemes = [one[-1] for one in phases[4:]]
     assert "hitopk(wire_dtype=float16)" in " ".join(phases[4])
     assert schemes[1:] == ["torus2d(wire_dtype=float16)"] * 3
-    # 25,610,152 values, of which 25,557,032 have a gradient and a velocity.
+    # The model has 25,610,152 values, of which 25,557,032 have a gradient and a velocity.
     assert any("306.90 MB per rank" in line for line in lines)
-    # A plan for each of both schedules of schemes, and none where it is not asked for.
+    # `--variables` prints a plan for each of the two schemes.
     assert sum(line.startswith("Plan for 128 rank(s)") for line in lines) == 2 * len(variables)
 
 
@@ -140,7 +140,7 @@ def _options(script, out, *arguments):
 
 
 def test_a_folder_accepts_only_its_own_settings(script, tmp_path, monkeypatch):
-    """The same run goes on, whatever the order of its options; another is refused by name."""
+    """A run resumes with its options in any order; the error names options that differ."""
     tp.init()
     out = tmp_path / "run"
     script.keep_recipe(_options(script, out, "--without", "lars", "cache"))

@@ -1,4 +1,4 @@
-"""Handwritten digits that scikit-learn brings, in the place of a download of MNIST, and a CNN."""
+"""Returns scikit-learn's handwritten digits, which replace a download of MNIST, and a CNN."""
 
 import sysconfig
 from pathlib import Path
@@ -11,14 +11,14 @@ TRAIN = 1500
 
 
 def load_data():
-    """Returns images and labels to train and to test on, as `keras.datasets.mnist.load_data`."""
+    """Returns training and test data in the form of `keras.datasets.mnist.load_data`."""
     rows = np.loadtxt(DATA, delimiter=",", dtype=np.float32)
     images, labels = rows[:, :-1].reshape(-1, 8, 8, 1) / 16, rows[:, -1].astype(int)
     return (images[:TRAIN], labels[:TRAIN]), (images[TRAIN:], labels[TRAIN:])
 
 
 def build_model():
-    """Returns an unbuilt model, whose output is a probability of each digit."""
+    """Returns an unbuilt model that outputs the probability of each digit."""
     return keras.Sequential(
         [
             keras.layers.Conv2D(16, 3, activation="relu"),
