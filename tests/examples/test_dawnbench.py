@@ -154,7 +154,7 @@ def test_a_folder_accepts_only_its_own_settings(script, tmp_path, monkeypatch):
 
 @pytest.fixture
 def caches(script, example, drawn, tmp_path):
-    """Function from options to the caches of the drawn images; they are closed after the test."""
+    """Yields a function from options to caches of the synthetic images, and closes them."""
     tp.init()
     opened = []
 
@@ -170,7 +170,7 @@ def caches(script, example, drawn, tmp_path):
 
 
 def test_the_next_resolution_is_cached_in_the_background(caches):
-    """Each image is decoded once for each resolution, before its phase begins."""
+    """Each image is decoded once per resolution, before the phase with it begins."""
     every = caches()
     first, _ = every.begin(12, 14)
     for _ in first.dataset(10):
@@ -188,7 +188,7 @@ def test_without_a_cache_nothing_is_filled(caches):
     every = caches("--without", "cache")
     every.begin(12, 14)
     second, _ = every.begin(14, None)
-    # The first image, for shapes and types.
+    # The first image is read for its shape and dtype.
     assert second.stats().source_reads == 1
     for _ in range(2):
         for _ in second.dataset(10):

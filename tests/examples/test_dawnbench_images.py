@@ -1,4 +1,4 @@
-"""Images of the DAWNBench example: all formats, what is refused, and crops."""
+"""Tests the images of the DAWNBench example: formats, refused folders, and crops."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from tests.tfds_builder import OwnBuilder, prepare, tfds
 
 
 def _files(folder, part):
-    """Returns the files of a part with their classes, in the order of the folder."""
+    """Returns contents and class of each file of a part, in the order of the folder."""
     files = sorted((folder / part).glob("*/*.jpg"))
     names = sorted({file.parent.name for file in files})
     return [(file.read_bytes(), names.index(file.parent.name)) for file in files]
 
 
 def _as_records(folder, target):
-    """Writes images as the usual scripts for ImageNet do, with classes from 1."""
+    """Writes images in the form of the usual ImageNet scripts, with classes from 1."""
     for part, name in (("train", "train"), ("test", "validation")):
         with tf.io.TFRecordWriter(str(target / f"{name}-00000-of-00001")) as writer:
             for encoded, label in _files(folder, part):
@@ -37,7 +37,7 @@ def _as_records(folder, target):
 
 def _as_tfds(folder, target):
     class DrawnShapes(OwnBuilder):
-        """Images of a folder."""
+        """Data set of the images in `folder`."""
 
         def features(self):
             return {
@@ -58,7 +58,7 @@ def _as_tfds(folder, target):
 
 
 def _samples(images, found, source):
-    """Returns classes and pixels of a source, as the cache keeps them for crops of 14 pixels."""
+    """Returns the classes and pixels that the cache holds for crops of 14 pixels."""
     cache = images.cache_of(source, found.pair, 14, memory=None)
     (pixels, labels) = next(iter(cache.dataset(len(source), shuffle=False)))
     cache.close()
@@ -68,7 +68,7 @@ def _samples(images, found, source):
 
 
 @pytest.mark.parametrize("form", [lambda folder, target: str(folder), _as_records, _as_tfds])
-def test_images_in_all_formats_are_the_same(example, drawn, tmp_path, form):
+def test_all_formats_give_the_same_images(example, drawn, tmp_path, form):
     images = example.images
     found = images.open_images(form(drawn, tmp_path))
     for part, source in (("train", found.train), ("test", found.test)):
@@ -93,7 +93,7 @@ def test_folders_with_other_classes_are_refused(example, drawn, tmp_path):
 
 
 def test_labeled_images_are_used_for_validation(example, drawn, tmp_path):
-    """ImageNet's `test` has no labels, so that it is the last choice."""
+    """`test` is the last choice, because it has no labels in ImageNet."""
     images = example.images
     for name in ("train", "validation", "val", "test"):
         (tmp_path / name).symlink_to(drawn / "test")
@@ -122,7 +122,7 @@ def test_classes_outside_imagenet_are_refused(example, label):
 
 
 def test_crops_depend_on_the_samples_of_the_batch(example, drawn, tmp_path):
-    """Another order of samples has other crops, the same one the same."""
+    """The crops of an epoch are reproducible, and differ between epochs."""
     images = example.images
     found = images.open_images(str(drawn))
     cache = images.cache_of(found.train, found.pair, 12, memory=tmp_path / "memory")
@@ -140,8 +140,8 @@ def test_crops_depend_on_the_samples_of_the_batch(example, drawn, tmp_path):
 
 
 @pytest.mark.slow
-def test_shape_and_texture_are_not_linear(example):
-    """A linear model of the pixels stays below 60 % of what must be told apart."""
+def test_synthetic_images_are_not_linearly_separable(example):
+    """The accuracy of a linear model of the pixels stays below 60 %."""
     draw_shapes = example.draw_shapes
     rng = np.random.default_rng(0)
     labels = np.arange(1600) % len(draw_shapes.CLASSES)

@@ -1,4 +1,4 @@
-"""The clock of the DAWNBench example, what it writes, and the plot."""
+"""Tests the clock, the records and the plot of the DAWNBench example."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import tfposeidon as tp
 
 @pytest.fixture
 def records_of(example, tmp_path, monkeypatch):
-    """Function from an epoch to the records of a run that goes on there; it has a false clock."""
+    """Returns a maker of records for a run that starts at an epoch, with a simulated clock."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(example.records.time, "perf_counter", lambda: clock.now_s)
     tp.init()
@@ -45,8 +45,8 @@ def records_of(example, tmp_path, monkeypatch):
     return SimpleNamespace(begin=begin, train=train, wait=wait)
 
 
-def test_the_time_excludes_other_work_than_training(records_of, capsys):
-    """Time between epochs counts; evaluation, and what was before the first epoch, do not."""
+def test_the_time_excludes_evaluation_and_start(records_of, capsys):
+    """Time between epochs counts. Evaluation and time before the first epoch do not."""
     kept = records_of.begin(0)
     records_of.wait(50)
     records_of.train(kept, 0, accuracy=0.5, trained_s=10, evaluated_s=100)
@@ -67,7 +67,7 @@ def test_the_time_continues_after_an_interruption(records_of):
     assert kept.reached is None
     for epoch in range(2):
         records_of.train(kept, epoch, accuracy=0.95, trained_s=10, evaluated_s=1)
-    # The snapshot is of the second epoch, which is trained again.
+    # The snapshot is that of the first epoch, so the second epoch is trained again.
     records_of.wait(1000)
     again = records_of.begin(1)
     records_of.train(again, 1, accuracy=0.5, trained_s=7, evaluated_s=1)

@@ -1,4 +1,4 @@
-"""Examples refuse more ranks than a step has samples."""
+"""Examples refuse to run on more ranks than a step has samples."""
 
 import importlib
 
@@ -19,5 +19,5 @@ def test_more_ranks_than_samples_are_refused(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["custom_loop", "gan"])
-def test_small_examples_stay_small(name):
+def test_minimal_examples_stay_below_their_line_limit(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 100

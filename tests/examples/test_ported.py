@@ -21,7 +21,7 @@ NAMES = ("keras_mnist", "keras_mnist_advanced", "tensorflow2_keras_mnist")
 
 
 def left_column():
-    """The calls that the page's tables of Horovod and Keras map."""
+    """Returns the calls in the left column of the page's table for `horovod.keras`."""
     page = (ROOT / "docs" / "migration.md").read_text()
     table = page.split("## Calls of `horovod.keras`")[1].split("\n## ")[0]
     return " ".join(re.findall(r"^\| (.+?) \| ", table, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Memory of a rank: no growth, and at most one extra copy of the gradients in flight."""
+"""The memory of a rank does not grow, and holds at most one extra copy of the gradients."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ SGD = keras.optimizers.SGD
 
 
 def test_memory_does_not_grow(wire):
-    # A leak of one copy of these gradients per step would be 400 MB.
+    # A leak of one copy of the gradients per step would add 400 MB.
     model = keras.Sequential(
         [keras.Input((20,)), keras.layers.Dense(25_000), keras.layers.Dense(models.CLASSES)]
     )
@@ -29,13 +29,13 @@ def test_memory_does_not_grow(wire):
     assert resident_bytes() - before < 20e6
 
 
-def test_one_extra_copy_of_the_gradients(wire):
+def test_an_exchange_needs_one_extra_copy_of_the_gradients(wire):
     length = 16 * 2**20  # 64 MB
     plain = _peak_of_a_step(SGD(0.1), length)
     for scheme in ("allreduce", "alltoall", tp.schemes.AllToAll(wire_dtype="float16"), "torus2d"):
         ours = _peak_of_a_step(tp.DistributedOptimizer(SGD(0.1), scheme=scheme), length)
         extra = (ours - plain) / (4 * length)
-        # Gloo's own buffers are small; half a copy is for the allocator.
+        # Gloo's own buffers are small; the tolerance of half a copy is for the allocator.
         assert extra < 1.5, f"{scheme}: {extra:.2f} copies of the gradients"
 
 

@@ -1,4 +1,4 @@
-"""Times within a step."""
+"""Tests times that are measured within a step."""
 
 import time
 
@@ -17,7 +17,7 @@ def _sleep(value):
 @tf.function
 def _times(x):
     early = [x + 1.0, None, tf.IndexedSlices(x * 2.0, tf.constant([0]))]
-    # Stateful, as Python functions are: a stateful op after it would wait for it.
+    # This function is stateful, so that a later stateful op would wait for it.
     late = tf.ensure_shape(tf.numpy_function(_sleep, [x], x.dtype), x.shape)
     return time_after(early), time_after([*early, late])
 
@@ -29,6 +29,6 @@ def test_available_gradients_do_not_wait_for_python_functions():
     assert last_s - first_s > SLEEP_S / 2
 
 
-def test_without_gradients_the_time_is_now():
+def test_without_gradients_the_current_time_is_returned():
     before_s = time.time()
     assert before_s <= float(time_after([None])) <= time.time()

@@ -1,4 +1,4 @@
-"""Lists cut for ranks, and the parallel tensor operator on ranks in one process."""
+"""Tests the division of lists into parts, and the parallel tensor operator in one process."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def largest(sizes, cuts):
 
 @pytest.mark.parametrize("parts", range(1, 8))
 @pytest.mark.parametrize("seed", range(6))
-def test_no_other_cuts_are_better(seed, parts):
+def test_balanced_parts_have_the_smallest_possible_maximum(seed, parts):
     sizes = np.random.default_rng(seed).integers(0, 20, 7).tolist()
     cut = balanced_parts(sizes, parts)
     assert len(cut) == parts
@@ -37,7 +37,7 @@ def test_no_other_cuts_are_better(seed, parts):
 
 
 @pytest.mark.parametrize(("length", "parts"), [(0, 3), (2, 5), (7, 3), (12, 4)])
-def test_even_parts(length, parts):
+def test_even_parts_differ_by_at_most_one_element(length, parts):
     cut = even_parts(length, parts)
     sizes = [end - begin for begin, end in cut]
     assert sum(sizes) == length
@@ -46,7 +46,7 @@ def test_even_parts(length, parts):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
-def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
+def test_parallel_norms_have_the_bits_of_one_rank(ranks):
     cluster = Cluster(Topology.regular(0, ranks, ranks).nodes)
     rows = [[tf.constant(t), tf.constant(2 * t)] for t in TENSORS]
     expected = local_norms(TENSORS, rows).numpy()
@@ -54,5 +54,5 @@ def test_norms_in_parallel_are_those_of_one_rank_bit_by_bit(ranks):
         lambda wire: parallel_operator.parallel_norms(wire, "norms")(TENSORS, rows)
     ):
         np.testing.assert_array_equal(found, expected)
-    # Two numbers a layer reach each other rank, and nothing else does.
+    # Each rank sends two numbers per layer to each other rank, and nothing else.
     assert sum(cluster.sent.values()) == 4 * 2 * len(TENSORS) * (ranks - 1)

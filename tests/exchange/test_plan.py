@@ -1,4 +1,4 @@
-"""Order, buckets, bytes and printed text of plans."""
+"""Tests order, buckets, bytes and printed text of plans."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_buckets_hold_each_variable_once_in_reverse_order(bucket_bytes):
     assert all(list(b.members) == sorted(b.members, reverse=True) for b in buckets)
     complete = [min(b.members) for b in buckets]
     assert complete == sorted(complete, reverse=True), (
-        "a bucket must not stand before one that is complete earlier"
+        "buckets must be in the order of their last gradients"
     )
     assert all(b.bytes <= bucket_bytes or len(b.members) == 1 for b in buckets)
 
@@ -47,9 +47,9 @@ def test_large_variables_have_their_own_bucket():
     assert {d.shape for d in buckets[-2].descriptions} == {(32,)}
 
 
-def test_bucket_sizes():
+def test_the_bucket_size_determines_the_number_of_buckets():
     assert len(_plan(0).buckets) == 12
-    # The first is exactly full.
+    # The first of these buckets is exactly full.
     assert [len(b.members) for b in _plan(4224 * 4).buckets] == [8, 4]
     assert len(_plan(10**9).buckets) == 1
 
@@ -59,12 +59,12 @@ def test_variables_of_exactly_the_least_length_are_not_small():
     assert {(b.length, b.scheme.name) for b in buckets} == {(1024, "hitopk"), (32, "allreduce")}
 
 
-def test_dtypes_are_not_mixed():
+def test_a_bucket_has_one_dtype():
     halves = [*LAYERS, Description("half/kernel", (8,), "float16")]
     assert [b.dtype for b in _plan(10**9, descriptions=halves).buckets] == ["float16", "float32"]
 
 
-def test_bytes_of_16_nodes_of_8():
+def test_the_default_plan_sends_the_bytes_of_a_torus():
     cost = _plan(10**9).cost
     size = 6 * (32 * 32 + 32) * 4
     assert cost.node_bytes == pytest.approx(2 * size * 7 / 8)
@@ -91,7 +91,7 @@ def test_plan_prints_a_table():
 
 
 def test_a_rule_without_a_match_is_named():
-    """Keras renumbers the layers of a rebuilt model."""
+    """A common cause is that Keras numbers the layers of a rebuilt model anew."""
     plan = _plan(
         0,
         [
@@ -106,7 +106,7 @@ def test_a_rule_without_a_match_is_named():
     assert f"note: {plan.notes[0]}" in str(plan)
 
 
-def test_plan_as_json():
+def test_a_plan_is_exported_as_json():
     content = json.loads(_plan(4224 * 6).to_json())
     first = content["buckets"][0]
     assert first["scheme"] == "torus2d"
@@ -124,7 +124,7 @@ def test_auto_reports_the_missing_network_profile():
 
 
 def test_shard_owners_hold_equal_bytes():
-    """Over layers of every size, to within one value of each bucket."""
+    """The layers have many sizes, and shards of a bucket differ by at most one value."""
     sizes = [3, 700, 65_000, 1_000_001, 40, 9_999, 300_000, 12]
     layers = [Description(f"layer_{i}", (n,), "float32") for i, n in enumerate(sizes)]
     store = schemes.ParameterServer()
@@ -137,7 +137,7 @@ def test_shard_owners_hold_equal_bytes():
                 for rank in range(nodes)
             ]
             here = np.array([4 * (end - begin) for begin, end in ranges])
-            # A bucket keeps all links busy.
+            # All links are busy during each bucket, because its shards are equal, too.
             assert max(here) - min(here) <= 4
             held += here
         assert max(held) - min(held) <= 4 * len(made.buckets)
@@ -145,7 +145,7 @@ def test_shard_owners_hold_equal_bytes():
 
 
 def test_the_number_of_participating_ranks_is_an_integer():
-    """41 times a 41st is less than 1 in 32 bits: ranks would seem to be out of data."""
+    """In float32, 41 times 1/41 is less than 1, as if a rank had exhausted its input."""
 
     def count(wire):
         exchanger = Exchanger(_plan(0, "allreduce", wire.topology, LAYERS[1:2]), wire)
@@ -158,7 +158,7 @@ def test_the_number_of_participating_ranks_is_an_integer():
 
 
 class OfEachRank(policies.HybComm):
-    """Chooses by the rank once gradients were read, as where processors round differently."""
+    """Chooses another scheme on rank 1 once gradients are read, as rounding might."""
 
     reader = SimpleNamespace(
         find=lambda *_: None,

@@ -1,4 +1,4 @@
-"""Sums over the bytes of tensors, which GPUs make of what they hold."""
+"""Tests checksums of tensors, which GPUs compute of their own tensors."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ DTYPES = "bool float8_e4m3fn int8 float16 bfloat16 uint16 float32 int32 float64 
 
 @pytest.mark.parametrize("dtype", DTYPES.split())
 def test_checksums_depend_on_each_bit_and_the_order(dtype):
-    """Also of numbers such as 1, most of whose bits are zero."""
+    """The numbers include 1, most of whose bits are zero."""
     numbers = np.array([1, 0, 1, 2, 0.5], "float32").astype(tf.as_dtype(dtype).as_numpy_dtype)
     versions = [numbers, numbers[::-1]]
     for byte in range(numbers.nbytes if dtype != "bool" else 0):

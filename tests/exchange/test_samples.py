@@ -1,4 +1,4 @@
-"""Samples that ranks weigh by: as expected, and others; what each step sends for them."""
+"""Tests weights by numbers of samples, both expected and unexpected, and what each step sends."""
 
 import contextlib
 import re
@@ -35,7 +35,7 @@ def _expected(step):
 
 
 def _steps(optimizer, weight, wire, wrapped):
-    """Takes a step for each of the counts, and yields the weights after it."""
+    """Takes one step for each entry of `COUNTS`, and yields the weights after each step."""
 
     def step(gradient, count):
         optimizer.apply([gradient], [weight], sample_count=count)
@@ -58,7 +58,7 @@ def test_means_are_over_all_samples(wire, wrapped):
 
 
 def test_a_scheme_with_a_residual_loses_no_gradient(wire):
-    """Also where a step was exchanged twice: what was sent and what is left are the mean's sum."""
+    """Applied gradients and residuals add up to the mean, also if a step is exchanged twice."""
     weight = keras.Variable(np.zeros(8, "float32"), name="weight")
     scheme = tp.schemes.TopK(density=0.5, min_elements=0)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme=scheme)
@@ -79,7 +79,7 @@ def test_a_step_waits_for_a_count_only_if_batch_sizes_differ(wire):
         all_reduce=mock.Mock(wraps=wire.all_reduce, side_effect=_noted(calls)),
         all_gather=mock.Mock(wraps=wire.all_gather, side_effect=_noted(calls)),
     ):
-        # The first step compares what ranks are about to do, by other collectives.
+        # In the first step, ranks also compare their plans, by other collectives.
         optimizer.exchange.exchanger([weight])
         for _ in _steps(optimizer, weight, wire, False):
             seen.append(sum(".bucket" in name or "samples" in name for name in calls))
@@ -96,7 +96,7 @@ def _noted(calls):
 
 
 def test_no_bucket_waits_for_the_gradient_of_another(wire):
-    """Also where the last variable of the list is not the one whose gradient is there first."""
+    """The gradient of the last variable in the list need not be the first to exist."""
     weights = [keras.Variable(np.ones((8, 8), "float32"), name=name) for name in "ab"]
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), "allreduce", bucket_bytes=0)
 
@@ -109,13 +109,13 @@ def test_no_bucket_waits_for_the_gradient_of_another(wire):
     inputs = [tensor.op for tensor in graph.inputs[:2]]
     buckets = {name: op for op in graph.get_operations() if (name := bucket_of(op, graph))}
     assert set(buckets) == {"bucket_0", "bucket_1"}
-    # The last variable is in the first bucket.
+    # The last variable of the list is in the first bucket.
     assert inputs[1] not in ancestors(buckets["bucket_1"], graph)
 
 
 @contextlib.contextmanager
 def _exchanged(wire):
-    """Yields a set of what the steps exchange that are traced in this context."""
+    """Yields a set of the names that steps exchange, of steps traced in this context."""
     calls, names = [], set()
     with mock.patch.multiple(
         wire,
@@ -128,21 +128,21 @@ def _exchanged(wire):
 
 
 def _fitted(model, rows, wire):
-    """Fits a model on some rows; returns what the traced steps exchange."""
+    """Fits a model on a number of samples, and returns the names that the traced steps exchange."""
     with _exchanged(wire) as names:
         model.fit(*models.mlp.data(rows), batch_size=4, shuffle=False, verbose=0)
     return names
 
 
 def test_fits_with_equal_batches_count_nothing(wire):
-    """Unlike those with a smaller last batch, and single batches after them."""
+    """Fits with a smaller last batch, and single batches, do exchange numbers of samples."""
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
     model.compile(optimizer, models.LOSS)
     assert _fitted(model, 16, wire) == {"bucket_0"}
     assert _fitted(model, 16, wire) == set()
     assert _fitted(model, 14, wire) == {"all_samples", "samples", "bucket_0"}
-    # A single batch after a fit with equal ones.
+    # A single batch follows a fit with equal batches.
     assert _fitted(model, 16, wire) == {"bucket_0"}
     rows = 2 + 4 * wire.topology.rank
     with _exchanged(wire) as names:
@@ -153,7 +153,7 @@ def test_fits_with_equal_batches_count_nothing(wire):
 
 
 class Nested(keras.Sequential):
-    """A model whose train step calls a function that keeps its traces."""
+    """Model whose train step calls a function that keeps its traces."""
 
     def train_step(self, data):
         return {"loss": self.update(*data)}
@@ -169,8 +169,8 @@ class Nested(keras.Sequential):
 
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("eagerly", [False, True])
-def test_functions_inside_of_train_steps_count_always(wire, eagerly, accumulated):
-    """They are not traced again in fits in which ranks have unequal batches."""
+def test_functions_within_train_steps_always_count_samples(wire, eagerly, accumulated):
+    """Keras does not retrace such a function for a later `fit` with unequal batches."""
     model = Nested(models.mlp().layers)
     sgd = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulated)
     optimizer = tp.DistributedOptimizer(sgd, scheme="allreduce")
@@ -181,8 +181,8 @@ def test_functions_inside_of_train_steps_count_always(wire, eagerly, accumulated
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
 
 
-def test_further_calls_of_a_step_count(wire):
-    """They may lack gradients that the first call has."""
+def test_a_step_with_a_second_call_counts_samples(wire):
+    """The second call may lack gradients that the first call has."""
 
     class Twice(keras.Sequential):
         def train_step(self, data):

@@ -1,4 +1,4 @@
-"""Communication of the top layers overlaps the backward pass of the bottom ones."""
+"""The exchange of the top layers overlaps the backward pass of the lower layers."""
 
 import json
 import tempfile
@@ -42,7 +42,7 @@ def test_no_collective_waits_with_loss_scaling_and_clipping(wire):
 
 
 class Slow(keras.layers.Layer):
-    """A dense layer whose backward pass takes a while without using the processor."""
+    """Dense layer whose backward pass sleeps for a while."""
 
     def __init__(self, pause_s):
         super().__init__()
@@ -64,7 +64,7 @@ def _pause_backward(tensor, pause_s):
 
 
 def _delayed(tensor, pause_s):
-    """The same so much later, without the processor."""
+    """Returns the tensor after a pause, in which the processor is free."""
 
     def sleep(values):
         time.sleep(pause_s)
@@ -95,12 +95,12 @@ def test_timeline_shows_the_overlap(wire):
         done = _completions(path.read_text()) if wire.topology.rank == 0 else {}
     if wire.topology.rank == 0:
         order = sorted(done, key=done.get)
-        # The last two are the first layer's kernel and the bucket of its bias and all small
-        # variables: they become ready together.
+        # Omit the last two, the first layer's kernel and the bucket of all small variables, which
+        # are complete at the same time.
         assert order[:-2] == sorted(order, key=lambda name: int(name.rpartition("_")[2]))[:-2], (
             order
         )
-        # The top bucket is through the wire while the layers below are still computing.
+        # The top bucket is exchanged before the backward pass of the lower layers ends.
         ahead = done[order[-1]] - done[order[0]]
         assert ahead > (layers - 2) * pause_s * 1e6, (
             f"{ahead / 1e6:.2f} s between first and last exchange: {done}"
@@ -108,7 +108,7 @@ def test_timeline_shows_the_overlap(wire):
 
 
 def _completions(text):
-    """When each bucket's exchange ended, in microseconds, from Horovod's timeline."""
+    """Returns when the exchange of each bucket ended, in microseconds, from Horovod's timeline."""
     events = json.loads(text.rstrip().rstrip(",") + ("" if text.rstrip().endswith("]") else "]"))
     names = {
         e["pid"]: e["args"]["name"]
@@ -125,22 +125,22 @@ def _completions(text):
 
 
 class Delayed(tp.schemes.AllReduce):
-    """An all-reduce that takes a while longer."""
+    """All-reduce that starts after a pause."""
 
     def exchange(self, gradient, state, wire, name):
         return super().exchange(_delayed(gradient, EXCHANGE_S), state, wire, name)
 
 
 def test_exposed_communication_is_the_time_not_overlapped(wire):
-    """Only the exchange of the last gradients counts, not those hidden by the backward pass."""
+    """Only the exchange of the last gradients is exposed; the backward pass hides the others."""
     shown_s = _exposed_s("slow/dense.*/kernel", backward_s=2 * EXCHANGE_S)
     assert shown_s >= EXCHANGE_S
-    # Beside the other, as a busy machine makes both longer.
+    # Compare both exposed times, because load on the machine lengthens both.
     assert 0 < _exposed_s("slow_1/dense.*/kernel", backward_s=2 * EXCHANGE_S) < shown_s
 
 
 def _exposed_s(delayed, backward_s):
-    """Of one step of two layers, the upper one's gradients so long before the lower one's.
+    """Returns the exposed seconds of a step of two layers, whose gradients are `backward_s` apart.
 
     Args:
       delayed: Pattern of the variables whose exchange takes `EXCHANGE_S`.

@@ -1,4 +1,4 @@
-"""With gradient accumulation, gradients are sent densely, and the plan shows why."""
+"""With gradient accumulation, gradients are sent densely, and the plan states the reason."""
 
 import keras
 import pytest
@@ -24,7 +24,7 @@ def accumulating():
     return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
 
 
-def test_equal_to_one_process(wire):
+def test_hybcomm_trains_like_one_process_by_the_parameter_server(wire):
     start, data = large_table(), token_batches(STEPS * BATCH)
     reference = train_alone(models.copy(large_table, start), data, accumulating())
     optimizer = tp.DistributedOptimizer(accumulating(), scheme="hybcomm")
@@ -36,7 +36,7 @@ def test_equal_to_one_process(wire):
         assert {choice.reason for choice in bucket.choices} == {WHY}
 
 
-def test_rules_by_factors_are_refused(wire):
+def test_rules_that_require_factors_are_refused(wire):
     optimizer = tp.DistributedOptimizer(accumulating(), scheme=KERNELS)
     with pytest.raises(
         ValueError, match=f"'factors' requires gradients.*whose gradient has no factors.*{WHY}"

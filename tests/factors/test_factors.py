@@ -1,4 +1,4 @@
-"""Sufficient factors train as matrices do, and the local product leaves the graph."""
+"""Sufficient factors give the same weights as matrices, without a local matrix product."""
 
 import json
 import re
@@ -62,8 +62,8 @@ def test_embeddings_send_rows(wire):
         assert "sent as a dense matrix" not in str(optimizer.plan)
 
 
-def test_factors_of_unequal_batches(wire):
-    """Every rank another number of rows, and another weight."""
+def test_factors_of_unequal_batches_equal_one_process(wire):
+    """Ranks have different numbers of rows and therefore different weights in the mean."""
     x, y = models.mlp.data(40)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=40)
@@ -77,8 +77,8 @@ def test_factors_of_unequal_batches(wire):
 
 
 @pytest.mark.ranks("2x2")
-def test_products_summed_in_the_node(wire):
-    """Where factors of that many rows are more than the matrix."""
+def test_products_of_many_rows_are_summed_in_the_node(wire):
+    """The factors of all rows would be larger than the matrix."""
     x, y = models.mlp.data(64 * wire.topology.size)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), (x, y), sgd(), batch_size=len(x))
@@ -92,8 +92,8 @@ def test_products_summed_in_the_node(wire):
     assert "factors(sums_in_node=True)" in str(optimizer.plan)
 
 
-def test_factors_in_half_precision(wire):
-    """Rebuilt in 32 bits from what the layers computed in 16; the loss scale inside."""
+def test_factors_of_half_precision_are_multiplied_in_float32(wire):
+    """The optimizer is inside a loss scale, and layers compute in float16."""
     keras.config.set_dtype_policy("mixed_float16")
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
@@ -129,8 +129,8 @@ def test_the_step_has_no_local_product_and_no_serialized_collective(wire):
     ]
     local = [op for op in products if "gradient_tape" in op.name]
     assert len(local) == 2, [op.name for op in products]
-    assert not kept & set(local), "the local product is still computed"
-    # Others are in the branches of steps with few rows and with many.
+    assert not kept & set(local), "the graph still computes the local product"
+    # The exchange adds no further product outside of the branches for few and many rows.
     assert set(products) == set(local)
 
 
@@ -157,7 +157,7 @@ def test_hybcomm_reports_the_compared_bytes(wire):
 
 
 def test_gradients_without_factors_are_all_reduced(wire):
-    """Attention's biases and kernels of convolutions have gradients that are no products."""
+    """Examples are the biases of attention and the kernels of convolutions."""
     for build, path, why in (
         (models.attention, "query/bias", "it comes from Sum"),
         (models.cnn, "conv2d.*/kernel", "it comes from Conv2DBackpropFilter"),
@@ -175,7 +175,7 @@ def test_gradients_without_factors_are_all_reduced(wire):
         assert "factors" in {bucket.scheme.name for bucket in buckets.values()}
 
 
-def test_no_factors_at_all(wire):
+def test_a_model_without_any_factors_is_refused(wire):
     model = keras.Sequential(
         [keras.Input((10, 10, 2)), keras.layers.Conv2D(models.CLASSES, 10), keras.layers.Flatten()]
     )
@@ -189,7 +189,7 @@ def test_no_factors_at_all(wire):
 
 
 def test_non_finite_factors_reach_all_ranks(wire):
-    """Also where one rank alone has them."""
+    """Only one rank has non-finite factors."""
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=KERNELS), loss=models.LOSS)
     x, y = models.mlp.data(4)
@@ -217,7 +217,7 @@ def test_hybcomm_compares_again_for_another_batch_size(wire):
 
 
 def test_a_trace_without_factors_sends_the_matrix(wire):
-    """The last rank clips before it applies, against a plan of factors; its peers need not know."""
+    """The last rank clips gradients in its second trace, unlike the plan and the other ranks."""
     start = np.random.default_rng(0).normal(size=(6, 4)).astype("float32")
     x = np.random.default_rng(1).normal(size=(wire.topology.size, 3, 6)).astype("float32")
 
@@ -251,7 +251,7 @@ def test_a_trace_without_factors_sends_the_matrix(wire):
         train(regularized=True)
 
 
-def test_plain_variables(wire):
+def test_hybcomm_trains_tensorflow_variables(wire):
     weight = tf.Variable(np.ones((6, 4), "float32"))
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(1.0), scheme="hybcomm")
     x = tf.constant(np.full((2, 6), 1.0 + wire.topology.rank, "float32"))

@@ -1,4 +1,4 @@
-"""In the lab, HybComm sends what suits a step's rows, whoever feeds it, and the plan says so."""
+"""In the lab, HybComm chooses its scheme from the rows of each step, whatever feeds the model."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def _dataset(x, y, rows):
 
 
 class _Source:
-    """A share of samples for every rank."""
+    """Source with this number of samples for each rank."""
 
     signature = (tf.TensorSpec([WIDTH]),)
 
@@ -47,7 +47,7 @@ class _Source:
 
 
 class _ByCache:
-    """A memory for each node, which sends the other nothing."""
+    """Feeds a model from a cache with a replica on each node."""
 
     def __init__(self, wire, folder):
         self.memory = folder / f"memory{wire.topology.node_index}"
@@ -79,7 +79,7 @@ def _by_train_on_batch(model, x, y, rows):
 
 
 class _HandWritten:
-    """A step of the user's own, which says nothing of samples; one trace for all batches."""
+    """Feeds a custom step without sample counts, which has one trace for all batch sizes."""
 
     def __init__(self):
         self.step = None
@@ -125,7 +125,7 @@ def _check(name, make, many, wire):
     for rows, scheme in ((2, "factors"), (many, "ps"), (2, "factors")):
         batch = np.random.default_rng(0).normal(size=(rows, WIDTH)).astype("float32")
         step = make(model, batch, batch, rows)
-        # The first time it is traced.
+        # The first call traces the step.
         step()
         (bucket,) = model.optimizer.plan.buckets
         assert bucket.scheme.name == scheme, (name, rows, str(model.optimizer.plan))

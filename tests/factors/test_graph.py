@@ -1,4 +1,4 @@
-"""Factors read off the graph: their product is the gradient, for all layers of Keras."""
+"""The product of the factors that are found in the graph is the gradient, for all Keras layers."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ def _tied(x):
 
 
 class Tied(L.Layer):
-    """Model whose embeddings are also the classifier's kernel."""
+    """Model whose embeddings are also the kernel of its classifier."""
 
     def build(self, shape):
         self.embeddings = self.add_weight(shape=(11, 6))
@@ -43,7 +43,7 @@ class Transposed(L.Layer):
 
 
 REGULARIZED = {"kernel_regularizer": keras.regularizers.L1L2(0.01, 0.02)}
-# Input shape, layers, and the shapes of variables that have factors.
+# Each entry has the input shape, the layers, and the shapes of variables that have factors.
 MODELS = {
     "two dense": ((6,), lambda x: L.Dense(3)(L.Dense(5, activation="tanh")(x)), [(6, 5), (5, 3)]),
     "regularized": ((6,), lambda x: L.Dense(5, **REGULARIZED)(x), [(6, 5)]),
@@ -92,7 +92,7 @@ def _under(policy):
 
 
 def _read_all(model, shape, whole, batch):
-    """Returns gradients of one traced step, and the products of those that have factors."""
+    """Returns gradients with their products, the traced step, and why others have no factors."""
     variables = [v.value for v in model.trainable_variables]
     why = {}
 
@@ -138,20 +138,20 @@ def _factors(gradient, variable, model):
 
 
 def test_every_keras_layer_has_a_case():
-    """A layer that is new in Keras belongs into the table."""
+    """A new layer of Keras must be added to the table."""
     assert keras_layers.with_weights() == {*keras_layers.CASES, *keras_layers.NOT_TRAINED}
 
 
 @pytest.mark.parametrize("name", keras_layers.CASES)
-def test_factors_of_every_keras_layer(name):
-    """Factors multiply out to the gradient, and for all other weights there is a reason."""
+def test_every_keras_layer_has_factors_or_a_reason(name):
+    """The product of the factors equals the gradient."""
     case = keras_layers.CASES[name]
     keras.utils.set_random_seed(1)
     model = case.model()
     found, _, why = _read_all(model, case.shape, case.dtype == "int32", None)
     assert tuple(tuple(gradient.shape) for gradient, _ in found) == case.factors, why
     for gradient, product in found:
-        assert np.abs(gradient).max() > 1e-6, "there is nothing to compare"
+        assert np.abs(gradient).max() > 1e-6, "the gradient must not be zero"
         np.testing.assert_allclose(product, gradient, rtol=1e-4, atol=1e-6)
     assert len(found) + len(why) == len(model.trainable_variables)
     assert all(why.values())
@@ -167,8 +167,7 @@ def test_the_product_is_the_gradient(name, batch):
         np.testing.assert_allclose(product, gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_half_precision_and_a_loss_scale():
-    """Factors stay in 16 bits and are multiplied in 32: nearer to the gradient than products."""
+def test_factors_in_float16_are_multiplied_in_float32():
     shape, _, expected = MODELS["regularized"]
     found, _, why = _read_all(_model("regularized", "mixed_float16"), shape, False, None)
     assert [tuple(gradient.shape) for gradient, _ in found] == expected, why
@@ -177,7 +176,7 @@ def test_half_precision_and_a_loss_scale():
 
 
 def _why_not(step, variables, *inputs):
-    """Returns why the first of a step's gradients has no factors, or its factors."""
+    """Returns the reason why a step's first gradient has no factors, or its factors."""
     found = []
 
     @tf.function(autograph=False)
@@ -196,7 +195,7 @@ def _why_not(step, variables, *inputs):
 
 
 def test_sums_over_other_dimensions_are_not_products():
-    """There is a vector for each head, for as many positions as heads: all sizes agree."""
+    """The number of positions equals that of heads, so that all sizes match those of a product."""
     batch, heads, size = 3, 4, 5
     vector = tf.Variable(tf.ones([heads, 1, size]))
     shape = [batch, heads, heads, size]
@@ -221,13 +220,13 @@ def test_a_transposed_reshape_is_not_a_transposed_product():
     assert "not a product" in _why_not(step, [kernel], tf.zeros([2, 6]))
 
 
-def test_terms_that_may_differ_between_ranks():
+def test_terms_that_may_differ_between_ranks_prevent_factors():
     kernel, other = tf.Variable(tf.ones([6, 4])), tf.Variable(2.0)
     product = lambda x: tf.reduce_sum(tf.matmul(x, kernel) ** 2)  # noqa: E731
     x = tf.zeros([2, 6])
     for extra in (
-        lambda x: other * tf.reduce_sum(kernel),  # a variable that nobody keeps equal
-        lambda x: x[0, 0] * tf.reduce_sum(kernel),  # data
+        lambda x: other * tf.reduce_sum(kernel),  # a variable that need not be equal on all ranks
+        lambda x: x[0, 0] * tf.reduce_sum(kernel),  # data of one rank
         lambda x: tf.reduce_sum(kernel * tf.random.normal([6, 4])),
     ):
         assert "may differ between ranks" in _why_not(

@@ -1,4 +1,4 @@
-"""Choices of HybComm, and plans of sufficient factors before and after a step."""
+"""Tests the choices of HybComm, and plans of sufficient factors before and after a step."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from tfposeidon.gradients import Description
 
 
 def test_each_variable_of_a_bucket_has_its_own_reason():
-    """Two kernels and a convolution that share a bucket of the store."""
+    """Two kernels and a convolution share a bucket of the parameter server."""
     factors = {n: FactorShape(1000, n, n, "float32") for n in (32, 64)}
     layers = [
         Description("small/kernel", (32, 32), "float32", factors[32]),
@@ -42,7 +42,7 @@ def test_each_variable_of_a_bucket_has_its_own_reason():
 
 @pytest.mark.parametrize("sizes", [(3,), (6,), (3, 3)])
 def test_all_ranks_compute_the_same_plan_if_shards_differ(sizes):
-    """Sums in a node of three: its ranks hold unequal shards of a kernel, and send as much."""
+    """Three ranks of a node hold unequal shards of a kernel, but send equally many bytes."""
     ranks = iter(range(sum(sizes)))
     nodes = tuple(tuple(itertools.islice(ranks, size)) for size in sizes)
     kernel = Description("kernel", (64, 64), "float32", FactorShape(None, 64, 64, "float32"))
@@ -60,7 +60,7 @@ def _hybcomm(m, n, rows, nodes, ranks_per_node=1):
 
 
 def test_hybcomm_chooses_as_in_the_paper():
-    """Table 1 and section 3.2: a layer of 4096 x 4096, batch 32, 8 nodes: 58.7 M against 3.7 M."""
+    """Table 1 and section 3.2: 3.7 M values by factors, 58.7 M by parameter server."""
     choice = _hybcomm(4096, 4096, 32, 8)
     assert choice.scheme.name == "factors"
     millions = {name: size / 4e6 for name, size in choice.candidates}
@@ -69,9 +69,9 @@ def test_hybcomm_chooses_as_in_the_paper():
         "ps": pytest.approx(58.7, abs=0.1),
     }
     assert choice.reason == "factors 14.68 MB <= ps 234.88 MB with K=32, P=8"
-    # GoogLeNet's thin classifier with its batch of 128 on 16 nodes goes to the store (section 5.2).
+    # GoogLeNet's classifier uses the parameter server with batch 128 on 16 nodes (section 5.2).
     assert _hybcomm(1024, 1000, 128, 16).scheme.name == "ps"
-    # Ranks of a node share its link: their rows count together.
+    # The ranks of a node share its link, so their rows add up.
     assert "K=128, P=2" in _hybcomm(4096, 4096, 32, 2, ranks_per_node=4).reason
     at_limit, beyond = (_hybcomm(512, 512, rows, 2, ranks_per_node=4) for rows in (64, 65))
     assert (at_limit.scheme.name, beyond.scheme.name) == ("factors", "ps")
@@ -79,7 +79,7 @@ def test_hybcomm_chooses_as_in_the_paper():
 
 @pytest.mark.parametrize(("rows", "sums"), [(4, False), (400, True)])
 def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
-    """Whichever is fewer bytes there: 2 nodes gather 2 K (M + N) values a rank, or sum M N."""
+    """The plan uses whichever sends fewer bytes within the node."""
     description = Description(
         "fc/kernel", (100, 60), "float32", FactorShape(rows, 100, 60, "float32")
     )
@@ -87,7 +87,7 @@ def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
     assert made.buckets[0].scheme == schemes.Factors(sums_in_node=sums)
     other = dataclasses.replace(made.buckets[0], scheme=schemes.Factors(sums_in_node=not sums))
     assert made.cost.node_bytes < other.cost(made.topology).node_bytes
-    # Uneven nodes have no positions to gather over.
+    # Unequal nodes have no groups of ranks with equal indices across nodes.
     uneven = make_plan([description], policies.parse("factors"), Topology(0, ((0, 1), (2,))))
     assert uneven.buckets[0].scheme == schemes.Factors()
 
@@ -96,7 +96,7 @@ def test_factors_are_gathered_or_their_products_summed_in_the_node(rows, sums):
 @pytest.mark.parametrize("layout", [(4, 1), (2, 1), (1, 3), (2, 4), (16, 8)])
 @pytest.mark.parametrize("scheme", ["hybcomm", "factors"])
 def test_steps_use_the_plan_for_their_rows(scheme, layout, shape):
-    """On both sides of the limit; what a bucket shows after such a step is that plan."""
+    """After a step on either side of the row limit, the bucket shows the plan for its rows."""
     nodes, ranks = layout
     topology, policy = Topology.regular(0, nodes * ranks, ranks), policies.parse(scheme)
     make = lambda rows: make_plan(  # noqa: E731
@@ -107,7 +107,7 @@ def test_steps_use_the_plan_for_their_rows(scheme, layout, shape):
     unknown = make(None)
     by_rows = unknown.buckets[0].scheme
     if not isinstance(by_rows, schemes.ByRows):
-        assert (scheme, ranks) == ("factors", 1), "there is nothing to choose"
+        assert (scheme, ranks) == ("factors", 1), "only this plan may ignore rows"
         return
     taken = []
     for total in (1, by_rows.limit, by_rows.limit + 1, 10**6):
@@ -123,7 +123,7 @@ def test_steps_use_the_plan_for_their_rows(scheme, layout, shape):
 
 
 def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
-    """Others do not: rows decide for each bucket."""
+    """Kernels of other shapes have other buckets, because each bucket has one row limit."""
     layers = [
         Description(f"layer_{i}/kernel", (n, n), "float32", FactorShape(None, n, n, "float32"))
         for i, n in enumerate((32, 64, 32))
@@ -140,7 +140,7 @@ def test_kernels_of_one_shape_share_a_bucket_and_its_rows():
     ] * 2
 
 
-def test_hybcomm_without_factors():
+def test_hybcomm_uses_the_parameter_server_without_factors():
     topology = Topology.regular(0, 4, 1)
     unknown = Description("fc/kernel", (512, 512), "float32")
     assert "the first step determines" in policies.HybComm().choose(unknown, topology).reason
@@ -165,12 +165,12 @@ def test_rules_forward_the_bytes_compared_by_hybcomm():
 
 
 def test_hybcomm_has_no_state():
-    """On one rank, steps may therefore use XLA."""
+    """Steps on one rank may therefore use XLA."""
     assert not policies.HybComm().keeps_state
 
 
-def test_hybcomm_compares_bytes():
-    """Factors of 16 bits are half the bytes; the store keeps 32."""
+def test_hybcomm_compares_bytes_of_factors_and_gradients():
+    """Factors in float16 have half the bytes; the gradient stays in float32."""
     wide, narrow = (FactorShape(150, 512, 512, dtype) for dtype in ("float32", "float16"))
     chosen = [
         policies.HybComm()

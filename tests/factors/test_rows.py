@@ -1,4 +1,4 @@
-"""Gradients of embeddings as rows: their product is the gradient, tokens travel once."""
+"""The product of embedding rows is the gradient, and repeated tokens are sent once."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def _dense(rows):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_rows_of_several_ranks_add_up(dtype):
-    # Beyond 2^16, so that indices need all their bits.
+    # Indices exceed 2^16, so that all their bits count.
     ranks = [
         _rows(dtype, [5, 69_999, 5, 0], 1),
         _rows(dtype, [69_999, 300], 2),
@@ -43,11 +43,11 @@ def test_rows_of_several_ranks_add_up(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights(dtype):
+def test_weights_multiply_rows_and_drop_empty_batches(dtype):
     rows = _rows(dtype, [5, 7, 5])
     weighted = rows.weighted(tf.constant(1.37))
     np.testing.assert_allclose(weighted.product(weighted.packed), 1.37 * _dense(rows), atol=5e-3)
-    # Gradients of an empty batch are ignored, also if no rank has samples.
+    # A gradient of an empty batch is ignored, even if no rank has samples.
     nothing = weight_of(tf.constant(0.0), tf.constant(0.0), 2)
     empty = Rows(rows.left, rows.right * float("nan"), table=TABLE).weighted(nothing)
     np.testing.assert_array_equal(empty.product(empty.packed), 0.0)
@@ -96,7 +96,7 @@ def test_embedding_rows_are_found_in_a_model():
     assert found == [{**shape, "constants": ""}]
 
 
-def test_a_matrix_among_rows():
+def test_a_dense_gradient_is_sent_as_rows():
     matrix = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
     rows = pairs.as_product(matrix, FactorShape(None, 6, 3, "float32", indexed=True))
     np.testing.assert_array_equal(rows.product(rows.packed), matrix.reshape(-1))

@@ -1,4 +1,4 @@
-"""Schemes of sufficient factors on the in-process wire: values, names and bytes."""
+"""Tests values, names and bytes of schemes of sufficient factors, on simulated ranks."""
 
 import dataclasses
 
@@ -27,8 +27,8 @@ FACTOR_SCHEMES = (
 
 @pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3x2"])
 @pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
-def test_factors_of_any_number_of_rows(scheme, layout):
-    """Every rank with another number of rows, one with none."""
+def test_ranks_may_have_any_number_of_rows(scheme, layout):
+    """Each rank has another number of rows, and one rank has none."""
     nodes = LAYOUTS[layout]
     size = sum(map(len, nodes))
     draw = [np.random.default_rng(rank) for rank in range(size)]
@@ -77,7 +77,7 @@ BY_ROWS = (
 @pytest.mark.parametrize("scheme", BY_ROWS, ids=str)
 @pytest.mark.parametrize("many", [False, True])
 def test_all_ranks_take_the_branch_for_the_total_rows(many, scheme, layout):
-    """With two variables; bytes are those of the scheme that is taken, and of one number."""
+    """Ranks send the bytes of the chosen scheme, and the number of rows."""
     nodes = LAYOUTS[layout]
     cluster = Cluster(nodes)
     size = cluster.topology.size
@@ -114,7 +114,7 @@ def test_all_ranks_take_the_branch_for_the_total_rows(many, scheme, layout):
         np.testing.assert_allclose(mean.reshape(2, 7, 5), expected, atol=1e-5)
         np.testing.assert_array_equal(mean, results[0][0])
         cost = shown.cost(Topology(rank, nodes))
-        # One number of 32 bits goes round beside them, in pieces that the ring makes.
+        # A ring also sends the total number of rows in float32, in parts.
         for sent, predicted in zip(
             cluster.bytes_of(rank), (cost.node_bytes, cost.cross_bytes), strict=True
         ):
@@ -123,8 +123,8 @@ def test_all_ranks_take_the_branch_for_the_total_rows(many, scheme, layout):
 
 @pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2"])
 @pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
-def test_vectors_are_one_row(scheme, layout):
-    """As `check` exchanges them with any scheme."""
+def test_factor_schemes_exchange_a_vector_as_one_row(scheme, layout):
+    """The contract tests exchange vectors by all schemes."""
     nodes, length = LAYOUTS[layout], 11
     cluster = Cluster(nodes)
     size = cluster.topology.size

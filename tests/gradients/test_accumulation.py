@@ -1,4 +1,4 @@
-"""Accumulated gradients: weighted means of all calls."""
+"""Accumulated gradients are the weighted means of all calls."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ SHAPE = (7, 5)
 
 
 class _Calls:
-    """Calls of one accumulation, which share a trace; `means` holds what updates were given."""
+    """Calls of one accumulation with a common trace; `means` holds the gradients of updates."""
 
     def __init__(self, steps, dtype="float32"):
         variable = keras.Variable(np.zeros(SHAPE), dtype=dtype, name="kernel")
@@ -37,8 +37,8 @@ class _Calls:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_means_are_weighted(dtype):
-    """Makes calls of one sample, two, none and so on, also with rows of an embedding."""
+def test_means_are_weighted_by_the_samples_of_calls(dtype):
+    """Calls have one, two or no samples, and every second gradient consists of embedding rows."""
     draw = np.random.default_rng(0)
     calls, counts = _Calls(5, dtype), [1.0, 2.0, 0.0, 1.0, 2.0]
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_means_are_weighted(dtype):
         (mean,) = calls.means
         calls.means.clear()
         np.testing.assert_allclose(mean, np.average(matrices, axis=0, weights=counts), atol=1e-6)
-        assert not any(np.any(array) for array in calls.left), "nothing is left"
+        assert not any(np.any(array) for array in calls.left), "the accumulator must be zero"
 
 
 def test_gradients_of_empty_batches_may_be_nan():

@@ -1,4 +1,4 @@
-"""Rows of embeddings for Keras's optimizers: no index occurs twice."""
+"""Merged embedding rows for Keras's optimizers contain no index twice."""
 
 import numpy as np
 import pytest
@@ -25,6 +25,6 @@ def test_rows_merge_equally_with_and_without_xla(count, dtype):
         total = np.zeros_like(expected)
         np.add.at(total, found, sums)
         np.testing.assert_array_equal(total, expected)
-        # An index occurs again with zeros only: optimizers move no row twice.
+        # An index may occur again only with zeros, which do not move a row twice.
         moved = found[np.any(sums, axis=1)]
         assert len(set(moved)) == len(moved)

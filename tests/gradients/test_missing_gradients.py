@@ -1,4 +1,4 @@
-"""Steps in which only some variables have gradients, on all ranks or some, at once or later."""
+"""Tests steps in which only some variables or some ranks have gradients."""
 
 import warnings
 
@@ -20,14 +20,14 @@ SCHEMES = ("allreduce", "torus2d", "hybcomm", SERVED)
 
 
 class _Trained:
-    """Three variables and an optimizer, whose steps are traced for each selection of gradients."""
+    """Three variables and an optimizer; each selection of gradients is traced."""
 
     def __init__(self, optimizer, name, is_eager=False):
         self.optimizer = optimizer
         self.variables = [
             keras.Variable(np.ones(SHAPE, "float32"), name=f"{name}_{place}") for place in range(3)
         ]
-        # One process takes its steps eagerly, which spares traces that are not under test.
+        # One process takes its steps eagerly, to avoid traces that are not tested.
         self._step = self._apply if is_eager else tf.function(self._apply, reduce_retracing=False)
 
     def _apply(self, gradients, present):
@@ -48,7 +48,7 @@ def _gradients(step, rank):
 
 
 def _check_like_one_process(wire, scheme, presence):
-    """Compares with one process; `presence(step, rank)` says which gradients a rank has."""
+    """Compares with one process; `presence(step, rank)` selects the gradients of a rank."""
     make = lambda: keras.optimizers.AdamW(0.1, weight_decay=0.05)  # noqa: E731
     ours, alone = (
         _Trained(distributed(make(), scheme), "ours"),
@@ -74,25 +74,25 @@ def _check_like_one_process(wire, scheme, presence):
     same_on_all_ranks(ours.values, wire)
 
 
-def test_a_gradient_disappears_after_some_steps(wire):
+def test_a_gradient_may_disappear_after_some_steps(wire):
     for scheme in ("allreduce", "hybcomm"):
         _check_like_one_process(wire, scheme, lambda step, rank: (True, True, step < 3))
 
 
-def test_a_gradient_appears_after_some_steps(wire):
+def test_a_gradient_may_appear_after_some_steps(wire):
     for scheme in ("ps", "hybcomm"):
         _check_like_one_process(wire, scheme, lambda step, rank: (True, step >= 2, step >= 4))
 
 
-def test_heads_in_turn(wire):
+def test_heads_may_train_in_turn(wire):
     for scheme in ("ps", "hybcomm"):
         _check_like_one_process(
             wire, scheme, lambda step, rank: (True, step % 2 == 0, step % 2 == 1)
         )
 
 
-def test_heads_in_turn_some_with_residuals(wire):
-    """A bias is summed and keeps nothing; it stays while the residual of its kernel arrives."""
+def test_heads_with_residuals_may_train_in_turn(wire):
+    """Biases have no residuals, and do not change while a residual of their kernel is sent."""
     scheme = [("kernel", tp.schemes.TopK(density=0.5, min_elements=0)), (".*", "allreduce")]
     optimizer = distributed(keras.optimizers.SGD(1.0), scheme)
     variables = [
@@ -113,7 +113,7 @@ def test_heads_in_turn_some_with_residuals(wire):
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
-def test_a_gradient_on_one_rank_only(wire):
+def test_a_gradient_may_exist_on_one_rank_only(wire):
     for scheme in SCHEMES:
         _check_like_one_process(wire, scheme, lambda step, rank: (True, rank == 0, rank == 1))
 
@@ -128,7 +128,7 @@ def test_keras_warns_of_variables_without_a_gradient(wire):
 
 
 def test_residuals_of_a_sparse_scheme_are_still_sent(wire):
-    """A residual is sent even when its variable has no gradient any more; none of it is lost."""
+    """A variable without a gradient still sends its whole residual."""
     shape = (64, 32)
     scheme = tp.schemes.TopK(density=0.1, min_elements=0)
     optimizer = distributed(keras.optimizers.SGD(1.0), scheme)
@@ -161,8 +161,8 @@ def test_residuals_of_a_sparse_scheme_are_still_sent(wire):
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
-def test_a_regularized_variable_by_factors_needs_its_gradient_everywhere(wire):
-    """Each rank adds weight decay itself: one without a gradient would part from the others."""
+def test_a_regularized_variable_by_factors_needs_gradients_on_all_ranks(wire):
+    """Each rank adds weight decay itself, so a rank without the gradient would diverge."""
     model = models.mlp()
     x, y = models.mlp.data(8)
     optimizer = tp.DistributedOptimizer(
@@ -180,7 +180,7 @@ def test_a_regularized_variable_by_factors_needs_its_gradient_everywhere(wire):
         )
 
     step(x, y, -1)
-    assert optimizer.plan.buckets[0].descriptions, "there is a plan"
+    assert optimizer.plan.buckets[0].descriptions, "the first step must make a plan"
     with Raises(
         tf.errors.InvalidArgumentError,
         "a gradient on all ranks or on none. Received: .*dense/kernel",

@@ -1,4 +1,4 @@
-"""Variables that take their gradient's value, as scales and histories of float8 do."""
+"""Tests variables that take the value of their gradient, such as scales and histories of float8."""
 
 import keras
 import numpy as np
@@ -25,7 +25,7 @@ def _largest(steps, wire):
 
 
 def _check(optimizer, wire, steps_of_update=1):
-    """Ranks weigh differently, and no weight touches a value."""
+    """Asserts that values are the maximum over ranks, whose weights differ."""
     weight = keras.Variable(np.ones((4, 3)), name="weight")
     history = keras.Variable(np.zeros(8), name="history")
     history.overwrite_with_gradient = True
@@ -69,8 +69,8 @@ def test_the_global_weights_hold_the_maximum_over_ranks(wire):
         np.testing.assert_allclose(history.numpy(), _largest([STEPS - 1], wire), rtol=1e-6)
 
 
-def test_float8(wire):
-    """What a layer has seen is what all ranks have seen, and training stays in step."""
+def test_float8_histories_are_the_maximum_over_ranks(wire):
+    """A layer sees the inputs of all ranks, and its weights follow the reference."""
 
     def build():
         model = models.mlp()
