@@ -1,4 +1,4 @@
-"""`horovodrun` that does not look whether Horovod has Gloo: it imports TensorFlow to see."""
+"""`horovodrun` without its check for Gloo, which would import TensorFlow."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""A wire whose ranks are threads of this process; it counts every byte that it passes on.
+"""A communicator whose ranks are threads of this process, and which counts all sent bytes.
 
-It moves values the way Gloo does: rings chunk by chunk, all-to-all straight. It makes tests of many
-ranks fast; the contract table also runs on real Horovod ranks.
+It transfers values like Gloo: chunks along rings, and all-to-all directly. It makes tests of many
+ranks fast; the contract table also runs on real ranks.
 """
 
 import threading
@@ -15,7 +15,7 @@ from tfposeidon.communication.topology import Topology
 
 
 class Cluster:
-    """State that the ranks of one job share: what they bring to collectives, and bytes sent."""
+    """State that the ranks of a job share: values in collectives, and sent bytes."""
 
     def __init__(self, nodes):
         self.topology = Topology(0, nodes)
@@ -31,7 +31,7 @@ class Cluster:
             return list(pool.map(lambda rank: function(InProcessWire(self, rank)), range(size)))
 
     def meet(self, rank, operation, group, name, value, itemsize):
-        """Returns everybody's value, in the group's order, once all have come."""
+        """Waits for all ranks of a group, and returns their values in its order."""
         with self._lock:
             self.calls[rank].append((operation, group.ranks, name, itemsize))
             meeting = self._meetings[group.ranks, name]
@@ -52,12 +52,12 @@ class Cluster:
             self.sent[sender, self.topology.same_node(sender, receiver)] += bytes_sent
 
     def bytes_of(self, rank):
-        """Returns the bytes that `rank` has sent in its node and across nodes."""
+        """Returns the bytes that `rank` has sent within its node and to other nodes."""
         return self.sent[rank, True], self.sent[rank, False]
 
 
 class Meeting:
-    """Values of a group's ranks for one collective; only these ranks wake when it is complete."""
+    """Values of a group's ranks for one collective; `complete` wakes only these ranks."""
 
     def __init__(self):
         self.values = {}
@@ -65,7 +65,7 @@ class Meeting:
 
 
 class InProcessWire:
-    """The wire of one rank of a cluster; see `tfposeidon.communication.wire.Wire`."""
+    """Communicator of one rank of a cluster; see `tfposeidon.communication.wire.Wire`."""
 
     def __init__(self, cluster, rank):
         self.cluster = cluster
@@ -76,7 +76,7 @@ class InProcessWire:
         p, me = group.size, group.index(self.topology.rank)
         chunks = np.array_split(values[me], p)
         neighbour = group.ranks[(me - 1) % p]
-        # Reduce-scatter, then all-gather, chunk by chunk to one neighbour.
+        # A reduce-scatter and an all-gather send each chunk to one neighbor.
         sent = [chunks[(me + first + step) % p] for step in range(p - 1) for first in (1, 0)]
         self.cluster.count(self.topology.rank, neighbour, *sent)
         total = sum(values[1:], values[0].copy())
@@ -106,7 +106,7 @@ class InProcessWire:
         value = self._meet("broadcast", tensor, self.topology.world, name)[root_rank]
         p = self.topology.size
         index = (self.topology.rank - root_rank) % p
-        # Along a binomial tree, in which those that have the value double in each round.
+        # In a binomial tree, the number of ranks that have the value doubles in each round.
         for distance in (2**i for i in range(p.bit_length())):
             if index < distance and index + distance < p:
                 self.cluster.count(self.topology.rank, (root_rank + index + distance) % p, value)

@@ -1,4 +1,4 @@
-"""Every layer of Keras that has weights, found by introspection, each in a small model."""
+"""Every layer of Keras with weights, found by introspection, each in a small model."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Case:
-    """A layer in use.
+    """A layer in a small model.
 
     Attributes:
       shape: Shape of one sample.
@@ -31,13 +31,13 @@ class Case:
     dtype: str = "float32"
 
     def model(self):
-        """The layer, from fresh samples to one number of each."""
+        """Returns a model of the layer with one number per sample as output."""
         x = keras.Input(self.shape, dtype=self.dtype)
         return keras.Model(x, number(self.apply(x)))
 
 
 def number(y):
-    """One number of each sample, `[batch, 1]`, that depends on all there is of it."""
+    """Returns a number per sample, `[batch, 1]`, that depends on all values of the sample."""
     return keras.ops.mean(keras.ops.square(L.Flatten()(y) - 0.5), axis=1, keepdims=True)
 
 
@@ -59,7 +59,7 @@ def _both_ways(tokens):
 
 
 def _attention(make, *sizes):
-    # A new layer in each model.
+    # Create a new layer for each model.
     return lambda x: make(*sizes)(x, x)
 
 
@@ -123,7 +123,7 @@ NOT_TRAINED = {
 
 
 def with_weights():
-    """Names of all classes in `keras.layers` that make weights, or make or hold layers that do."""
+    """Returns the names of all classes in `keras.layers` that create weights or contain layers."""
     classes = {
         value for value in vars(L).values() if inspect.isclass(value) and issubclass(value, L.Layer)
     }
@@ -161,7 +161,7 @@ def _own_bases(cls):
 
 @functools.cache
 def _called(cls):
-    """Names of the functions that a class's text calls."""
+    """Returns the names of the functions that the source of a class calls."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {getattr(function, "attr", getattr(function, "id", "")) for function in calls}

@@ -1,10 +1,10 @@
-"""Keras's own tests, with every optimizer that `compile` is given wrapped in ours.
+"""Runs Keras's own tests, with every optimizer that `compile` receives wrapped in ours.
 
     python -m tests.keras_suite FOLDER ...
     horovodrun -np 2 python -m tests.keras_suite FOLDER ...
 
-A folder is one of `keras.src`, such as `trainers`. The wheel of Keras brings the tests. What is
-left out stands in `LEFT_OUT`, with its reason.
+A folder is one of `keras.src`, such as `trainers`. The wheel of Keras contains the tests.
+`LEFT_OUT` lists the excluded tests with the reasons.
 """
 
 import contextlib
@@ -27,31 +27,31 @@ LEFT_OUT = {
     "orbax_checkpoint_test": "orbax-checkpoint is not installed",
     "with_data_adapter_grain": "grain is not installed",
     "with_data_adapter_torch": "PyTorch is not installed",
-    "adds_loss_scaling_optimizer": "looks at the class of the optimizer that compile was given",
-    "with_tf_distribute": "an optimizer of ours under tf.distribute is refused",
+    "adds_loss_scaling_optimizer": "checks the class of the optimizer that compile received",
+    "with_tf_distribute": "our optimizers are refused under tf.distribute",
     "AdamTest::test_ema": "reads a private attribute of `model.optimizer`, which is ours",
-    "test_tf_checkpointing": "saves an optimizer beside a model, whose own must be the same",
-    "test_scalar_weight": "counts the optimizer's variables in a file, where ours holds another",
-    "test_saved_module_paths_and_class_names": "looks at the optimizer's class",
-    "test_legacy_load_skips_missing_nested_containers": "the wheel does not bring its file",
+    "test_tf_checkpointing": "saves an optimizer that is not the wrapped optimizer of the model",
+    "test_scalar_weight": "counts the optimizer's variables in a file, to which ours adds one",
+    "test_saved_module_paths_and_class_names": "checks the optimizer's class",
+    "test_legacy_load_skips_missing_nested_containers": "the wheel does not contain its file",
 }
-"""Part of a test's name -> why it is left out."""
-_BEYOND = "steps beyond the data: a warning of Keras's, and an error on several ranks"
+"""Part of a test's name -> the reason why it is excluded."""
+_BEYOND = "exhausts its data early: Keras warns, and several ranks raise an error"
 ON_SEVERAL_RANKS = {
     "test_fit_flow_steps_per_epoch": _BEYOND,
     "val_split_steps_per_epoch": _BEYOND,
     "not_match_": _BEYOND,
     "steps_per_execution_steps_per_epoch_match_multi_epoch_eager": _BEYOND,
-    "test_fit_sparse": "looks whether updates are sparse: sums over ranks need not be",
+    "test_fit_sparse": "requires sparse updates, but sums over ranks may be dense",
 }
-"""The same, where there are several ranks."""
+"""Further excluded tests on several ranks."""
 
 
 class WithOurs:
-    """Plugin of pytest that wraps optimizers."""
+    """Pytest plugin that wraps optimizers."""
 
     def pytest_configure(self, config):
-        # Of Keras's own configuration, which the wheel does not bring.
+        # These belong to Keras's own configuration, which the wheel does not contain.
         config.addinivalue_line("markers", "requires_trainable_backend: a backend that trains")
         config.addinivalue_line("markers", "multi_device: several devices")
         sys.modules["conftest"] = types.ModuleType("conftest")
@@ -74,7 +74,8 @@ class WithOurs:
     def pytest_runtest_protocol(self):
         result = yield
         if tp.size() > 1:
-            # A rank that has failed waits here; where others still exchange, they fail by it.
+            # A rank whose test failed waits here; ranks that are still in a collective then fail,
+            # too.
             with contextlib.suppress(RuntimeError):
                 exchange_objects(None, runtime.wire(), "next test")
         return result
@@ -100,7 +101,7 @@ def main(*folders):
     source = Path(inspect.getfile(keras.src)).parent
     paths = [str(source / folder) for folder in folders or FOLDERS]
     options = ["-c", "/dev/null", "-p", "no:cacheprovider", "-q", "-rfs", "--tb=short"]
-    # They train nothing, and need pandas, PyTorch and grain.
+    # These tests train nothing, and require pandas, PyTorch and grain.
     options += [f"--ignore={source}/trainers/data_adapters"]
     options += ["--timeout", "120", "-o", "python_files=*_test.py"]
     return pytest.main([*options, *paths], plugins=[WithOurs()])

@@ -1,4 +1,4 @@
-"""Starts real ranks under horovodrun or in the lab, with a time limit, and leaves none behind."""
+"""Starts ranks under horovodrun or in the lab, with a time limit, and ends all their processes."""
 
 import os
 import signal
@@ -23,13 +23,13 @@ _running = {}
 
 
 def ahead(job):
-    """Marks a test whose job may run beside the fast tests.
+    """Marks a test whose job may run in parallel with the fast tests.
 
-    Such a job waits more than it computes, and measures nothing.
+    Such a job mostly waits, and measures nothing.
 
     Args:
-      job: Function of the test's parameters. It is called on a thread before the test's turn comes;
-        the test gets its result from the fixture `outcome`.
+      job: Function of the test's parameters, which is called on a thread when the session starts.
+        The fixture `outcome` returns its result to the test.
     """
     return pytest.mark.ahead.with_args(job)
 
@@ -48,32 +48,32 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, 
 
 
 def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False):
-    """Runs `command` in the lab; `options` is a string. Returns as `horovodrun` does."""
+    """Runs `command` in the lab with a string of options; returns the same as `horovodrun`."""
     process = start(lab_command(options, *map(str, command)), environment)
     return process if background else finish(process, timeout_s)
 
 
 def horovodrun_command(size, *rest):
-    """The command that starts `size` ranks; `rest` is further options and the program."""
+    """Returns the command that starts `size` ranks; `rest` is further options and the program."""
     launcher = [sys.executable, str(ROOT / "tests" / "horovodrun.py")]
     return [*launcher, "--gloo", "-np", str(size), *rest]
 
 
 def lab_command(options, *program):
-    """The command that starts a program on each rank of the lab; `options` is a string."""
+    """Returns the command that starts a program on each rank of the lab with these options."""
     return [sys.executable, "-m", "tfposeidon", "lab", *options.split(), "--", *program]
 
 
 def start(command, environment=None, output=subprocess.PIPE, label=None, cwd=ROOT):
-    """Starts a command in the project's folder, its output in `stdout`; `finish` waits for it.
+    """Starts a command in the project's folder; `finish` waits for it.
 
-    An environment variable of `None` is taken away.
+    An environment variable with the value `None` is removed.
     """
     path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
     variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": path, "COLUMNS": "200"}
-    # To compile this project's modules takes each process a second of its eight.
+    # Bytecode is cached, because compiling the project's modules takes a second per process.
     variables["PYTHONDONTWRITEBYTECODE"] = ""
-    # At Horovod's 1 ms the ranks of a job that waits poll one another for a tenth of a core each.
+    # With Horovod's default of 1 ms, each waiting rank would use a tenth of a core for polling.
     variables["HOROVOD_CYCLE_TIME"] = "5"
     merged = {**os.environ, **variables, **(environment or {})}
     process = subprocess.Popen(
@@ -90,13 +90,13 @@ def start(command, environment=None, output=subprocess.PIPE, label=None, cwd=ROO
 
 
 def _label(command):
-    """The command without its folders and without Python."""
+    """Returns the command without its folders and without Python."""
     words = [word.rpartition("/")[2] for word in map(str, command)]
     return " ".join(word for word in words if not word.startswith("python"))[:110]
 
 
 def finish(process, timeout_s=LIMIT_S):
-    """Waits for a launched job; kills it with all its ranks when its time is up."""
+    """Waits for a launched job, and kills all its ranks if it exceeds the time limit."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -112,14 +112,14 @@ def finish(process, timeout_s=LIMIT_S):
 
 
 def kill_all():
-    """Ends the jobs that nobody has waited for, as those of an interrupted session."""
+    """Ends the jobs that `finish` has not waited for, such as those of an interrupted session."""
     for process in list(_running):
         if process.poll() is None:
             kill(process)
 
 
 def kill(process):
-    """Ends the launcher and the ranks, which are in sessions of their own."""
+    """Ends the launcher and the ranks, which are in separate sessions."""
     for pid in descendants(process.pid):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def kill(process):
 
 
 def descendants(pid):
-    """`pid` and every process below it, deepest first."""
+    """Returns `pid` and all its descendants, deepest first."""
     below = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""Links, models and callbacks for `auto`."""
+"""Network profiles, models and callbacks for tests of `auto`."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ WIDTH, LAYERS = 400, 4
 
 @contextlib.contextmanager
 def links(found):
-    """Sets the links of the job; "measure" makes the next step measure them."""
+    """Sets the network profile of the job; with "measure", the next step measures it."""
     before = runtime.network_profile()
     measures = found == "measure"
     runtime.set_network_profile(None if measures else found, measures=measures)
@@ -33,10 +33,10 @@ def links(found):
 
 @contextlib.contextmanager
 def planning(**constants):
-    """Sets constants of the decision about plans, within this context.
+    """Sets constants of `tfposeidon.autotune.choose_plan` within a `with` block.
 
     Args:
-      **constants: Values, by the names in `tfposeidon.autotune.choose_plan`.
+      **constants: Values of the constants, by name.
     """
     before = {name: getattr(choose_plan, name) for name in constants}
     vars(choose_plan).update(constants)
@@ -47,7 +47,7 @@ def planning(**constants):
 
 
 def exchange_seconds(scheme, length, itemsize, structures, topology, links):
-    """Predicts the seconds of one exchange alone, from its start to its end on the last rank."""
+    """Predicts the seconds of a single exchange, until its end on the last rank."""
     times = stage_times(scheme, length, itemsize, tuple(structures), topology, links)
     return simulate([times], [0.0], 0.0, links.collective_s).step_s
 
@@ -69,10 +69,10 @@ def ideal(wire, bytes_per_s):
 
 @keras.saving.register_keras_serializable()
 class SlowBackward(keras.layers.Layer):
-    """Returns its input, and sleeps in the backward pass, regardless of the load of the machine.
+    """Identity whose backward pass sleeps, regardless of the load on the machine.
 
     Args:
-      seconds: Seconds that its part of the backward pass takes.
+      seconds: Seconds that the backward pass sleeps.
     """
 
     def __init__(self, seconds, **options):
@@ -97,7 +97,7 @@ class SlowBackward(keras.layers.Layer):
 
 
 def wide(steps=30, backward_s=0.0):
-    """A model whose exchange and computation take similar times."""
+    """Returns a model whose exchange and computation take similar times, and its data."""
     layers = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
     if backward_s:
         layers = [one for layer in layers for one in (layer, SlowBackward(backward_s))]
@@ -118,21 +118,21 @@ def small():
 
 
 class Watching(keras.callbacks.Callback):
-    """A callback with a batch hook, which could stop training within an epoch."""
+    """Callback with a batch hook, so that ranks check for exhausted input in each step."""
 
     def on_train_batch_end(self, batch, logs=None):
         self.batch = batch
 
 
 def large():
-    """The small model, with a kernel large enough for a sparse scheme."""
+    """Returns the small model with a kernel that is large enough for a sparse scheme."""
     return keras.Sequential(
         [keras.Input((20,)), keras.layers.Dense(300), keras.layers.Dense(models.CLASSES)]
     )
 
 
 def parallel_layers():
-    """A model whose gradients do not depend on its weights."""
+    """Returns a model whose gradients do not depend on its weights."""
     inputs = keras.Input((WIDTH,))
     outputs = [keras.layers.Dense(64, use_bias=False)(inputs) for _ in range(4)]
     return keras.Model(inputs, keras.layers.Add()(outputs))

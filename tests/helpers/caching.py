@@ -1,4 +1,4 @@
-"""A folder of images that ranks share."""
+"""Provides a folder of images that ranks share."""
 
 import contextlib
 import shutil
@@ -13,7 +13,7 @@ SAMPLES, BATCH = 41, 12
 
 @contextlib.contextmanager
 def make_folder(wire):
-    """A folder that all ranks see, with images; removed when all have left."""
+    """Yields a folder of images that all ranks share, and removes it after all have used it."""
     path = Path(shared_folder(wire))
     if wire.topology.rank == 0:
         drawn.folder(path / "images", SAMPLES)

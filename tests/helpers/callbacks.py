@@ -1,4 +1,4 @@
-"""Folders that ranks share, and compiled models for callbacks."""
+"""Provides folders that ranks share, and compiled models."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ SGD = keras.optimizers.SGD
 
 
 def noisy():
-    """With a seed generator and moving statistics."""
+    """Returns a model with a seed generator and moving statistics."""
     return keras.Sequential(
         [
             keras.Input((20,)),
@@ -31,6 +31,6 @@ def compiled(build=models.mlp, optimizer=None, scheme="auto", **options):
 
 
 def shared_folder(wire):
-    """A folder that all ranks know; rank 0 removes it."""
+    """Creates a folder on rank 0, which removes it later, and returns its path on all ranks."""
     name = tempfile.mkdtemp() if wire.topology.rank == 0 else ""
     return exchange_objects(name, wire, "folder")[0]

@@ -1,4 +1,4 @@
-"""Runs that are saved at each step, resumed, and compared."""
+"""Saves a run at each step, resumes it, and compares the results."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def checkpoint_job(
     resume=True,
     **fit,
 ):
-    """A run that always sees the same data in the same order, of a new model or of this one."""
+    """Trains a new or the given model, with the same data in the same order each time."""
     if model is None:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(5)
@@ -68,11 +68,11 @@ BETWEEN_AND_WITHIN = slice(1, None, 2)
 def check_resumes(
     wire, build, make_optimizer, scheme="auto", callbacks=(), batches=2, stops=WITHIN_AND_BETWEEN
 ):
-    """Restores at some steps, and compares what follows with a run that was not interrupted.
+    """Resumes a run from some of its snapshots, and compares it with the uninterrupted run.
 
-    The first is resumed by a new model, as in a new process. The others are by the same one, which
-    need not be traced again, and from which a snapshot has to take all that it has learnt since.
-    What accumulates over two batches needs three of them, so that an update spans two epochs.
+    A new model resumes the first snapshot, as in a new process. The same model resumes the others,
+    which saves traces and checks that a snapshot replaces its whole state. Accumulation over two
+    batches requires `batches=3`, so that an update spans two epochs.
     """
     folder = shared_folder(wire)
     whole, history = checkpoint_job(

@@ -1,11 +1,11 @@
-"""What tests look at: errors, lines of the log, and the peak of memory."""
+"""Checks of errors, of log lines and of the peak memory."""
 
 import logging
 import re
 
 
 class Raises:
-    """As pytest's, on ranks: the error, and a pattern in its text."""
+    """Like `pytest.raises`, but for tests on ranks: checks class and text of an error."""
 
     def __init__(self, kind, pattern):
         self.kind, self.pattern = kind, pattern
@@ -21,7 +21,7 @@ class Raises:
 
 
 class LogLines(logging.Handler):
-    """What the project's log says within a `with` block."""
+    """Records the log lines of the project within a `with` block."""
 
     def __init__(self):
         super().__init__()
@@ -39,6 +39,6 @@ class LogLines(logging.Handler):
 
 
 def reset_peak():
-    """Lets the kernel count this process's peak of memory anew."""
+    """Resets the peak memory of this process in the kernel."""
     with open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")

@@ -1,4 +1,4 @@
-"""Bytes that an interface carries, beside what the schemes' costs say."""
+"""Compares the bytes that an interface carries with the costs of schemes."""
 
 import dataclasses
 import functools
@@ -19,11 +19,11 @@ TALK = 10_000
 
 
 def check(wire, expect):
-    """Exchanges by every scheme.
+    """Exchanges a vector by every scheme, and compares the bytes.
 
     Args:
-      expect: Interface -> function from a scheme's cost, itself a function of the topology, to the
-        bytes that the interface carries.
+      expect: Maps an interface to a function that computes its bytes. The function's argument
+        maps a topology to the cost of a scheme.
     """
     for name, (scheme, _) in contract.SCHEMES.items():
         if isinstance(scheme, SparseScheme):
@@ -42,9 +42,8 @@ def check(wire, expect):
 
 
 def check_carried(exchange, interface, wire, expected, label, talk=0):
-    """Compares the bytes of one exchange with what is expected; returns them."""
-    # TCP sends again where a rank had to wait for its CPU, and that comes on top: the least of some
-    # tries counts.
+    """Compares the bytes of one exchange with the expected bytes, and returns them."""
+    # Use the minimum of several tries, because TCP retransmits if a rank waits for its CPU.
     most = 1.02 * expected + TALK * wire.topology.size + talk
     carried = _carried(exchange, interface, wire)
     for _ in range(1, TRIES):
@@ -58,7 +57,7 @@ def check_carried(exchange, interface, wire, expected, label, talk=0):
 
 
 def _carried(exchange, interface, wire):
-    """Bytes of one exchange, counted between two points that all ranks have reached."""
+    """Returns the bytes of one exchange, counted between two synchronizations of all ranks."""
     exchange_objects(None, wire, "ready")
     before = payload_bytes(interface)
     exchange_objects(None, wire, "counting")

@@ -1,4 +1,4 @@
-"""Workers and a server that train a small model, and their state."""
+"""Trains a small model on workers and a server, and returns their state."""
 
 import keras
 
@@ -19,20 +19,20 @@ def is_server():
 
 
 def elastic_share(data):
-    """This worker's part of the data; the server's is not used, but tells shapes."""
+    """Returns the samples of this worker; the server receives some samples for their shapes."""
     workers = tp.workers()
     first = 0 if is_server() else workers.index(tp.rank())
     return tuple(part[first :: workers.size] for part in data)
 
 
 def step_count(count, epochs=1):
-    """Steps that each worker takes with its share of so many samples."""
+    """Returns the steps of each worker for this number of samples."""
     assert count % (BATCH * tp.workers().size) == 0
     return epochs * count // tp.workers().size // BATCH
 
 
 def elastic_fitted(data, optimizer=None, build=models.mlp, **fit):
-    # The same names as in the run that is resumed.
+    # Use the same names as the resumed run.
     keras.utils.clear_session(free_memory=False)
     model = build()
     optimizer = optimizer or tp.ElasticAveraging(sgd(), sync_every=3, alpha=ALPHA)
@@ -42,12 +42,12 @@ def elastic_fitted(data, optimizer=None, build=models.mlp, **fit):
 
 
 def elastic_state(model):
-    # Without a loss scale, which each worker finds by itself.
+    # The state of loss scales is omitted, because each worker has its own.
     return [*model.get_weights(), *(v.numpy() for v in innermost(model.optimizer).variables)]
 
 
 class Peak(keras.layers.Layer):
-    """Keeps the largest input so far, as a layer of one's own may."""
+    """Custom layer that records the largest inputs so far."""
 
     def build(self, shape):
         self.peak = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)

@@ -1,4 +1,4 @@
-"""Rules and models for sufficient factors."""
+"""Provides rules and models for sufficient factors."""
 
 import keras
 import numpy as np
@@ -9,7 +9,7 @@ KERNELS = [("kernel", "factors"), (".*", "allreduce")]
 
 
 def large_table():
-    """An embedding of which a batch meets few rows, and twice some of them."""
+    """Returns a model with an embedding, of which a batch uses few rows, some of them twice."""
     tokens, table = keras.Input((4,), dtype="int32"), keras.layers.Embedding(500, 8)
     return keras.Model(
         tokens, keras.layers.Dense(models.CLASSES)(keras.layers.Flatten()(table(tokens)))

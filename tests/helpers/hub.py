@@ -1,8 +1,8 @@
-"""Models of keras-hub, small and with random weights, train as in one process.
+"""Small models of keras-hub with random weights.
 
-They have what small examples lack: positions cut to a batch's length and class tokens tiled to the
-batch, so that gradients have no static shape; variables without a gradient; frozen layers beside
-LoRA's; experts as one array.
+They have features that simple models lack: gradients without static shapes, from positions that
+are cut to a batch's length and class tokens that are tiled to its size; variables without
+gradients; frozen layers with LoRA; and experts in one array.
 """
 
 import keras
@@ -30,7 +30,7 @@ def gemma_with_lora():
 
 
 def text_model(backbone, **more):
-    """A classifier of texts of any length, padded by token 0."""
+    """Returns a classifier of texts of any length, which are padded with token 0."""
     tokens = keras.Input((None,), dtype="int32")
     padding = keras.ops.cast(keras.ops.not_equal(tokens, 0), "int32")
     given = {name: make(tokens) for name, make in more.items()}

@@ -1,4 +1,4 @@
-"""Outer optimizers of `LocalUpdates` in NumPy, resumed runs, and models for them."""
+"""Provides outer optimizers of `LocalUpdates` in NumPy, and resumes runs."""
 
 import contextlib
 import os
@@ -29,12 +29,12 @@ def sgd():
 
 
 class Reference:
-    """Outer optimizers in NumPy, on replicas of one process.
+    """Outer optimizers in NumPy, applied to replicas in one process.
 
     Args:
       rule: Name of an outer optimizer.
       replicas: Models that train independently.
-      weights: Share of each replica in a mean, `[replicas]`.
+      weights: Weight of each replica in the mean, `[replicas]`.
     """
 
     def __init__(self, rule, replicas, weights=None):
@@ -50,7 +50,7 @@ class Reference:
         ]
 
     def apply(self, sent):
-        """Applies differences, which may be from some steps ago."""
+        """Applies the differences of all replicas, which may be some steps old."""
         means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
         before, self.global_weights = self.global_weights, self._moved(means)
         for replica, differences in zip(self.replicas, sent, strict=True):
@@ -80,7 +80,7 @@ class Reference:
 
 
 def fitted(build, start, data, wire, optimizer, **fit):
-    """Trains on this rank's share of each batch."""
+    """Returns a model that was trained on this rank's share of each batch."""
     model = models.copy(build, start)
     model.compile(optimizer, models.LOSS)
     local = BATCH // wire.topology.size
@@ -119,7 +119,7 @@ def batch_norm():
 def local_job(folder, make, every_n_steps=None, build=batch_norm, model=None):
     """Runs two epochs of four batches, with the same data in the same order each time.
 
-    It trains a new model, or the given one.
+    It trains a new model or the given model.
     """
     if model is None:
         keras.utils.clear_session(free_memory=False)
@@ -145,13 +145,14 @@ SPARSE = tp.schemes.TopK(density=0.1, min_elements=0)
 def check_resumes(wire, make, snapshots, label=""):
     """Resumes a run from some of its steps, and compares bits with the uninterrupted run.
 
-    A new model resumes the first snapshot, and then the others, as in `checkpoints.check_resumes`.
+    A new model resumes the first snapshot, and the same model the others, as in
+    `checkpoints.check_resumes`.
 
     Args:
       wire: Collectives that join the ranks.
       make: Function that makes the optimizer.
       snapshots: Slice of the ten snapshots from which runs are resumed.
-      label: Words for an error.
+      label: Text for errors.
     """
     folder = shared_folder(wire)
     whole = local_job(os.path.join(folder, "whole"), make, every_n_steps=1)
@@ -173,11 +174,11 @@ def check_resumes(wire, make, snapshots, label=""):
 
 
 class SpoilsStatistics(keras.callbacks.Callback):
-    """Makes moving means of rank 1 infinite, as an overflow does in half precision."""
+    """Makes moving means of rank 1 infinite, like an overflow in half precision."""
 
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 1 and tp.rank() == 1:
             statistic = self.model.layers[1].moving_mean
-            # Callbacks see the global statistics.
+            # Callbacks see the global statistics, so assign the local ones.
             with hidden(self.model):
                 statistic.assign(np.full(statistic.shape, np.inf))

@@ -1,4 +1,4 @@
-"""Small models with their data, and helpers that the cases share."""
+"""Small models with their data, and helpers that tests share."""
 
 import hashlib
 
@@ -25,7 +25,7 @@ def floats(count, *shape):
 
 
 def _tokens(count):
-    # Few tokens, so that they repeat within a sample and over ranks.
+    # The vocabulary is small, so that tokens repeat within samples and across ranks.
     return np.random.default_rng(0).integers(0, 11, (count, 8)), _labels(count)
 
 
@@ -35,7 +35,7 @@ def mlp():
 
 
 def cnn(last=None):
-    """A small one, whose last layer may have another dtype."""
+    """Returns a small CNN, whose last layer may have another dtype."""
     layers = keras.layers
     conv = layers.Conv2D(8, 3, activation="relu")
     dense = layers.Dense(CLASSES, dtype=last)
@@ -43,7 +43,7 @@ def cnn(last=None):
 
 
 def normalized():
-    """Augmentation, depthwise convolutions and moving statistics, as in keras.applications."""
+    """Returns a model with augmentation, depthwise convolutions and moving statistics."""
     layers = keras.layers
     separable = layers.SeparableConv2D(4, 3, use_bias=False)
     pool = layers.GlobalAveragePooling2D()
@@ -82,14 +82,14 @@ embedding.data = _tokens
 
 
 def copy(build, model):
-    """A new model with the same weights; names start anew, so that they are equal on every rank."""
+    """Returns a new model with the same weights, and with the same names on every rank."""
     new = build()
     new.set_weights(model.get_weights())
     return new
 
 
 def share(data, batch, topology):
-    """This rank's part of every global batch, in order."""
+    """Returns this rank's part of every global batch, in order."""
     local = batch // topology.size
     picked = [np.arange(batch * i, batch * (i + 1)) for i in range(len(data[0]) // batch)]
     mine = np.concatenate([p[topology.rank * local : (topology.rank + 1) * local] for p in picked])
@@ -97,7 +97,7 @@ def share(data, batch, topology):
 
 
 def of_any_length(x, y, batch):
-    """Batches of texts whose length TensorFlow does not know statically: the data give it."""
+    """Returns batches of texts whose length is not static in the graph."""
     lengths = np.full(len(x), x.shape[1])
     data = tf.data.Dataset.from_tensor_slices((x, y, lengths)).batch(batch)
     return data.map(lambda tokens, labels, length: (tokens[:, : length[0]], labels))
@@ -108,7 +108,7 @@ def digest(arrays):
 
 
 def same_on_all_ranks(arrays, wire):
-    """Asserts that every rank holds the same bits."""
+    """Asserts that all ranks hold the same bits."""
     digests = exchange_objects(digest(arrays), wire, "models/digest")
     assert len(set(digests)) == 1, f"ranks differ: {digests}"
 
@@ -129,5 +129,5 @@ class Batches(keras.utils.PyDataset):
 
 
 def rank_variables(optimizer):
-    """Variables of an optimizer that differ between ranks."""
+    """Returns the variables of an optimizer that differ between ranks."""
     return [variable for variable, _ in optimizer.rank_state]

@@ -1,4 +1,4 @@
-"""What the tests themselves exchange between ranks."""
+"""Exchanges values of tests between ranks."""
 
 import horovod.tensorflow as hvd
 
@@ -8,9 +8,9 @@ __all__ = ["exchange_objects", "on_one_rank"]
 
 
 def on_one_rank(compute):
-    """Returns on every rank what a function without collectives gives on rank 0.
+    """Returns, on every rank, the result of a function on rank 0. The function has no collectives.
 
-    There are more ranks than CPU cores: what all would compute alike takes one of them.
+    With more ranks than CPU cores, this is faster than computing the same result on all ranks.
     """
     if not hvd.is_initialized() or hvd.size() == 1:
         return compute()

@@ -11,7 +11,7 @@ ADAM = keras.optimizers.Adam
 
 
 class Gan(keras.Model):
-    """The GAN of keras.io, with the noise in the data, so that all see the same."""
+    """The GAN of keras.io, with the noise in the data, so that it is reproducible."""
 
     def __init__(self, d_steps=1):
         super().__init__()
@@ -60,7 +60,7 @@ def gan_data(count):
 
 
 def gan_batches(pieces):
-    """A dataset of unknown length whose batches are of these sizes, in the order of the data."""
+    """Returns a dataset of unknown length with batches of these sizes, in the order of the data."""
     noise, real = gan_data(sum(pieces))
     ends = np.cumsum(pieces)
 

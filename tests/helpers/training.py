@@ -1,4 +1,4 @@
-"""Training on one process and on ranks, and the comparison of both."""
+"""Trains in one process and on ranks, and compares the results."""
 
 import keras
 import numpy as np
@@ -21,9 +21,9 @@ def distributed(inner, scheme="auto", **options):
 
 
 def train_alone(model, data, optimizer, **fit):
-    """The weights of the reference: plain Keras, whole batches."""
+    """Trains plain Keras on whole batches, and returns the weights as the reference."""
     model.compile(optimizer=dense_rows(optimizer), loss=models.LOSS)
-    # Before the first step, which TensorFlow would trace twice if it made variables.
+    # Build it before the first step: TensorFlow would trace a step that creates variables twice.
     model.optimizer.build(model.trainable_variables)
 
     def fitted():
@@ -35,7 +35,7 @@ def train_alone(model, data, optimizer, **fit):
 
 
 def dense_rows(optimizer):
-    """Keras's optimizers update a row once per repetition of a token: the reference must not."""
+    """Makes gradients dense, since Keras's optimizers update rows of repeated tokens repeatedly."""
     apply, dense = (
         optimizer.apply,
         lambda g: tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g,
@@ -47,7 +47,7 @@ def dense_rows(optimizer):
 
 
 def train_together(model, data, optimizer, wire, compile=None, **fit):
-    """Each rank gets its share of each batch."""
+    """Trains on this rank's share of each batch, and returns the weights."""
     model.compile(optimizer=optimizer, loss=models.LOSS, **(compile or {}))
     share = models.share(data, BATCH, wire.topology)
     options = {
@@ -68,12 +68,12 @@ def check_equal(weights, reference):
 
 
 def check_close(weights, reference, start, share):
-    """Checks that each variable is within this share of the reference's own move."""
+    """Checks each variable's error, relative to the change of the reference, against `share`."""
     for weight, expected, before in zip(weights, reference, start, strict=True):
         moved = np.linalg.norm(expected - before)
-        assert moved > 0, "nothing was learnt, so nothing was compared"
+        assert moved > 0, "training must change the reference"
         assert (off := np.linalg.norm(weight - expected) / moved) <= share, (
-            f"{off:.2g} of what training moved"
+            f"error of {off:.2g} relative to the change by training"
         )
 
 

@@ -1,4 +1,4 @@
-"""Data of unknown length, and models for ranks with unequal data."""
+"""Provides data of unknown length, and models for ranks with unequal data."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Traced train steps, and which collectives wait for which."""
+"""Traces train steps, and finds which collectives wait for which."""
 
 import tensorflow as tf
 
@@ -6,7 +6,7 @@ from tests.helpers import models
 
 
 def traced(model, optimizer, batch):
-    """The train step as `fit` traces it."""
+    """Returns the graph of the train step as `fit` traces it."""
     model.compile(optimizer=optimizer, loss=models.LOSS)
     x, _ = batch
     step = tf.function(model.train_step, reduce_retracing=True)
@@ -30,8 +30,8 @@ def ancestors(op, graph):
 def _inputs(current, parent, graph):
     if not _exchanges_again(parent, graph):
         return [*parent.inputs, *parent.control_inputs]
-    # TensorFlow lowers the branches: an output needs the condition, and what it is in the branch
-    # that hands on what was exchanged before.
+    # TensorFlow lowers branches, so an output waits for the condition and for its own input to the
+    # branch that passes on the earlier result.
     branch = graph._get_function(parent.get_attr("else_branch").name).graph
     above = branch.outputs[current.value_index]
     while above.op.type == "Identity":
@@ -48,9 +48,9 @@ def _exchanges_again(op, graph):
 
 
 def bucket_of(op, graph):
-    """The bucket that an op exchanges: itself, or in a branch."""
+    """Returns the bucket that an op exchanges, directly or in a branch."""
     if op.type.startswith("Horovod"):
-        # What is exchanged again, where samples were others than expected, comes after all.
+        # A repeated exchange, after unexpected sample counts, follows all others.
         is_first = "bucket" in op.name and ".again" not in op.name
         return op.name.split(".")[1] if is_first else None
     if op.type not in ("If", "StatelessIf"):

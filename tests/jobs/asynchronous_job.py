@@ -1,14 +1,14 @@
-"""Trains around a server, with what the first argument says.
+"""Trains with a server and workers, with the fault that the first argument names.
 
-The second argument is a folder, the third the server's rank. The kinds:
+The second argument is a folder, and the third the rank of the server. The faults are:
 
 - "slow": a step of the last rank takes longer than the stall limit.
-- "kill": the last rank is killed in the second epoch.
-- "raise": the last rank raises an error there.
-- "raise in a loop": as that, in a loop of one's own.
-- "raise at the server": the server raises an error at the begin of its second epoch.
-- "terminate": the server gets SIGTERM there.
-- "none": trains to the end, from what is in the folder.
+- "kill": the last rank is killed in the third epoch.
+- "raise": the last rank raises an error in the third epoch.
+- "raise in a loop": the last rank raises an error in a custom loop.
+- "raise at the server": the server raises an error at the start of its third epoch.
+- "terminate": the server receives SIGTERM shortly after this start.
+- "none": there is no fault; training resumes from the folder.
 """
 
 import os
@@ -25,12 +25,12 @@ import tfposeidon as tp
 from tests.helpers import models
 
 STALL_LIMIT_S, LONG_STEP_S = 4, 10
-"""For the rank that is late. Others are to be late by no means, such as in the begin."""
+"""The long step is that of the slow rank; no other step, not even the first, may take so long."""
 EPOCHS = 4
 
 
 class Trouble(keras.callbacks.Callback):
-    """Lets the last rank be late, or end, or the server end, as the script was told."""
+    """Delays or ends the last rank, or ends the server, as the script's argument requests."""
 
     def __init__(self, kind, server):
         super().__init__()
@@ -42,15 +42,15 @@ class Trouble(keras.callbacks.Callback):
         if epoch < 2 or tp.rank() != self._server:
             return
         if self._kind == "terminate":
-            # A little later, while the server waits for workers.
+            # The signal arrives while the server waits for workers.
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         if self._kind == "raise at the server":
             raise ValueError("broken on purpose")
 
     def on_train_batch_begin(self, batch, logs=None):
-        # A worker that is alone is to train still when the server ends.
+        # A worker must still be training when the server ends.
         if tp.rank() != tp.size() - 1 or self._kind in ("terminate", "raise at the server"):
-            # Longer than it takes to notice that a rank is gone.
+            # The pauses last longer than it takes to detect that a rank is gone.
             time.sleep(0.1)
             return
         if self._kind == "slow" and not self._waited:
@@ -65,7 +65,7 @@ class Trouble(keras.callbacks.Callback):
 
 
 class Resumed(keras.callbacks.Callback):
-    """Prints with how many steps the server begins, and from which epoch."""
+    """Prints the epoch and the number of steps at which the server starts."""
 
     acts_at_server = True
     _has_begun = False
@@ -78,7 +78,7 @@ class Resumed(keras.callbacks.Callback):
 
 
 def _loop(model, optimizer, data, folder):
-    """Steps by hand, in which the last rank fails after some exchanges."""
+    """Trains in a custom loop, in which the last rank fails after some exchanges."""
     optimizer.build(model.trainable_variables)
 
     def train():
@@ -105,7 +105,7 @@ def main(kind, folder, server):
     tp.init(stall_timeout_s=limit_s, network="unknown", server_rank=server)
     keras.utils.set_random_seed(tp.rank())
     model = models.mlp()
-    # Twice the ranks' pace apart: the last one takes half as many steps meanwhile.
+    # Exchanges are rare compared with the ranks' paces, so that the slow rank takes half the steps.
     optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), sync_every=2, alpha=0.4)
     model.compile(optimizer, models.LOSS)
     data = models.mlp.data(64)

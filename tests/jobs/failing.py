@@ -1,8 +1,8 @@
-"""Trains until rank 1 fails at step 3 as the argument says; with "none", until it is ended.
+"""Trains until rank 1 fails at its third step, or with "none" until the job is ended.
 
-With "measuring" rank 1 stops before the first step, while links are measured. With "late" before
-the trouble, ranks train by themselves: it comes in the middle of a round, while the others'
-exchange is under way beside their steps.
+With "measuring", rank 1 stops before the first step, while the network is measured. With "late" as
+the first argument, ranks train with `LocalUpdates`, and rank 1 fails while an exchange overlaps the
+steps of the others.
 """
 
 import os
@@ -52,7 +52,7 @@ def announce(what):
 
 
 def stop_while_links_are_measured():
-    """Lets rank 1 stop after its first round that counts, in which the others go on."""
+    """Stops rank 1 after its first timed round, while the others continue."""
     enlarge = measurement._Round.enlarge
 
     def stopping(self, times, samples):

@@ -1,4 +1,4 @@
-"""Training on a cache in parts, in which rank 1 fails: `failing_cache.py FOLDER raise|source`."""
+"""Trains on a partitioned cache until rank 1 fails: `failing_cache.py FOLDER raise|source`."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ class Trouble(keras.callbacks.Callback):
 
 
 class Unreadable(FolderSource):
-    """Of which rank 1 can read nothing but the first sample."""
+    """Source of which rank 1 can read only the first sample."""
 
     def read(self, sample):
         if tp.rank() == 1 and sample:

@@ -1,4 +1,4 @@
-"""Reads some steps of a cache from where the last job ended.
+"""Reads some steps of a cache, starting where the last job ended.
 
 part_of_an_epoch.py FOLDER SAMPLES STEPS
 """

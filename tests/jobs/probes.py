@@ -1,4 +1,4 @@
-"""Small jobs for the lab: what a rank sees, how fast links are, how long packets take."""
+"""Small jobs for the lab, which print a rank's environment, link rates and packet delays."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-# Test collection imports this, outside of any job.
+# The default values are for the collection of tests, which imports this module without a job.
 RANK, SIZE = int(os.environ.get("HOROVOD_RANK", 0)), int(os.environ.get("HOROVOD_SIZE", 1))
 PORT = 5000
 
@@ -28,7 +28,7 @@ def environment():
 
 
 def rates(size_bytes):
-    """Rank 0 and each other rank send one another `size_bytes`, in turn."""
+    """Sends `size_bytes` from rank 0 to each other rank and back, one transfer after another."""
     for other in range(1, SIZE):
         for sender, receiver in ((0, other), (other, 0)):
             if receiver == RANK:
@@ -43,7 +43,7 @@ def rates(size_bytes):
 
 
 def connections(count, size_bytes):
-    """Rank 0 sends `size_bytes` over each of several connections to rank 1, all at once."""
+    """Sends `size_bytes` from rank 0 to rank 1 over each of several connections, all at once."""
     ports = range(PORT, PORT + int(count))
     act = _receive if RANK == 1 else _send
     with ThreadPoolExecutor(len(ports)) as threads:
@@ -58,7 +58,7 @@ def _send(size_bytes, name, port):
 
 
 def _receive(size_bytes, pair, port):
-    """Print the rate on the wire (b/s), of the whole and of the fastest quarter of the bytes."""
+    """Prints the link rate in b/s, of all bytes and of the fastest quarter of them."""
     with socket.create_server(("", port)) as server:
         peer, _ = server.accept()
         with peer:
@@ -132,7 +132,7 @@ def lost(count=500):
 
 
 def flood(count=100_000):
-    """Rank 0 sends more than a process that delays packets can read."""
+    """Sends more packets from rank 0 than the process that delays packets can read."""
     if RANK == 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
             for _ in range(count):
@@ -150,7 +150,7 @@ def fail():
 
 
 def tick():
-    """Says how long it was stopped, and when it loses the switch."""
+    """Prints how long the rank was stopped, and when it loses its link to the switch."""
     last = time.monotonic()
     while True:
         time.sleep(0.05)

@@ -1,8 +1,9 @@
-"""One rank of a job that finds its peers: sums the ranks; with "kill", rank 0 is killed then.
+"""One rank of a job that starts without a launcher, and sums the ranks of the job.
 
-With "lab KIND", the ranks of the lab get the variables of another kind in place of Horovod's. With
-"nodes", the nodes of the lab start two ranks each by `run`, with the variables of kinds that
-describe nodes. These ranks ("join KIND") need no TensorFlow.
+With "kill", rank 0 is killed afterwards. With "lab KIND", ranks of the lab receive the variables of
+this kind of platform in place of Horovod's. With "nodes", each node of the lab calls `run`, which
+starts two ranks, with the variables of each kind that describes nodes. These ranks ("join KIND") do
+not import TensorFlow.
 """
 
 import json
@@ -82,7 +83,7 @@ LATE_S = 3
 
 
 def without_launcher():
-    """Takes the lab's variables away; returns this rank's number and the number of ranks."""
+    """Removes the lab's variables, and returns this rank and the number of ranks."""
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     for name in [name for name in os.environ if name.startswith(("HOROVOD_", "NCCL_"))]:
         del os.environ[name]
@@ -90,7 +91,7 @@ def without_launcher():
 
 
 def take_variables_of(kind):
-    """Numbers the ranks of two nodes in turn, as some platforms do."""
+    """Numbers the ranks of two nodes alternately, as some platforms do."""
     rank, size = without_launcher()
     node, position = divmod(rank, size // 2)
     rank = 2 * position + node
@@ -101,7 +102,7 @@ def take_variables_of(kind):
 
 
 def run_in_turn():
-    """Starts two ranks of each kind on this node; one of both nodes is late."""
+    """Starts two ranks of each kind on this node; one of the two nodes starts late."""
     node, _ = without_launcher()
     command = [sys.executable, "-m", "tfposeidon", "run", "--per-node", "2", "--"]
     for index, (kind, variables_of) in enumerate(NODE_KINDS.items()):
@@ -121,7 +122,7 @@ def join(kind):
     host, port = place.split(":")
     print(f"{kind}: rank {rank} of nodes {nodes} at {os.environ[rendezvous.INTERFACE]}", flush=True)
     check_command_lines()
-    # `run` on node 0 would wait for the last word of each rank.
+    # Report an exit status, because `run` on node 0 waits for that of each rank.
     client = rendezvous.Client(host, int(port), prefix)
     client.put_first(store.FAILURES, store.EXIT_STATUS.format(rank), "ended")
     if kind == FAILING_KIND:
@@ -132,14 +133,14 @@ def join(kind):
 
 
 def check_command_lines():
-    """Every user could read the job's token and key on the command line of a process."""
+    """Asserts that no command line contains the token or the key, which all users could read."""
     key = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "").partition("/")[2]
     secrets = [one for one in (key, os.environ.get("TFPOSEIDON_TOKEN")) if one]
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = file.read_text(errors="replace")
         except OSError:
-            # The process has ended.
+            # The process has ended meanwhile.
             continue
         assert not any(secret in text for secret in secrets), text
     print(f"{len(secrets)} secrets are on no command line", flush=True)

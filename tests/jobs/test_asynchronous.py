@@ -1,4 +1,4 @@
-"""A server and workers at their own pace: slow ones end no job, lost ones leave a snapshot."""
+"""Slow workers do not end a job, and lost ranks leave a snapshot of the server."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ STEPS, EPOCHS = 8, 4
 
 
 def _run(kind, cause=None, server=0, goes_on=False, ranks=3):
-    """A job of a server and workers; with `goes_on`, a second one takes its snapshot."""
+    """Runs a job of a server and workers; with `goes_on`, a second job resumes it."""
     with tempfile.TemporaryDirectory() as folder:
         done = horovodrun(ranks, SCRIPT, kind, folder, server)
         snapshots = sorted(Path(folder).glob("snapshot-*"))
@@ -45,7 +45,7 @@ def test_a_worker_slower_than_the_stall_limit_does_not_end_the_job(outcome):
     ("kind", "cause", "server", "goes_on", "ranks"),
     [
         ("kill", "Process name: 2", 0, False, 3),
-        # Where rank 0 trains, lines about the job are the server's all the same.
+        # If rank 0 is a worker, the server still logs lines about the job.
         ("raise", "rank 2 failed first: ValueError: broken on purpose", 1, True, 3),
         ("raise at the server", "rank 0 failed first: ValueError: broken on purpose", 0, False, 2),
         ("terminate", "the job ends. rank 0 received SIGTERM", 0, False, 2),
@@ -59,7 +59,7 @@ def test_a_lost_rank_ends_the_job_after_the_server_has_saved(
     assert cause in done.stdout, done.stdout
     assert "the job ends; the server has saved the global weights" in done.stdout, done.stdout
     assert "already finished" not in done.stdout, done.stdout
-    # A mean over workers, of which the other may be at any step when one fails.
+    # Epochs count the mean over workers, so the other worker may be at any step.
     assert (0 if kind in ("kill", "raise") else 2) <= meta["epoch"] < EPOCHS, meta
     if not goes_on:
         return
@@ -74,7 +74,7 @@ def _check_steps(epoch, resumed):
     ((begun, before),) = re.findall(r"the server begins epoch (\d) after (\d+) steps", resumed)
     (after,) = re.findall(r"the server ends after (\d+) steps", resumed)
     assert int(begun) == epoch
-    # The epoch that was not complete is done again.
+    # The incomplete epoch is repeated.
     assert epoch * STEPS <= int(before) <= EPOCHS * STEPS
     assert int(after) == int(before) + (EPOCHS - epoch) * STEPS
 

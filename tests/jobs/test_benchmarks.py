@@ -1,4 +1,4 @@
-"""Every benchmark runs its smallest case to the end and plots it; test_peers.py runs the peers."""
+"""The smallest case of every benchmark runs and is plotted; test_peers.py runs other frameworks."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ OF_DIGITS = {"accuracy", "elastic_averaging", "large_batch", "local_accuracy", "
 
 
 def smallest(name):
-    """What the benchmark said, how it ended, and its results; also of those with the same job."""
+    """Returns the processes of all benchmarks with this job, and the results."""
     with tempfile.TemporaryDirectory() as folder:
         path, found = Path(folder) / "results.json", []
         for module in (name, *SAME_JOB.get(name, [])):
@@ -45,7 +45,7 @@ def smallest(name):
 
 @ahead(smallest)
 @pytest.mark.parametrize("name", NAMES)
-def test_smallest_case(name, outcome):
+def test_the_smallest_case_has_results_and_a_plot(name, outcome):
     done, results = outcome
     for one in done:
         assert one.returncode == 0, one.stdout[-4000:]

@@ -1,4 +1,4 @@
-"""Jobs one after the other, on other numbers of ranks, that share an epoch of a cache."""
+"""Consecutive jobs on different numbers of ranks share an epoch of a cache."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def _images():
 
 
 def three_jobs():
-    """The samples that three jobs saw together, and the state of the cache behind the last."""
+    """Returns the samples that three jobs read, and the final state of the cache."""
     with _images() as folder:
         for ranks, steps in ((1, 2), (3, 2), (2, 100)):
             done = horovodrun(ranks, CASES / "part_of_an_epoch.py", folder, SAMPLES, steps)
@@ -34,7 +34,7 @@ def three_jobs():
 
 
 @ahead(three_jobs)
-def test_one_three_two_ranks_within_an_epoch(outcome):
+def test_three_jobs_on_different_ranks_share_an_epoch(outcome):
     numbers, state = outcome
     assert sorted(numbers) == list(range(SAMPLES))
     assert (state["epoch"], state["samples"]) == (1, 0)
@@ -53,8 +53,8 @@ def failing(trouble):
 
 @ahead(failing)
 @pytest.mark.parametrize("trouble", CAUSES)
-def test_a_rank_that_fails_ends_the_job(trouble, outcome):
-    """Although the other one waits for it in rounds of the cache, too."""
+def test_a_failed_rank_ends_the_job(trouble, outcome):
+    """The other rank waits for it in exchanges of the cache, too."""
     done = outcome
     assert done.returncode != 0, done.stdout[-4000:]
     assert CAUSES[trouble] in done.stdout, done.stdout[-4000:]

@@ -1,4 +1,4 @@
-"""The container file's steps run as a script; third-party packages are installed already."""
+"""Runs the steps of the container file as a script, with installed third-party packages."""
 
 import os
 import re
@@ -14,12 +14,12 @@ CONTAINERFILE = ROOT / "examples/cluster/Containerfile"
 
 
 def _script(root):
-    """Returns the file's steps as a shell script; `root` stands for the container's root folder."""
+    """Returns the file's steps as a shell script; `root` replaces the container's root folder."""
     lines = ["set -ex", "unset PYTHONPATH VIRTUAL_ENV"]
     for step in re.findall(r"^(RUN|COPY|WORKDIR) (.+)$", CONTAINERFILE.read_text(), re.MULTILINE):
         match step:
             case ("RUN", command) if command.startswith("apt-get"):
-                pass  # the machine's own packages
+                pass  # The packages of this machine are used.
             case ("RUN", command):
                 lines.append(command)
             case ("COPY", copy):
@@ -34,18 +34,18 @@ def _script(root):
 
 
 def _compiled(folder):
-    """Lines that put this environment's libraries where a build finds its own from before."""
+    """Yields commands that copy compiled libraries to where a build reuses them."""
     for library in ("tfposeidon/native/_ops.so", "datacache/native/_records.so"):
         yield f"install -D {ROOT / library} {folder / library}"
-        # Newer than the file of joined sources, which each build writes.
+        # The library must be newer than the joined sources, which each build writes.
         yield f"touch -d tomorrow {folder / library}"
 
 
 def as_a_script():
-    """Runs the steps in an environment and a folder of their own.
+    """Runs the steps in a separate environment and folder.
 
-    It has the packages of this environment, which `make setup` has installed from nothing, but for
-    Horovod and this one; and it takes the libraries that `make setup` has compiled.
+    The environment links to the packages that `make setup` has installed, except for Horovod and
+    this project, and uses the libraries that `make setup` has compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
         venv = finish(start([sys.executable, "-m", "venv", f"{folder}/venv"]))
@@ -60,7 +60,7 @@ def as_a_script():
 
 
 @ahead(as_a_script)
-def test_steps_run_as_a_script(outcome):
+def test_the_steps_of_the_container_file_run(outcome):
     done = outcome
     assert done.returncode == 0, done.stdout[-4000:]
     assert "sums are right on all 2 rank(s)" in done.stdout, done.stdout[-4000:]

@@ -1,7 +1,7 @@
-"""GPU kernels are compiled with nvcc, where it is found, and registered.
+"""Compiles GPU kernels with nvcc, if it is installed, and registers them.
 
-Their results are tested in tests/native/gpu_test.cc, which runs the same passes on the CPU: only a
-machine with a GPU can run them there.
+tests/native/gpu_test.cc tests their results, with the same passes on the CPU, because only a
+machine with a GPU can run the kernels.
 """
 
 import json
@@ -20,7 +20,7 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CUDA = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")) / "include"
 
 # Prints which kernels exist for which devices, and which inputs they read on the host. It runs in a
-# process of its own, as an op is registered only once.
+# separate process, because an op can be registered only once.
 REGISTERED = """
 import json, sys
 import tensorflow as tf
@@ -48,7 +48,7 @@ ONE_TYPE = {"TfposeidonL2Norms"}
 
 
 def compiled():
-    """Returns the kernels of a library compiled for one architecture; each takes as long again."""
+    """Returns the kernels of a library for one architecture; each more would take as long again."""
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "-q", "build_ext", "--cuda", "--gpus", "90"]
         done = finish(
@@ -61,19 +61,19 @@ def compiled():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.skipif(NVCC is None, reason="requires nvcc")
 @ahead(compiled)
 def test_gpu_kernels_compile_and_register_on_a_tensorflow_without_gpus(outcome):
     has_gpu_kernels, found = outcome
     assert has_gpu_kernels
     for op, on_host in ON_HOST.items():
-        # Mostly two types of index, or of wire, on each device.
+        # Most ops have kernels for two dtypes of indices or of values on each device.
         assert sorted(found[op]) == sorted(
             [["CPU", []], ["GPU", on_host]] * (1 if op in ONE_TYPE else 2)
         ), op
 
 
-@pytest.mark.skipif(not CUDA.exists(), reason="CUDA's headers are not there")
+@pytest.mark.skipif(not CUDA.exists(), reason="requires the headers of CUDA")
 @pytest.mark.parametrize("source", ["tests/native/gpu_test.cc", "benchmarks/native/gpu.cc"])
 def test_programs_that_need_a_gpu_compile(source):
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-fsyntax-only"]
@@ -81,7 +81,7 @@ def test_programs_that_need_a_gpu_compile(source):
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
 
 
-def test_querying_gpu_kernels_first_loses_no_op():
+def test_querying_gpu_kernels_first_preserves_all_ops():
     code = (
         "from tfposeidon import native, ops; native.has_gpu_kernels(); "
         "print(ops.top_k([1.0, 2.0], 1)[1].numpy())"

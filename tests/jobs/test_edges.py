@@ -1,4 +1,4 @@
-"""Features at the edge: the package trains without them."""
+"""The package trains without its optional packages (edges)."""
 
 import os
 import shutil
@@ -57,8 +57,8 @@ def _run(folder, *arguments):
 
 @pytest.mark.parametrize("without", [EDGES, *((edge,) for edge in EDGES)], ids=" ".join)
 def test_the_core_runs_without_optional_packages(without, tmp_path):
-    """All edges are deleted from a copy at once, and each of them alone."""
-    # Copies, not links: pytest follows these, and would import what they lead to.
+    """All edges are deleted from a copy at once, and then each edge alone."""
+    # Copy the folders, because pytest would follow links and import the original modules.
     for name in ("tfposeidon", "keras_callbacks", "datacache", "tests", "docs"):
         left_out = without if name == "tfposeidon" else ()
         ignored = shutil.ignore_patterns("__pycache__", *left_out)

@@ -1,4 +1,4 @@
-"""Examples, as a user would start them."""
+"""Runs the examples as users start them."""
 
 import json
 import math
@@ -18,7 +18,7 @@ SCRIPT = EXAMPLES / "image_folder.py"
 
 
 def image_folder(start):
-    """Runs the example on what it writes into a folder of its own."""
+    """Runs the example on images that it writes into a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         digits = ("--folder", f"{folder}/digits")
         if start == "lab":
@@ -30,8 +30,7 @@ def image_folder(start):
 
 @ahead(image_folder)
 @pytest.mark.parametrize("start", ["lab", "horovodrun"])
-def test_image_folder(start, outcome):
-    """A cold run reads each file once in the cluster, and a warm one none."""
+def test_image_folder_reads_the_source_only_in_a_cold_run(start, outcome):
     done = outcome
     assert done.returncode == 0, done.stdout[-4000:]
     read = [
@@ -44,14 +43,14 @@ def test_image_folder(start, outcome):
 
 
 @ahead(lambda: horovodrun(2, EXAMPLES / "keras_digits.py", environment=WITH_SKLEARN))
-def test_keras_digits(outcome):
-    """As `make demo` starts it; it fails below an accuracy of 97 %."""
+def test_keras_digits_reaches_its_accuracy(outcome):
+    """`make demo` starts the script in this way; it fails below an accuracy of 97 %."""
     assert outcome.returncode == 0, outcome.stdout[-4000:]
 
 
 @ahead(lambda: horovodrun(2, EXAMPLES / "custom_loop.py", environment=WITH_SKLEARN))
-def test_custom_loop(outcome):
-    """It fails below an accuracy of 95 %."""
+def test_the_custom_loop_reaches_its_accuracy(outcome):
+    """The script fails below an accuracy of 95 %."""
     assert outcome.returncode == 0, outcome.stdout[-4000:]
     assert "Plan for 2 rank(s)" in outcome.stdout
 
@@ -65,8 +64,8 @@ def gan():
 
 
 @ahead(gan)
-def test_gan(outcome):
-    """It fails if the mean of what is drawn is far from the mean digit."""
+def test_the_gan_draws_images_with_the_mean_of_digits(outcome):
+    """The script fails if the mean of its images is far from the mean digit."""
     done, begin = outcome
     assert done.returncode == 0, done.stdout[-4000:]
     assert begin == b"\x89PNG"
@@ -79,22 +78,22 @@ def transformers():
 
 
 @ahead(transformers)
-def test_transformer(outcome):
-    """Two ranks train to the loss of one process, with embeddings and products as rows."""
+def test_the_transformer_reaches_the_loss_of_one_process(outcome):
+    """Two ranks send rows of embeddings and factors of products."""
     losses = []
     for done in outcome:
         assert done.returncode == 0, done.stdout[-4000:]
         losses.append(float(re.search(r"loss per word: ([\d.]+)", done.stdout)[1]))
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-    assert losses[0] < 8, "it has learnt something"
+    assert losses[0] < 8, "training must reduce the loss"
 
 
 def dawnbench():
-    """Runs all phases, resumes the complete run, and runs with kills in another folder.
+    """Runs all phases, resumes the complete run, and then runs them with kills in another folder.
 
     Returns:
-      The finished processes, the lines of the first, and what `start_and_kill` returned of each
-      kill; the last process is that which went on behind the kills.
+      The finished processes, the records of the first run, and the result of `start_and_kill` for
+      each kill. The last process finished the run that was killed.
     """
     pauses = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,10 +116,11 @@ LAB = "--nodes 2 --inter 200mbit --show first"
 
 
 @ahead(dawnbench)
-def test_dawnbench(outcome):
-    """Four resolutions by the paper's schedule, in halves; a complete run trains nothing more.
+def test_dawnbench_resumes_after_kills_with_equal_weights(outcome):
+    """The four resolutions follow the paper's schedule, in half precision.
 
-    Each start behind a kill goes on from the newest snapshot, and the weights are those without.
+    A complete run trains nothing more. After each kill, the run resumes from the newest snapshot,
+    and its final weights equal those of a run without kills.
     """
     runs, lines, kills = outcome
     for done in runs:
@@ -148,7 +148,7 @@ def _check_kills(outputs, kills):
     assert all(is_killed for _, _, is_killed in kills)
     assert "resumed from" not in outputs[0]
     for (_, place, _), output in zip(kills, outputs[1:], strict=True):
-        # The first one: each later phase goes on from a snapshot, too.
+        # Use the first match, because each later phase resumes from a snapshot, too.
         found = re.search(r"resumed from .* (at epoch \d+, batch \d+\.)", output)
         assert found, output[-4000:]
         assert found[1] == place
@@ -159,7 +159,7 @@ SIZES = [(24, 32), (30, 32), (38, 32), (46, 16)]
 
 
 KILLED_AFTER = (3, 17)
-"""Snapshots after which the small run is killed: in its first phase and in a later one, where it
+"""Snapshots after which the small run is killed: in its first phase, and in a later phase while it
 writes the next snapshot."""
 
 
@@ -173,13 +173,13 @@ def snapshots_in_parts(out):
 
 
 def start_and_kill(command, out, number, pause_s, while_writing):
-    """Starts the run in the lab, and kills it once it has written a snapshot.
+    """Starts the run in the lab, and kills it after it has written a snapshot.
 
     Returns:
-      The output; where the newest snapshot is, as the next start should say; and whether the run
-      had not ended by itself.
+      The output; the position of the newest snapshot, which the next start must print; and
+      whether the kill ended the run.
     """
-    # What an earlier kill left says nothing about this start.
+    # Ignore incomplete snapshots that an earlier kill left.
     left = snapshots_in_parts(out)
     process = lab(LAB, *command, background=True)
     while newest_snapshot(out) < number and process.poll() is None:

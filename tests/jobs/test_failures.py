@@ -1,4 +1,4 @@
-"""One rank's trouble ends the job on all, with the rank and the cause on the screen."""
+"""A failure of one rank ends the job on all ranks, and its rank and cause are printed."""
 
 import json
 import re
@@ -16,7 +16,7 @@ LAST_LINES = 60
 
 EXPECTED = {
     "raise": ["tfposeidon: the job ends. rank 1 failed first: ValueError: broken on purpose"],
-    # A file that could not be read, in the words in which collectives break.
+    # The error of a failed read has the same text as that of a broken collective.
     "reset": ["rank 1 failed first: ConnectionResetError: [Errno 104] Connection reset by peer"],
     "kill": ["Process name: 1", "Exit code: 137"],
     "late": [
@@ -49,7 +49,7 @@ def test_a_failure_of_one_rank_ends_the_job(trouble, outcome):
     for text in EXPECTED[trouble]:
         assert text in last, done.stdout
     assert "the job went on" not in done.stdout
-    # Horovod's own report of a stall, which needs the third correction.
+    # Horovod itself reports the stall, which requires the third patch.
     assert ("1!: [tp0." in done.stdout) == (trouble == "late"), done.stdout
     _check_gone(done.stdout)
 
@@ -60,11 +60,11 @@ def _check_gone(output):
     deadline = time.monotonic() + 60
     while any(one.exists() for one in processes) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not any(one.exists() for one in processes), "a rank was left behind"
+    assert not any(one.exists() for one in processes), "a rank must not outlive the job"
 
 
 FAULT_S = 60
-"""By then training has begun, also on a busy machine."""
+"""Seconds after which training has started even on a busy machine."""
 FAULTS = {
     f"--kill 1@{FAULT_S}": [
         "tfposeidon lab: rank 1 was ended by SIGKILL",
@@ -75,7 +75,7 @@ FAULTS = {
 
 
 def faulty(fault):
-    """A job of two nodes that trains until the fault ends it; and the lab's report."""
+    """Runs a job on two nodes until the fault ends it; returns the process and the lab's report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         done = lab(
@@ -87,7 +87,7 @@ def faulty(fault):
 @ahead(faulty)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_between_nodes_end_fit_on_all_ranks(fault, outcome):
-    """As horovodrun's own, but with links between the ranks, which can be cut."""
+    """The lab's links connect the ranks, so that a link can be cut."""
     done, report = outcome
     assert done.returncode != 0
     before, _, after = done.stdout.partition("tfposeidon lab: ")

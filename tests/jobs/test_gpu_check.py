@@ -1,4 +1,4 @@
-"""The GPU checks run on CPUs, in their small form."""
+"""Runs the GPU checks on CPUs, with small sizes."""
 
 import sys
 
@@ -26,7 +26,7 @@ def two(stages):
     [(one, ("see", "ops", "times", "one", "speed", "check")), (two, ("two", "nccl"))],
     ids=["one", "two"],
 )
-def test_small_form(job, stages, outcome):
+def test_the_checks_pass_on_cpus(job, stages, outcome):
     assert outcome.returncode == 0, outcome.stdout[-4000:]
     for stage in stages:
         assert f"ok   {stage}." in outcome.stdout, stage

@@ -1,4 +1,4 @@
-"""Setup and commands where TensorFlow is missing, and what an sdist holds."""
+"""Tests setup and commands without TensorFlow, and the contents of an sdist."""
 
 import os
 import subprocess
@@ -35,12 +35,12 @@ def test_setup_without_a_working_tensorflow_names_the_cause(tmp_path):
     (packages / "tensorflow").mkdir()
     (packages / "tensorflow" / "__init__.py").write_text("raise ImportError('no libmissing.so')")
     assert "no libmissing.so" in built().stderr
-    # As in pip's isolated build, which hides a user's site-packages.
+    # pip's isolated build also hides the site-packages of the user.
     assert "no libmissing.so" in built("-S", PYTHONPATH=str(tmp_path / "isolated")).stderr
 
 
 def test_the_sdist_contains_all_build_files(tmp_path):
-    """`python -m tests.versions` installs from one; here only its files are looked at."""
+    """`python -m tests.versions` installs from an sdist; this test checks only the file names."""
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
     command += ["sdist", "--formats", "gztar", "--dist-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

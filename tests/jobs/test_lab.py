@@ -1,4 +1,4 @@
-"""The lab with real namespaces and links, and jobs that need no TensorFlow."""
+"""Tests the lab with real namespaces and links, by jobs that need no TensorFlow."""
 
 import json
 import os
@@ -52,14 +52,14 @@ def test_ranks_receive_the_environment_of_horovodrun():
         assert own["folder"] == str(ROOT)
         assert own["address of node1"] == "10.99.0.2"
         assert own["interfaces"] == ["eth0", "lo"]
-        # Those of this machine, with the limits of containers.
+        # The control groups are those of this machine, so that limits of containers apply.
         assert own["groups"] == sorted(os.listdir("/sys/fs/cgroup"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="replaces /etc/hosts, which root may")
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root, to replace /etc/hosts")
 def test_node_names_override_the_hosts_file(tmp_path):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
-        pytest.skip("root of this container may not mount")
+        pytest.skip("requires the right to mount")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost node1\n")
     replace = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
@@ -83,12 +83,12 @@ def test_nohup_protects_a_lab():
             break
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
-    # The status names the first signal that was not ignored.
+    # The exit status names the first signal that was not ignored.
     assert finish(process).returncode == 128 + signal.SIGTERM
 
 
 def test_links_have_the_requested_rate(tmp_path):
-    """Both directions, one node slower than the other, with little let through in one burst."""
+    """Both directions have it, one node is slower, and bursts are small."""
     path = tmp_path / "report.json"
     _check_rates(
         f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}",
@@ -105,11 +105,11 @@ def test_links_have_the_requested_rate(tmp_path):
 
 
 def _check_rates(options, expected):
-    """Checks that links keep within 5 % of their rate.
+    """Checks that each link carries its rate to within 5 %.
 
-    They never exceed it by more, and the fastest quarter of the bytes comes that close from below.
-    Not all bytes do: a machine that stands still for longer than a link's burst loses rate that is
-    never made up for.
+    All bytes together must not be faster, and the fastest quarter of the bytes must not be slower.
+    Other bytes may be slower, because a link does not catch up after a pause of the machine that is
+    longer than its burst.
     """
     best = dict.fromkeys(expected, 0.0)
     for _ in range(TRIES):
@@ -142,13 +142,13 @@ def test_links_within_a_node_have_the_requested_rate():
 
 @pytest.mark.parametrize(("connections", "rate"), [(1, 5e7), (2, 4e7)])
 def test_each_connection_has_its_own_limit(connections, rate):
-    """One is held to its limit; two are held to the link's, which is less than twice as much."""
+    """Two connections share the link, which is less than twice as fast as the limit of one."""
     for _ in range(TRIES):
         done = probe(
             "--nodes 2 --inter 80mbit --flow 50mbit", "connections", connections, 4_000_000
         )
         assert done.returncode == 0, done.stdout
-        # Both lines may arrive as one: the ranks' threads write at once.
+        # Both lines may arrive as one, because the ranks' threads write at the same time.
         found = re.findall(r"connection \d+ (\d+) (\d+)", done.stdout)
         assert len(found) == connections
         assert all(float(whole) < 1.05 * 5e7 for whole, _ in found), done.stdout
@@ -188,7 +188,7 @@ def test_faults_occur_at_the_requested_time(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_lab_leaves_no_processes_or_namespaces(number):
-    """Neither on Ctrl-C nor when the lab itself is killed; and two labs run side by side."""
+    """The signal is SIGINT or SIGKILL. A second lab that runs at the same time is not affected."""
     other = probe("--nodes 2", "tick", background=True)
     process = probe("--nodes 2 --inter 10mbit", "wait", background=True)
     for line in process.stdout:
@@ -196,7 +196,7 @@ def test_an_ended_lab_leaves_no_processes_or_namespaces(number):
             break
     below = descendants(process.pid)
     namespaces = _network_namespaces(below) - _network_namespaces([os.getpid()])
-    assert len(namespaces) == 3, "one for the switch and one for each node"
+    assert len(namespaces) == 3, "expected one for the switch and one for each node"
     assert len(below) > 5
     process.send_signal(number)
     process.wait(60)
@@ -231,12 +231,12 @@ def test_a_signal_during_the_start_ends_the_lab(wait_s):
     time.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
-    # At once it may come before our handler is there.
+    # Without a delay, the signal may arrive before the lab handles it.
     assert done.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), done.stdout
 
 
 def test_child_processes_of_a_rank_do_not_delay_the_job():
-    # A lab that waited for it would run into the test's limit.
+    # A lab that waits for the child process would exceed the time limit of the test.
     done = lab("--nodes 2 --show first", "sh", "-c", "sleep 900 & echo gone; exit 3")
     assert done.returncode == 3
     assert "[0] gone" in done.stdout
@@ -249,7 +249,7 @@ def test_a_job_with_closed_output_ends():
     assert process.wait(60) != 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which root may")
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root, to change the user")
 def test_without_root_the_lab_uses_a_user_namespace():
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
@@ -285,19 +285,17 @@ def _check_as_another_user(tmp_path):
 
 
 def _python_of_others():
-    """Returns this Python or the system's: the first that another user can run in a user namespace.
+    """Returns a Python that another user can run in a user namespace: this one or the system's.
 
-    Root's home may be closed to that user there and open outside: in some containers a process that
-    changes its user keeps its rights.
+    There, root's home may be inaccessible to this user although it is accessible elsewhere, because
+    in some containers a process keeps its rights when it changes its user.
     """
     needed = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):
         tried = [*BECOME, "unshare", "--user", str(python), "-c", needed]
         if subprocess.run(tried, capture_output=True, env=OUR_PACKAGES).returncode == 0:
             return python
-    pytest.skip(
-        "another user cannot make a user namespace, or finds no Python of this version in it"
-    )
+    pytest.skip("requires user namespaces, and a Python of this version that other users can run")
 
 
 def test_missing_tools_are_named(tmp_path):
@@ -309,7 +307,7 @@ def test_missing_tools_are_named(tmp_path):
 
 
 def test_missing_rights_are_named(tmp_path):
-    """Where the kernel gives no namespaces, every attempt is shown with its error."""
+    """If the kernel refuses namespaces, the error lists every attempt with its cause."""
     refusing = tmp_path / "unshare"
     refusing.write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
     refusing.chmod(0o755)
@@ -324,7 +322,7 @@ DEMO = [sys.executable, "-m", "tfposeidon", "demo", "--steps", "1"]
 
 
 def demo():
-    """Runs it to its end; returns the process, and whether there is a plot."""
+    """Runs the demo, and returns the process, the path of the plot, and whether it exists."""
     with tempfile.TemporaryDirectory() as folder:
         plot = Path(folder) / "plots" / "demo.png"
         done = finish(start([*DEMO, "--plot", str(plot)]), timeout_s=400)
@@ -345,15 +343,15 @@ def test_demo_compares_schemes(outcome):
         (row,) = [line for line in done.stdout.splitlines() if line.startswith(label)]
         found[label] = row.removeprefix(label).replace("ms", "").replace("MB", "").split()
     (horovod_ms, horovod_mb, _), *ours = [list(map(float, row)) for row in found.values()]
-    # A ring of 2 x 2 ranks carries 2 (P - 1) / P of 36 MB over each node's link, for two ranks.
+    # In a ring of 2 x 2 ranks, each node's link carries 2 (P - 1) / P of 36 MB.
     assert 26.5 < horovod_mb < 28
     assert horovod_ms > 2000
     for label, (step_ms, sent_mb, times_faster) in zip(list(found)[1:], ours, strict=True):
-        # What `auto` takes follows the times that it measures; `benchmarks.auto` tells how well.
+        # The plan of `auto` depends on measured times, so its limit is looser.
         most = 1.05 if "auto" in label else 0.2
         assert sent_mb < most * horovod_mb, done.stdout
         assert times_faster == pytest.approx(horovod_ms / step_ms, abs=0.1)
-    # What it found, and why.
+    # The output states the plan and the reason.
     assert "chosen plan: " in done.stdout
     assert "predicted step: " in done.stdout
     assert "measured step: " in done.stdout

@@ -1,7 +1,4 @@
-"""`LocalUpdates` begun by one rank and gone on with by two, and the other way round.
-
-By checkpoints, and by `.keras` files.
-"""
+"""One rank and two ranks resume each other's runs of `LocalUpdates` from checkpoints and files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Each peer of the benchmarks trains a small emulated model on two nodes of the lab."""
+"""Each other framework of the benchmarks trains a small emulated model on two nodes of the lab."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ POWERSGD_RANK = 4
 
 
 def answers(worker, systems):
-    """What the worker found, by system."""
+    """Returns the figures of a worker, by system."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}
@@ -33,7 +33,7 @@ def answers(worker, systems):
 
 
 def check(answer, sent_bytes):
-    """There are times, and each node has sent so many bytes, but for 5 %."""
+    """Checks that there are times, and that each node sent these bytes to within 5 %."""
     assert "error" not in answer, answer["error"]
     assert len(answer["step_s"]) == 4
     assert min(answer["step_s"]) > 0
@@ -41,7 +41,7 @@ def check(answer, sent_bytes):
 
 
 def all_reduce_bytes(elements, element_bytes=4):
-    """Each rank of a ring sends 2 (P - 1) / P of the vector."""
+    """Returns the bytes that each rank sends in a ring, 2 (P - 1) / P of the vector."""
     return 2 * (RANKS - 1) / RANKS * elements * element_bytes
 
 
@@ -50,10 +50,10 @@ def parameters():
 
 
 def powersgd_elements():
-    """Returns the values that PowerSGD sends.
+    """Returns the number of values that PowerSGD sends.
 
-    A matrix `[n, m]` becomes P and Q, r (n + m) values, where that is at most half of n m; all
-    other gradients are sent whole.
+    It sends r (n + m) values, the factors P and Q, of a matrix `[n, m]` if they are less than half
+    of n m, and other gradients whole.
     """
     elements = 0
     for layer in architectures.model(MODEL).shrunk(SHRINK).layers:
@@ -63,7 +63,7 @@ def powersgd_elements():
     return elements
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="requires PyTorch")
 @ahead(lambda: answers("ddp", ["ddp", "ddp-fp16", "ddp-powersgd", "unknown"]))
 def test_pytorch_ddp_sends_the_output_of_its_hooks(outcome):
     found = outcome
@@ -83,7 +83,7 @@ def test_mirrored_strategy_sends_a_ring_all_reduce(outcome):
         check(answer, all_reduce_bytes(parameters()))
 
 
-@pytest.mark.skipif(not harness.JAX.exists(), reason=f"Keras on JAX: {harness.JAX_REMEDY}")
+@pytest.mark.skipif(not harness.JAX.exists(), reason=f"requires JAX. Run: {harness.JAX_REMEDY}")
 @ahead(lambda: answers("jax_fit", ["jax"]))
 def test_keras_on_jax_exchanges_every_gradient_once(outcome):
     check(outcome["jax"], all_reduce_bytes(parameters()))

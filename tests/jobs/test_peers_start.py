@@ -1,4 +1,4 @@
-"""Ranks that find each other by their platform's variables, without a launcher and without SSH."""
+"""Ranks find each other by their platform's variables, without a launcher and without SSH."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ def free_port():
 
 
 def started(kind, *what, environments=({}, {})):
-    """Runs processes with the variables of two ranks; returns the finished ones."""
+    """Starts processes with the variables of two ranks, and returns the finished processes."""
     port = str(free_port())
     running = []
     for rank, extra in enumerate(environments):
@@ -34,13 +34,13 @@ def started(kind, *what, environments=({}, {})):
 
 
 def _check_no_store_left(port):
-    """The store of rank 0 ends after the last word of all ranks, or soon after rank 0."""
+    """Checks that the store of rank 0 has ended, or ends soon."""
     deadline = time.monotonic() + 20
     with contextlib.suppress(ConnectionRefusedError):
         while time.monotonic() < deadline:
             socket.create_connection(("127.0.0.1", port)).close()
             time.sleep(0.2)
-        raise AssertionError("the store of rank 0 was left behind")
+        raise AssertionError("the store of rank 0 must end with the job")
 
 
 TOKEN = {"TFPOSEIDON_TOKEN": "the-token-of-this-job"}
@@ -90,7 +90,7 @@ def two_nodes():
 
 
 @ahead(two_nodes)
-def test_run_on_two_nodes(outcome):
+def test_run_starts_ranks_on_two_nodes(outcome):
     for node, done in enumerate(outcome):
         assert done.returncode == 0, done.stdout
         assert f"[{node}] rank {node} of 2 rank(s) on 2 node(s) (2 x 1)" in done.stdout
@@ -105,7 +105,7 @@ def test_run_returns_the_status_of_the_first_failed_rank(outcome):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_in_turn_on_two_nodes_of_the_lab(kind):
+def test_ranks_may_be_numbered_alternately_on_two_nodes(kind):
     done = lab("--nodes 2 --per-node 2", sys.executable, SCRIPT, "lab", kind, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("nodes ((0, 2), (1, 3)), sum 6") == 4, done.stdout
@@ -113,8 +113,8 @@ def test_ranks_in_turn_on_two_nodes_of_the_lab(kind):
 
 
 @ahead(lambda: lab("--nodes 2", sys.executable, SCRIPT, "nodes", timeout_s=LIMIT_S))
-def test_run_on_two_nodes_of_the_lab_by_variables_of_nodes(outcome):
-    """In the last job, a rank of node 1 fails, and `run` of node 0 ends with the cause."""
+def test_run_uses_variables_that_describe_nodes(outcome):
+    """In the last job, a rank of node 1 fails, and `run` on node 0 prints the cause."""
     said = outcome.stdout
     assert outcome.returncode == 0, said
     for kind in NODE_KINDS:

@@ -1,4 +1,4 @@
-"""Processes at their start: imports start nothing, one line is enough, files need only Keras."""
+"""Importing starts nothing, patches apply in the first statement, and files require only Keras."""
 
 import os
 import subprocess
@@ -48,9 +48,9 @@ model.fit(np.zeros((8, 4), "float32"), np.zeros((8, 1), "float32"), batch_size=4
 
 
 def test_patches_apply_within_the_first_statement():
-    """Python looks `model.compile` up before it makes the optimizer that compile gets.
+    """Python looks up `model.compile` before it creates the optimizer, which is the argument.
 
-    What `fit` writes into a pipe has no control characters.
+    The output of `fit` into a pipe has no control characters.
     """
     done = subprocess.run(
         [sys.executable, "-c", ONE_LINE], cwd=ROOT, capture_output=True, text=True, timeout=300

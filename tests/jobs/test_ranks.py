@@ -1,4 +1,4 @@
-"""What a session shows of tests on ranks: failures, hangs, deaths, and the tests after them."""
+"""Tests the reports of tests on ranks: failures, hangs, dead ranks, and later tests."""
 
 import sys
 import tempfile
@@ -38,7 +38,7 @@ FAILED = {
 
 
 def samples():
-    """Runs the samples in a session of their own; name -> what it shows, empty for a pass."""
+    """Runs the samples in a separate session; returns the report of each, empty for a pass."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "junit.xml"
         options = ["-p", "no:cacheprovider", f"--junitxml={path}"]

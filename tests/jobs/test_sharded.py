@@ -1,4 +1,4 @@
-"""State in parts, saved by a job of two ranks and taken over by one rank."""
+"""One rank resumes the sharded state of a job of two ranks."""
 
 import numpy as np
 

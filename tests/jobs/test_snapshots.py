@@ -1,4 +1,4 @@
-"""Snapshots of processes that are killed."""
+"""Snapshots of killed processes are complete."""
 
 import os
 import random
@@ -23,7 +23,7 @@ for step in range(int(sys.argv[2]), 10**6):
 
 
 def kills():
-    """Kills three writers; returns each one's step and the newest whole snapshot found after it."""
+    """Kills three writers; returns the step and the newest complete snapshot after each kill."""
     pauses = random.Random(0)
     found, newest = [], 0
     with tempfile.TemporaryDirectory() as folder:
@@ -50,6 +50,6 @@ def test_a_kill_at_any_time_leaves_a_complete_snapshot(outcome):
     assert len(outcome) == 3
     for before, snapshot in outcome:
         step = snapshot.meta["step"]
-        assert step > before, "what was whole is gone"
+        assert step > before, "complete snapshots must remain"
         assert (snapshot.shared["a"][0] == step).all()
         assert (snapshot.own[0]["b"][0] == -step).all()

@@ -1,4 +1,4 @@
-"""The emulated accelerator: time passes in order and off the CPU, gradients are real."""
+"""The emulated accelerator waits in order without using the CPU, and returns real gradients."""
 
 import time
 
@@ -12,7 +12,7 @@ from tfposeidon.lab.architectures import VGG19, Stream
 
 
 class Clock:
-    """Time that only passes when somebody sleeps, or is said to be late."""
+    """Simulated time, which advances when `sleep` is called."""
 
     def __init__(self):
         self.now = 100.0
@@ -43,7 +43,7 @@ def test_a_step_starts_at_the_current_time():
 
 
 class Recorder(Stream):
-    """Notes its work instead of waiting."""
+    """Records the seconds of its work instead of waiting."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def _kinds():
 
 
 def test_dense_gradients_are_products_of_factors():
-    """As Keras's own: what reads sufficient factors off the graph must find them here."""
+    """Readers of sufficient factors must find these products in the graph, as in real models."""
     graph = _gradients(emulated_model(small(), stream=Recorder())).get_concrete_function().graph
     products = [
         op for op in graph.get_operations() if op.type == "MatMul" and op.get_attr("transpose_a")
@@ -129,7 +129,7 @@ def test_dense_gradients_are_products_of_factors():
 
 
 def test_gradients_appear_after_the_time_of_their_layer():
-    """Each waits for its own layer and those after it, so that the last is exchanged first."""
+    """Each waits for its own layer and all later ones, so that the last is exchanged first."""
     stream = Recorder()
     graph = _gradients(emulated_model(small(), stream=stream)).get_concrete_function().graph
     waits = [op for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]
@@ -146,7 +146,6 @@ def _waits_before(op):
     seen, stack = set(), [op]
     while stack:
         found = stack.pop()
-        # A traced function's results also wait, by control inputs, for all that has side effects.
         for source in (tensor.op for tensor in found.inputs):
             if source not in seen:
                 seen.add(source)

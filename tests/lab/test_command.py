@@ -1,4 +1,4 @@
-"""Parts of the lab that need no namespaces: the delay line, and refused options."""
+"""Tests parts of the lab that need no namespaces: packet delays, and refused options."""
 
 import json
 import subprocess
@@ -87,17 +87,17 @@ def test_bad_input_is_refused_before_anything_starts(arguments, capsys, monkeypa
 
 
 def test_started_modules_ignore_the_current_folder_if_the_lab_does(monkeypatch):
-    """Sources there would hide the installed package from the ranks."""
+    """Sources in the current folder would hide the installed package from the ranks."""
     for is_safe, options in ((False, []), (True, ["-P"])):
         flags = SimpleNamespace(safe_path=is_safe)
-        # Not in `sys` itself: jobs that start meanwhile on other threads read its flags.
+        # Replace `sys` only in this module, because jobs on other threads read its flags meanwhile.
         own = SimpleNamespace(executable=sys.executable, flags=flags)
         monkeypatch.setattr(command, "sys", own)
         assert command.python("module") == [sys.executable, *options, "-m", "module"]
 
 
 def test_the_demo_has_time_for_its_steps_and_no_gpus(monkeypatch):
-    """100 steps take 1,060 s; NCCL would refuse its ranks on one GPU."""
+    """100 steps take 1,060 s. With a GPU, NCCL would refuse several ranks on it."""
     asked = {}
 
     def run(command, **keywords):

@@ -39,7 +39,8 @@ def test_bytes_of_steps_equal_those_of_their_synchronizations(wire):
             for _ in range(count):
                 model.train_on_batch(x, x)
 
-        # Then all graphs are traced, and no exchange is pending when counting starts and ends.
+        # Afterwards, all graphs are traced, and no exchange is pending at the start or end of
+        # counting.
         steps(2 * EVERY + LATE)
         node = [wire.topology.seen_from(rank) for rank in wire.topology.node.ranks]
         of_round = sum(

@@ -1,4 +1,4 @@
-"""`LocalUpdates` in `fit`: what callbacks see, stop and assign, and what is refused there."""
+"""Tests `LocalUpdates` in `fit`: weights in callbacks, stops, and refused features."""
 
 import os
 import shutil
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.ranks("2", job="local")
 
 
 class Looking(keras.callbacks.ModelCheckpoint):
-    """Saves within epochs, and records the weights that it sees there and at the end of epochs.
+    """Saves within epochs, and records weights in each step and at the end of each epoch.
 
-    It adds to a callback of Keras's that looks at the end of epochs only.
+    Its base class, a callback of Keras, acts only at the end of epochs.
     """
 
     def __init__(self, path):
